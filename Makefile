@@ -1,0 +1,56 @@
+# Everything runs in .venv, which the first target that needs it sets up. Stamp files in it remember what was done, so
+# that only what changed is done again.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMPS := .venv/stamps
+
+NATIVE_SOURCES := $(wildcard native/*) setup.py pyproject.toml
+VIRTUAL_SOURCES := $(shell find virtual -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.py' -o -name '*.toml' \) \
+	-not -path 'virtual/tests/*' -not -path 'virtual/build/*')
+
+.PHONY: help test test-all lint format bench train clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+test: $(STAMPS)/native $(STAMPS)/virtual ## run the tests, except the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(STAMPS)/native $(STAMPS)/virtual ## run all tests
+	$(BIN)/python -m pytest
+
+lint: $(STAMPS)/requirements ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMPS)/requirements ## put the code into the common format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMPS)/native $(STAMPS)/virtual ## run every benchmark
+	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+train: $(STAMPS)/native $(STAMPS)/virtual ## run the example
+	$(BIN)/python examples/train.py
+
+clean: ## remove the environment and all that was built
+	rm -rf .venv build dist virtual/build src/*.egg-info virtual/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find src virtual -name '*.so' -delete
+
+# torch first and by itself: asked for together with others, it may come with gigabytes of CUDA packages.
+$(STAMPS)/requirements: requirements-dev.txt
+	$(PYTHON) -m venv .venv
+	mkdir -p $(STAMPS)
+	$(BIN)/pip install --quiet "$$(grep '^torch==' requirements-dev.txt)"
+	$(BIN)/pip install --quiet --requirement requirements-dev.txt
+	touch $@
+
+$(STAMPS)/native: $(STAMPS)/requirements $(NATIVE_SOURCES)
+	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+$(STAMPS)/virtual: $(STAMPS)/requirements $(VIRTUAL_SOURCES)
+	$(BIN)/pip install --quiet --no-build-isolation --no-deps ./virtual
+	touch $@

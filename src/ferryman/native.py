@@ -1,0 +1,33 @@
+"""The compiled host library (`native/`), where this installation has it."""
+
+import ctypes
+import functools
+from pathlib import Path
+
+PATH = Path(__file__).with_name("libferryman.so")
+
+# In the order of native/isa.h: each set includes those before it.
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+
+_SIGNATURES: dict[str, tuple[type, list[type]]] = {
+    "ferryman_best_isa": (ctypes.c_int, []),
+    "ferryman_amx_permitted": (ctypes.c_int, []),
+    "ferryman_amx_executes": (ctypes.c_int, []),
+    "ferryman_sum_of_squares": (
+        ctypes.c_double,
+        [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int],
+    ),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The library, or None where it was not built. Its functions run without the GIL."""
+    if not PATH.exists():
+        return None
+    loaded = ctypes.CDLL(str(PATH))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype = result
+        function.argtypes = arguments
+    return loaded

@@ -1,0 +1,1 @@
+"""The host side: where the model and the optimizer's state live."""
