@@ -1,0 +1,45 @@
+// Pinned host memory: what copies may read and write behind the host's back.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+
+#include <optional>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+
+#include "race.h"
+
+namespace torch_virtual {
+
+struct PinnedBlock {
+  PinnedBlock(void* base, size_t bytes, bool owned) : base(base), bytes(bytes), owned(owned) {
+    history.place = "pinned host memory";
+  }
+  ~PinnedBlock();
+
+  void* const base;
+  const size_t bytes;
+  const bool owned;              // allocated here; else registered, and its owner's to free
+  std::atomic<int> copies{0};    // asynchronous copies that have not ended
+  History history;
+};
+
+c10::Allocator* pinned_memory();
+
+// The pinned block that holds all of [address, address + bytes), or null.
+std::shared_ptr<PinnedBlock> pinned_block(const void* address, size_t bytes);
+
+// The smallest range of pinned memory that holds a host tensor; nothing where it is not pinned. `block` keeps it.
+std::optional<Touch> pinned_range(const at::Tensor& tensor, Use use, std::shared_ptr<PinnedBlock>& block);
+// The host itself reads or writes a host tensor.
+void host_use(const at::Tensor& tensor, Use use, const std::string& what);
+
+// Memory allocated elsewhere, to the byte, and declared fit for asynchronous copies (cudaHostRegister's part).
+void register_host(void* base, size_t bytes);
+void unregister_host(void* base);
+
+}  // namespace torch_virtual

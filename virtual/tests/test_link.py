@@ -1,0 +1,217 @@
+"""The link: as fast as it was set to be, both ways at once, and without burning a core."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+
+import pytest
+import torch
+import torch_virtual
+
+MB = 1 << 20
+
+
+class Copies:
+    """Asynchronous copies of one size on a stream, timed by events."""
+
+    def __init__(self, direction: str, nbytes: int = 4 * MB, stream: torch.Stream | None = None) -> None:
+        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        on_device = torch.zeros(nbytes, dtype=torch.uint8, device="virtual")
+        self.to, self.source = (on_device, host) if direction == "h2d" else (host, on_device)
+        self.stream = stream or torch.Stream("virtual")
+        self.stream.wait_stream(torch_virtual.current_stream())
+        self.begin, self.end = (torch.Event("virtual", enable_timing=True) for _ in range(2))
+
+    def start(self, count: int = 1) -> None:
+        with self.stream:
+            self.begin.record()
+            for _ in range(count):
+                self.to.copy_(self.source, non_blocking=True)
+            self.end.record()
+
+    def seconds(self) -> float:
+        self.end.synchronize()
+        return self.begin.elapsed_time(self.end) / 1e3
+
+    def median(self, runs: int = 7) -> float:
+        times = []
+        for _ in range(runs):
+            self.start()
+            times.append(self.seconds())
+        return statistics.median(times[1:])  # the first one warms up
+
+
+def wall(work) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+@pytest.mark.parametrize("rate", [4e7, 4e8])
+def test_a_throttled_copy_takes_bytes_over_bandwidth(direction, rate):
+    """Only the direction that was set is throttled."""
+    there, back = Copies(direction), Copies("d2h" if direction == "h2d" else "h2d")
+    with torch_virtual.link(**{direction: rate}):
+        assert there.median() == pytest.approx(4 * MB / rate, rel=0.05)
+        assert back.median() < 0.5 * 4 * MB / 4e8
+
+        def run() -> None:
+            there.start()
+            there.stream.synchronize()
+
+        assert statistics.median(wall(run) for _ in range(7)) == pytest.approx(4 * MB / rate, rel=0.05)
+
+
+def test_many_small_copies_keep_the_pace():
+    """Late wake-ups must not add up."""
+    copies = Copies("h2d", 4096)
+    with torch_virtual.link(h2d=4e6):  # 1 ms each
+        copies.start(200)
+        assert copies.seconds() == pytest.approx(0.2048, rel=0.05)
+
+
+def test_blocking_copies_are_throttled_too():
+    x, host = torch.zeros(MB, device="virtual"), torch.zeros(MB)
+    with torch_virtual.link(h2d=8e7, d2h=4e7):
+        down = statistics.median(wall(lambda: x.copy_(host)) for _ in range(5))
+        up = statistics.median(wall(lambda: host.copy_(x)) for _ in range(5))
+    assert down == pytest.approx(4 * MB / 8e7, rel=0.1)
+    assert up == pytest.approx(4 * MB / 4e7, rel=0.1)
+
+
+def test_both_directions_at_once_take_no_longer_than_one():
+    down, up = Copies("h2d"), Copies("d2h")
+    with torch_virtual.link(h2d=4e7, d2h=6e7):
+
+        def run() -> None:
+            down.start()
+            up.start()
+            down.stream.synchronize()
+            up.stream.synchronize()
+
+        run()
+        together = statistics.median(wall(run) for _ in range(5))
+        assert down.seconds() == pytest.approx(4 * MB / 4e7, rel=0.05)
+        assert up.seconds() == pytest.approx(4 * MB / 6e7, rel=0.05)
+    assert together < 1.1 * 4 * MB / 4e7
+
+
+def test_two_streams_share_a_direction():
+    one, two = Copies("h2d"), Copies("h2d")
+    with torch_virtual.link(h2d=8e7):
+
+        def run() -> None:
+            one.start()
+            two.start()
+            one.stream.synchronize()
+            two.stream.synchronize()
+
+        run()
+        assert statistics.median(wall(run) for _ in range(5)) == pytest.approx(8 * MB / 8e7, rel=0.1)
+
+
+def test_devices_have_links_of_their_own():
+    host = torch.zeros(MB, dtype=torch.uint8)
+    x, y = (torch.zeros(MB, dtype=torch.uint8, device=f"virtual:{i}") for i in (0, 1))
+    with torch_virtual.link(1, h2d=1e7):
+        assert torch_virtual.set_link(0) == torch_virtual.Link()
+        assert wall(lambda: y.copy_(host)) > 0.1
+        assert wall(lambda: x.copy_(host)) < 0.1
+
+
+def test_waiting_for_a_throttled_copy_burns_no_core():
+    copies = Copies("h2d", 3 * MB)
+    copies.median(2)
+    with torch_virtual.link(h2d=1e7):  # 0.3 s
+        before = time.process_time()
+        copies.start()
+        copies.stream.synchronize()
+        assert time.process_time() - before < 0.06
+
+
+def test_bytes_arrive_over_time_and_not_at_the_start():
+    host = torch.ones(8 * MB, dtype=torch.uint8, pin_memory=True)
+    back = torch.zeros(8 * MB, dtype=torch.uint8, pin_memory=True)
+    x = host.to("virtual")
+    with torch_virtual.link(d2h=4e7):  # 0.2 s
+        back.copy_(x, non_blocking=True)
+        time.sleep(0.1)
+        arrived = int(back.sum(dtype=torch.int64))
+        assert 0.1 < arrived / (8 * MB) < 0.9
+        torch_virtual.synchronize()
+    assert int(back.sum(dtype=torch.int64)) == 8 * MB
+
+
+def test_the_bandwidth_changes_at_run_time():
+    copies = Copies("h2d")
+    for rate in (4e7, 2e8, 8e7):
+        before = torch_virtual.set_link(h2d=rate)
+        assert copies.median() == pytest.approx(4 * MB / rate, rel=0.05)
+    assert before.h2d == 2e8
+    # A copy goes at the pace that was set when it was asked for.
+    torch_virtual.set_link(h2d=4e7)
+    copies.start()
+    torch_virtual.set_link(h2d=math.inf)
+    assert copies.seconds() == pytest.approx(4 * MB / 4e7, rel=0.05)
+
+
+def test_a_latency_is_added_to_each_copy():
+    copies = Copies("h2d", 4096)
+    with torch_virtual.link(latency=0.02):
+        assert copies.median() == pytest.approx(0.02, rel=0.1)
+        copies.start(5)
+        assert copies.seconds() == pytest.approx(0.1, rel=0.1)
+        x = torch.zeros(4, device="virtual")
+        assert wall(lambda: x.cpu()) == pytest.approx(0.02, rel=0.5)
+    with torch_virtual.link(latency=0.02, h2d=4096 / 0.03):
+        assert copies.median() == pytest.approx(0.05, rel=0.1)
+
+
+def test_a_delay_comes_before_asynchronous_copies_only():
+    copies = Copies("d2h", 4096)
+    with torch_virtual.link(delay=0.05):
+        assert copies.median() == pytest.approx(0.05, rel=0.1)
+        assert wall(lambda: torch.zeros(4, device="virtual").cpu()) < 0.04
+        copies.source.fill_(1)
+        copies.stream.wait_stream(torch_virtual.current_stream())
+        copies.start()
+        time.sleep(0.01)
+        assert copies.to[0] == 0  # nothing has moved yet
+        copies.stream.synchronize()
+        assert copies.to[0] == 1
+
+
+def test_unlimited_by_default():
+    assert torch_virtual.set_link() == torch_virtual.Link(math.inf, math.inf, 0.0, 0.0)
+    assert 64 * MB / Copies("h2d", 64 * MB).median(3) > 3e8
+
+
+def test_a_block_of_code_leaves_the_link_as_it_was():
+    torch_virtual.set_link(h2d=1e9, latency=1e-6)
+    before = torch_virtual.set_link()
+    with torch_virtual.link(h2d=1e6, delay=0.5):
+        assert torch_virtual.set_link() == torch_virtual.Link(h2d=1e6, latency=1e-6, delay=0.5)
+    assert torch_virtual.set_link() == before
+    with pytest.raises(KeyError), torch_virtual.link(d2h=1.0):
+        raise KeyError
+    assert torch_virtual.set_link() == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"h2d": 0}, {"d2h": -1.0}, {"h2d": math.nan}, {"latency": -1e-3}, {"delay": math.inf}, {"delay": math.nan}],
+)
+def test_what_no_link_can_be_is_refused(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        torch_virtual.set_link(**wrong)
+    with pytest.raises(TypeError):
+        torch_virtual.set_link(bandwidth=3)
+    with pytest.raises(ValueError, match="virtual:9"):
+        torch_virtual.set_link(9, h2d=1.0)
+    with pytest.raises(ValueError, match="'cpu'"):
+        torch_virtual.set_link("cpu", h2d=1.0)
+    assert torch_virtual.set_link() == torch_virtual.Link()
