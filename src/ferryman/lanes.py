@@ -1,0 +1,465 @@
+"""Lanes and marks: work that overlaps, and the points where it meets.
+
+A lane is an in-order queue of work; lanes run beside one another. A mark is the end of one piece of work, for other
+lanes to wait for. On an accelerator a lane is a torch stream and a mark an event; on the host and the disk a lane is a
+thread. Either kind of lane waits for either kind of mark, and the thread that submits never does.
+
+Note [Who issues]
+An accelerator cannot wait for a thread. So work for a stream is issued at once, by the thread that submits it, if
+all that it comes after is done or already issued to a stream; else by a thread of the lane's own, which waits for the
+host's marks first. Either way the stream itself waits for other streams, by events.
+
+Note [Failures]
+Work that raises fails its lane. What comes after it, by the lane's order or by a mark, is not run: its marks are
+cancelled, so nothing waits for ever. The exception itself comes out of the next `wait` on any mark or lane of the
+group, once, as what it is, with its traceback and a note that says what was being done. From then on the lanes take
+new work; only waiting for a mark that was cancelled still raises, a LaneError, since what it stands for never happened.
+
+Note [Witness]
+A device may have a race detector that follows what the host waits for (`torch_virtual` has). Its module then offers
+`own_clock`, `now`, `learn`, `host_reads` and `host_writes`, and lanes tell it what their marks order. Where there is
+none, nothing is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from ferryman.trace import Span, Trace
+
+Work = Callable[[], object]
+
+
+class LaneError(RuntimeError):
+    """Something was waited for that did not happen, because other work had failed before it or its lane was closed."""
+
+
+class _NoWitness:
+    """Stands in where the device has no race detector."""
+
+    def own_clock(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def now(self) -> None:
+        return None
+
+    def learn(self, instant: Any) -> None:
+        pass
+
+    def host_reads(self, tensor: torch.Tensor, what: str) -> None:
+        pass
+
+    def host_writes(self, tensor: torch.Tensor, what: str) -> None:
+        pass
+
+
+def _witness_of(device: torch.device) -> Any:
+    if device.type == "cpu":
+        return _NoWitness()
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "own_clock") else _NoWitness()
+
+
+class _Failure:
+    """One exception, from the work that raised it to the wait that lets it out."""
+
+    def __init__(self, error: BaseException, lane: str, label: str) -> None:
+        self.error: BaseException | None = error
+        self.doing = f"{label!r} in lane {lane!r}"
+        error.add_note(f"ferryman was doing {self.doing}")
+
+        self._seen_as: int | None = None
+
+    def let_out(self, number: int) -> BaseException:
+        """The exception, to be raised, as the group's nth. Not kept: its traceback holds all that the work used."""
+        error, self.error, self._seen_as = self.error, None, number
+        assert error is not None, "a failure is let out once"
+        return error
+
+    def dooms(self, job: _Job) -> bool:
+        """Whether a job that comes after this failure was submitted before anybody had seen it."""
+        return self._seen_as is None or self._seen_as > job.failures_seen
+
+
+class Mark:
+    """The end of one piece of work. Made by `Lane.submit`."""
+
+    def __init__(self, group: Lanes, lane: str, label: str) -> None:
+        self.label = label
+        self._group = group
+        self._lane = lane
+        self._settled = threading.Event()  # host: the work is over; stream: it is issued, and `_event` tells the rest
+        self._event: torch.Event | None = None
+        self._failure: _Failure | None = None
+        self._instant: Any = None  # what the witness knew when it was settled
+
+    def __repr__(self) -> str:
+        return f"<Mark {self.label!r} in lane {self._lane!r}>"
+
+    def wait(self) -> None:
+        """Blocks until the work is over; raises what went wrong, here or in any other lane of the group."""
+        self._group._raise_failure()
+        self._block()
+        self._group._raise_failure()
+        if self._failure is not None:
+            raise LaneError(f"{self.label!r} in lane {self._lane!r} was not done, because of {self._failure.doing}")
+
+    def passed(self) -> bool:
+        """Whether the work is over; never raises, never blocks. A cancelled mark has passed."""
+        if not self._settled.is_set():
+            return False
+        if self._event is not None:
+            return self._event.query()
+        self._group._witness.learn(self._instant)
+        return True
+
+    def _block(self) -> None:
+        self._settled.wait()
+        if self._event is not None:
+            self._event.synchronize()
+        else:
+            self._group._witness.learn(self._instant)
+
+
+class _Job(NamedTuple):
+    work: Work
+    after: Sequence[Mark]
+    mark: Mark
+    nbytes: int
+    reads: Sequence[torch.Tensor]
+    writes: Sequence[torch.Tensor]
+    failures_seen: int  # by the group's waits, when it was submitted
+    instant: Any  # what the witness knew when it was submitted
+
+
+class Lane:
+    """An in-order queue of work. Made by `Lanes.host` and `Lanes.device`."""
+
+    def __init__(self, group: Lanes, name: str) -> None:
+        self.name = name
+        self._group = group
+        self._condition = threading.Condition()
+        self._queue: deque[_Job] = deque()
+        self._busy = False  # a job is being run or issued
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._failures: list[_Failure] = []  # of this lane's work, or of work that it came after
+        self._last: Mark | None = None
+
+    def submit(
+        self,
+        work: Work,
+        *,
+        after: Iterable[Mark] = (),
+        label: str | None = None,
+        nbytes: int = 0,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+    ) -> Mark:
+        """Queues `work` behind all that was submitted to this lane before and behind the marks in `after`.
+
+        Returns at once. `label` and `nbytes` are for the trace. `reads` and `writes` are the pinned tensors that work
+        on the host uses, for the race detector.
+        """
+        if label is None:
+            label = getattr(work, "__name__", "work")
+        mark = Mark(self._group, self.name, label)
+        with self._condition:
+            if self._closed:
+                raise LaneError(f"lane {self.name!r} is closed, it takes no more work ({label!r})")
+            group = self._group
+            job = _Job(work, tuple(after), mark, nbytes, reads, writes, group._failures_seen, group._witness.now())
+            self._last = mark
+            inline = not self._busy and not self._queue and self._can_issue_now(job)
+            if inline:
+                self._busy = True
+            else:
+                self._queue.append(job)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, name=f"ferryman-{self.name}", daemon=True)
+                    self._thread.start()
+                self._condition.notify_all()
+        if inline:
+            with group._witness.own_clock(f"the issuing thread of lane {self.name!r}"):
+                self._perform(job)
+        return mark
+
+    def wait(self) -> None:
+        """Blocks until all that was submitted so far is over; raises a failure that nobody has seen yet."""
+        self._group._raise_failure()
+        if self._last is not None:
+            self._last._block()
+        self._group._raise_failure()
+
+    @contextlib.contextmanager
+    def occupy(self, label: str, *, after: Iterable[Mark] = ()) -> Iterator[Mark]:
+        """The caller does the work itself, here and now; yields the mark of its end.
+
+        For work that is not a function to be submitted, such as a model's own code: it runs on the thread that entered,
+        or on one that waits for it. On a device the lane's stream must be current there. Raises what `after` raises.
+        """
+        mark = Mark(self._group, self.name, label)
+        with self._condition:
+            self._condition.wait_for(lambda: not self._busy and not self._queue)
+            self._busy = True
+            self._last = mark
+        try:
+            self.follow(*after)
+            with self._recorded(mark, 0):
+                yield mark
+        except BaseException as error:
+            mark._failure = _Failure(error, self.name, label)
+            mark._failure.let_out(self._group._failures_seen)  # it is on its way to the caller
+            raise
+        finally:
+            mark._instant = self._group._witness.now()
+            mark._settled.set()
+            with self._condition:
+                self._busy = False
+                self._condition.notify_all()
+
+    def here(self) -> Mark:
+        """A mark at this point of what the caller is doing on the lane."""
+        mark = Mark(self._group, self.name, "this point")
+        mark._event = self._event_here()
+        mark._instant = self._group._witness.now()
+        mark._settled.set()
+        return mark
+
+    def follow(self, *marks: Mark) -> None:
+        """Has what is done on this lane from now on, by whoever occupies it, come after `marks`."""
+        for mark in marks:
+            mark._settled.wait()
+            if mark._failure is not None:
+                mark.wait()
+            self._come_after(mark)
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """Within, what the calling thread launches goes to this lane."""
+        return contextlib.nullcontext()
+
+    def join_caller(self) -> None:
+        """Has this lane come after what the calling thread has launched on its own stream."""
+
+    def let_caller_follow(self) -> None:
+        """Has what the calling thread launches on its own stream from now on come after this lane."""
+
+    def _can_issue_now(self, job: _Job) -> bool:
+        raise NotImplementedError
+
+    def _come_after(self, mark: Mark) -> None:
+        """Has the lane wait for a mark that is settled."""
+        raise NotImplementedError
+
+    def _event_here(self) -> torch.Event | None:
+        return None
+
+    def _recorded(self, mark: Mark, nbytes: int) -> contextlib.AbstractContextManager[None]:
+        """Within, work is done; prepares the mark and traces it."""
+        raise NotImplementedError
+
+    def _run(self, job: _Job) -> None:
+        for mark in job.after:
+            self._come_after(mark)
+        witness, label = self._group._witness, job.mark.label
+        for tensor in job.reads:
+            witness.host_reads(tensor, label)
+        for tensor in job.writes:
+            witness.host_writes(tensor, label)
+        with self._recorded(job.mark, job.nbytes):
+            job.work()
+
+    def _serve(self) -> None:
+        with self._group._witness.own_clock(f"lane {self.name!r}"):
+            while True:
+                with self._condition:
+                    self._condition.wait_for(lambda: not self._busy and (self._queue or self._closed))
+                    if not self._queue:
+                        return
+                    job = self._queue.popleft()
+                    self._busy = True
+                self._perform(job)
+
+    def _perform(self, job: _Job) -> None:
+        mark = job.mark
+        try:
+            self._group._witness.learn(job.instant)
+            mark._failure = next((failure for failure in self._failures if failure.dooms(job)), None)
+            for before in job.after:
+                before._settled.wait()
+                mark._failure = mark._failure or before._failure
+            if mark._failure is None:
+                self._run(job)
+        except BaseException as error:  # whatever it is, the driver must hear of it
+            mark._failure = _Failure(error, self.name, mark.label)
+            self._group._add_failure(mark._failure)
+        finally:
+            if mark._failure is not None and mark._failure not in self._failures:
+                self._failures.append(mark._failure)
+            mark._instant = self._group._witness.now()
+            mark._settled.set()
+            with self._condition:
+                self._busy = False
+                self._condition.notify_all()
+
+    def _close(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        if self._last is not None:
+            self._last._block()
+
+
+class HostLane(Lane):
+    """A thread: work on the host or the disk."""
+
+    def _can_issue_now(self, job: _Job) -> bool:
+        return False  # the submitting thread never does the work
+
+    def _come_after(self, mark: Mark) -> None:
+        mark._block()
+
+    @contextlib.contextmanager
+    def _recorded(self, mark: Mark, nbytes: int) -> Iterator[None]:
+        trace = self._group.trace
+        start = trace.now() if trace is not None else 0.0
+        yield
+        if trace is not None:
+            trace.add(Span(self.name, mark.label, start, trace.now(), nbytes))
+
+
+class DeviceLane(Lane):
+    """A torch stream: copies over the link one way, or kernels. The work is what launches them."""
+
+    def __init__(self, group: Lanes, name: str) -> None:
+        super().__init__(group, name)
+        self.stream = torch.Stream(group._torch_device)
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        return self.stream
+
+    def join_caller(self) -> None:
+        self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
+
+    def let_caller_follow(self) -> None:
+        torch.accelerator.current_stream(self.stream.device).wait_stream(self.stream)
+
+    def _can_issue_now(self, job: _Job) -> bool:
+        return all(mark._settled.is_set() for mark in job.after)
+
+    def _event_here(self) -> torch.Event | None:
+        event = torch.Event(self.stream.device, blocking=True)
+        event.record(self.stream)
+        return event
+
+    def _come_after(self, mark: Mark) -> None:
+        if mark._event is None:
+            self._group._witness.learn(mark._instant)
+        else:
+            self.stream.wait_event(mark._event)
+
+    @contextlib.contextmanager
+    def _recorded(self, mark: Mark, nbytes: int) -> Iterator[None]:
+        trace = self._group.trace
+        begin = torch.Event(self.stream.device, enable_timing=True) if trace is not None else None
+        end = torch.Event(self.stream.device, enable_timing=trace is not None, blocking=True)
+        with self.stream:
+            if begin is not None:
+                begin.record(self.stream)
+            try:
+                yield
+            finally:
+                end.record(self.stream)
+                mark._event = end  # also of work that failed half-way: what it launched must be waited for
+        if trace is not None and begin is not None:
+            trace.add_device_span(self.name, mark.label, begin, end, nbytes)
+
+
+class Lanes:
+    """A group of lanes that belong together: they share their failures and a trace.
+
+    Closing it, or leaving a `with`, waits for all work. `trace` can be set or taken away whenever no work is under way.
+    """
+
+    def __init__(self, device: torch.device | str, *, trace: Trace | None = None) -> None:
+        self._torch_device = torch.device(device)
+        self._witness = _witness_of(self._torch_device)
+        self._lock = threading.Lock()
+        self._failures: deque[_Failure] = deque()  # that no wait has let out yet
+        self._failures_seen = 0
+        self._lanes: list[Lane] = []
+        self._trace = trace
+
+    @property
+    def trace(self) -> Trace | None:
+        return self._trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self._trace = trace
+        for lane in self._lanes:
+            self._give_row(lane)
+
+    def host(self, name: str) -> Lane:
+        """A lane on the host: a thread."""
+        return self._add(HostLane(self, name))
+
+    def device(self, name: str) -> Lane:
+        """A lane on the device: a stream, or a thread where the device is the host itself."""
+        return self._add(HostLane(self, name) if self._torch_device.type == "cpu" else DeviceLane(self, name))
+
+    def wait(self) -> None:
+        """Blocks until all that was submitted so far to any lane is over; raises as `Lane.wait` does."""
+        for lane in self._lanes:
+            lane.wait()
+
+    def close(self) -> None:
+        """Finishes what was submitted, ends the threads, raises a failure that nobody has seen yet."""
+        for lane in self._lanes:
+            lane._close()
+        self._raise_failure()
+
+    def __enter__(self) -> Lanes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # A failure of the lanes must not hide the exception that is on its way.
+        with contextlib.suppress(BaseException):
+            self.close()
+
+    def _add(self, lane: Lane) -> Lane:
+        if any(lane.name == other.name for other in self._lanes):
+            raise ValueError(f"there is a lane {lane.name!r} already")
+        self._lanes.append(lane)
+        self._give_row(lane)
+        return lane
+
+    def _give_row(self, lane: Lane) -> None:
+        if self._trace is not None:
+            self._trace.add_lane(lane.name, lane.stream if isinstance(lane, DeviceLane) else None)
+
+    def _add_failure(self, failure: _Failure) -> None:
+        with self._lock:
+            self._failures.append(failure)
+
+    def _raise_failure(self) -> None:
+        with self._lock:
+            if not self._failures:
+                return
+            self._failures_seen += 1
+            error = self._failures.popleft().let_out(self._failures_seen)
+        raise error

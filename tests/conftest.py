@@ -1,0 +1,22 @@
+import pytest
+import torch
+import torch_virtual
+
+torch.set_num_threads(1)  # models are tiny here: threads would cost more than they give
+
+
+@pytest.fixture
+def virtual():
+    """The virtual device, strict about races, with its link as it was before."""
+    torch_virtual.clear_races()
+    before = torch_virtual.set_link("virtual:0")
+    with torch_virtual.strict():
+        yield torch.device("virtual:0")
+    torch_virtual.synchronize()
+    torch_virtual.set_link("virtual:0", h2d=before.h2d, d2h=before.d2h, latency=before.latency, delay=before.delay)
+    assert torch_virtual.races() == []
+
+
+@pytest.fixture(params=["cpu", "virtual"])
+def device(request):
+    return request.getfixturevalue("virtual") if request.param == "virtual" else torch.device("cpu")
