@@ -1,0 +1,288 @@
+"""Which parameters travel together.
+
+A unit is one or more modules and all tensors in them. Its modules' forwards are where the relay takes over, so a module
+can be a unit if its parameters are used inside its own forward only. Units are found so:
+
+1. *Blocks*: the children of the outermost lists of repeated modules (`ModuleList`, `Sequential`), one unit each.
+2. Outside blocks, modules that own large parameters of their own: embeddings, heads.
+3. Units that share a parameter become one unit, with several modules.
+4. A unit larger than the limit is cut into its children, down to leaf modules. Coarser is better: every boundary
+   between units is a stash.
+5. The rest is resident: it stays on the device.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+ALIGNMENT = 256  # bytes, between tensors in a unit's flat memory; enough for any vector load
+
+# Outside blocks, a module with at least this share of the largest block's bytes travels; smaller ones are resident.
+_LARGE = 0.1
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+# Modules that are never called themselves: what they hold is used by the module above.
+_UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+# Modules that use their children's parameters without calling them.
+_WHOLE = (nn.MultiheadAttention, nn.RNNBase)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module keeps a tensor."""
+
+    module: nn.Module
+    attribute: str
+    name: str  # in the model
+
+    def bind(self, tensor: torch.Tensor | None) -> None:
+        # Straight into the module's own dictionaries: setattr costs several times as much and refuses plain tensors.
+        members = self.module._parameters if self.attribute in self.module._parameters else self.module._buffers
+        members[self.attribute] = tensor  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One tensor of a unit: a parameter or a buffer, and where its bytes lie in the unit's flat memory."""
+
+    tensor: torch.Tensor
+    places: tuple[Place, ...]  # several, if modules share it
+    offset: int
+
+    @property
+    def name(self) -> str:
+        return self.places[0].name
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.itemsize
+
+    @property
+    def trains(self) -> bool:
+        return self.tensor.requires_grad
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """This tensor's part of a unit's flat memory."""
+        part = flat[self.offset : self.offset + self.nbytes]
+        return part.view(self.tensor.dtype).view(self.tensor.shape)
+
+
+@dataclass(eq=False)
+class Unit:
+    """Tensors that travel together, and the modules whose forwards use them."""
+
+    names: tuple[str, ...]  # of its modules
+    modules: tuple[nn.Module, ...]
+    items: tuple[Item, ...]
+    nbytes: int = field(init=False)  # of its flat memory
+
+    def __post_init__(self) -> None:
+        self.nbytes = max((_aligned(item.offset + item.nbytes) for item in self.items), default=0)
+
+    @property
+    def name(self) -> str:
+        return self.names[0] if self.names else "residents"
+
+    @property
+    def trained(self) -> tuple[Item, ...]:
+        return tuple(item for item in self.items if item.trains)
+
+    def __repr__(self) -> str:
+        return f"<Unit {' + '.join(self.names)}: {len(self.items)} tensors, {self.nbytes} bytes>"
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A module that might be a unit, with all below it."""
+
+    name: str
+    module: nn.Module
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for _, tensor in _tensors(self.name, self.module):
+            yield tensor
+
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.itemsize for t in {id(t): t for t in self.tensors()}.values())
+
+    def children(self) -> Iterator[_Candidate]:
+        for name, child in self.module.named_children():
+            yield _Candidate(f"{self.name}.{name}" if self.name else name, child)
+
+
+def _tensors(prefix: str, module: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
+    for path, owner in module.named_modules(prefix=prefix, remove_duplicate=False):
+        for attribute, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            if tensor is not None:
+                yield Place(owner, attribute, f"{path}.{attribute}" if path else attribute), tensor
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _blocks(top: _Candidate) -> Iterator[_Candidate]:
+    """The children of the outermost lists in which a kind of module repeats."""
+    if isinstance(top.module, _CONTAINERS):
+        members = [member for member in top.children() if _has_parameters(member.module)]
+        kinds = [type(member.module) for member in members]
+        if len(kinds) > len(set(kinds)):
+            yield from members
+            return
+    for child in top.children():
+        yield from _blocks(child)
+
+
+def _large_owners(top: _Candidate, taken: set[nn.Module], least: int) -> Iterator[_Candidate]:
+    """Outside what is taken, modules that own large parameters themselves."""
+    for child in top.children():
+        if child.module in taken:
+            continue
+        own = sum(p.numel() * p.itemsize for p in child.module.parameters(recurse=False))
+        called = not isinstance(child.module, _UNCALLED)
+        inside = any(module in taken for module in child.module.modules())
+        if called and not inside and (own >= least or (isinstance(child.module, _WHOLE) and child.nbytes() >= least)):
+            yield child
+        else:
+            yield from _large_owners(child, taken, least)
+
+
+def _cut(candidate: _Candidate, limit: int | None) -> Iterator[_Candidate]:
+    """The candidate, or if it is over the limit its children, and so on."""
+    if not _has_parameters(candidate.module):
+        return
+    children = list(candidate.children())
+    # What a module owns itself would be resident if it were cut: then nothing is won.
+    own = sum(p.numel() * p.itemsize for p in candidate.module.parameters(recurse=False))
+    whole = isinstance(candidate.module, _WHOLE) or not children or own > _LARGE * candidate.nbytes()
+    fits = limit is None or candidate.nbytes() <= limit
+    if (fits or whole) and not isinstance(candidate.module, _UNCALLED):
+        yield candidate
+        return
+    for child in children:
+        yield from _cut(child, limit)
+
+
+def _named(model: nn.Module, patterns: Sequence[str]) -> list[_Candidate]:
+    """The modules that the user named, outermost first."""
+    found: dict[nn.Module, str] = {}
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            raise ValueError(f"units=[...]: no module of the model matches {pattern!r}{_hint(pattern, names)}")
+        found.update((model.get_submodule(name), name) for name in matches)
+    outermost = [
+        _Candidate(name, module)
+        for module, name in found.items()
+        if not any(module is not other and module in set(other.modules()) for other in found)
+    ]
+    return [candidate for candidate in outermost if _has_parameters(candidate.module)]
+
+
+def _merge(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
+    """Groups candidates that share a parameter."""
+    groups: list[list[_Candidate]] = []
+    group_of: dict[int, list[_Candidate]] = {}  # by parameter
+    for candidate in candidates:
+        shared = {id(g): g for p in candidate.module.parameters() if (g := group_of.get(id(p))) is not None}
+        group = [member for g in shared.values() for member in g]
+        group.append(candidate)
+        groups = [g for g in groups if id(g) not in shared]
+        groups.append(group)
+        group_of.update((id(p), group) for member in group for p in member.module.parameters())
+    # In the order of the model, by each group's first member.
+    order = {id(candidate): i for i, candidate in enumerate(candidates)}
+    return sorted(groups, key=lambda group: min(order[id(member)] for member in group))
+
+
+def _lay_out(tensors: Iterable[torch.Tensor], places: dict[int, tuple[Place, ...]]) -> tuple[Item, ...]:
+    """Gives each distinct tensor its place in a flat memory."""
+    items, offset = [], 0
+    for tensor in {id(t): t for t in tensors}.values():
+        items.append(Item(tensor, places[id(tensor)], offset))
+        offset = _aligned(offset + items[-1].nbytes)
+    return tuple(items)
+
+
+def _places(model: nn.Module) -> dict[int, tuple[Place, ...]]:
+    """All places of each tensor, also those outside its unit: nothing else may find the host's tensor there."""
+    found: dict[int, dict[tuple[int, str], Place]] = {}
+    for place, tensor in _tensors("", model):
+        found.setdefault(id(tensor), {}).setdefault((id(place.module), place.attribute), place)
+    return {key: tuple(places.values()) for key, places in found.items()}
+
+
+def _resident(places: dict[int, tuple[Place, ...]], patterns: Sequence[str]) -> set[int]:
+    """The tensors that the user wants to keep on the device."""
+    names = {place.name: key for key, places_of in places.items() for place in places_of}
+    wanted: set[int] = set()
+    for pattern in patterns:
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            raise ValueError(
+                f"resident=[...]: no parameter or buffer of the model matches {pattern!r}{_hint(pattern, names)}"
+            )
+        wanted.update(names[name] for name in matches)
+    return wanted
+
+
+def _hint(pattern: str, names: Iterable[str]) -> str:
+    known = list(names)
+    near = difflib.get_close_matches(pattern, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known[:8])}, ..."
+
+
+def find_units(
+    model: nn.Module,
+    *,
+    limit: int | None = None,
+    units: Sequence[str] | None = None,
+    resident: Sequence[str] = (),
+) -> tuple[tuple[Unit, ...], Unit]:
+    """The units in the order of the model, and the residents, which have no module to intercept.
+
+    `limit`: bytes beyond which a block is cut. `units`: names or patterns of the modules that shall be units instead.
+    `resident`: names or patterns of parameters that stay on the device whatever unit they are found in.
+    """
+    top = _Candidate("", model)
+    if units is not None:
+        candidates = [part for named in _named(model, units) for part in _cut(named, limit)]
+        if not candidates:
+            raise ValueError(f"units={list(units)}: these modules have no parameters, so there is nothing to travel")
+    else:
+        blocks = list(_blocks(top))
+        if not blocks:
+            raise ValueError(
+                "no repeated blocks were found in the model: no ModuleList or Sequential has several children of one "
+                "kind. Name the modules that shall travel: units=['encoder.layer*', 'head']"
+            )
+        least = int(_LARGE * max(block.nbytes() for block in blocks))
+        inside = {module for block in blocks for module in block.module.modules()}
+        outside = list(_large_owners(top, inside, least))
+        candidates = [part for c in (*blocks, *outside) for part in _cut(c, limit)]
+    position = {module: i for i, (_, module) in enumerate(model.named_modules())}
+    candidates.sort(key=lambda c: position[c.module])
+    distinct = list({candidate.module: candidate for candidate in candidates}.values())
+
+    places = _places(model)
+    staying = _resident(places, resident)
+    found: list[Unit] = []
+    travelling: set[int] = set()
+    for group in _merge(distinct):
+        tensors = (tensor for candidate in group for tensor in candidate.tensors() if id(tensor) not in staying)
+        items = _lay_out(tensors, places)
+        travelling.update(id(item.tensor) for item in items)
+        found.append(Unit(tuple(c.name for c in group), tuple(c.module for c in group), items))
+    rest = (tensor for _, tensor in _tensors("", model) if id(tensor) not in travelling)
+    return tuple(found), Unit((), (), _lay_out(rest, places))
