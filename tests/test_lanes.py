@@ -9,6 +9,7 @@ import torch
 import torch_virtual
 
 from ferryman.lanes import LaneError, Lanes
+from ferryman.trace import Trace
 
 DELAY = 0.06  # longer than any work here takes, so that a missing wait shows
 
@@ -316,3 +317,50 @@ def test_many_threads_may_submit(lanes):
         thread.join()
     lanes.wait()
     assert counts == {"host": 800, "d2h": 800}
+
+
+def test_a_lane_can_be_occupied_by_the_caller(virtual):
+    """For work that is the user's own code: it waits for marks, others wait for its points, and it is traced."""
+    torch_virtual.set_link(virtual, delay=DELAY)
+    source, landing = torch.ones(8, pin_memory=True), torch.zeros(8, pin_memory=True)
+    slot = torch.zeros(8, device=virtual)
+    torch_virtual.synchronize()
+    trace = Trace()
+    with Lanes(virtual, trace=trace) as lanes:
+        compute, h2d, d2h = lanes.device("compute"), lanes.device("h2d"), lanes.device("d2h")
+        fetched = h2d.submit(lambda: slot.copy_(source, non_blocking=True))
+        with compute.occupy("visit", after=[fetched]) as end, compute.current():
+            slot.add_(1)
+            half_way = compute.here()
+            landed = d2h.submit(lambda: landing.copy_(slot, non_blocking=True), after=[half_way])
+            queued = compute.submit(lambda: slot.mul_(10), after=[landed])
+            assert not end.passed()
+            assert not queued.passed()  # in order: the lane is taken
+        queued.wait()
+        landed.wait()
+        assert landing.tolist() == [2.0] * 8
+        queued.precede_caller()
+        assert slot.tolist() == [20.0] * 8
+        after = lanes.here()
+        compute.follow(after)
+    assert next(span.label for span in trace.spans() if span.lane == "compute") == "visit"
+
+
+def test_work_of_an_occupant_that_fails_is_the_occupants(lanes):
+    """It is raised where it happens, not a second time; what waits for it is cancelled, and the lane goes on."""
+
+    def visit():
+        with compute.occupy("visit") as end:
+            marks.append(end)
+            fail()
+
+    compute, host, marks = lanes.device("compute"), lanes.host("host"), []
+    with pytest.raises(KeyError, match="the cause") as caught:
+        visit()
+    assert "'visit' in lane 'compute'" in caught.value.__notes__[0]
+    lanes.wait()
+    with pytest.raises(LaneError, match="was not done"):
+        host.submit(lambda: None, after=marks).wait()
+    with pytest.raises(LaneError, match="was not done"):
+        compute.follow(*marks)
+    compute.submit(lambda: None).wait()

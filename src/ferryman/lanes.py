@@ -120,6 +120,25 @@ class Mark:
         self._group._witness.learn(self._instant)
         return True
 
+    def precede_caller(self) -> None:
+        """Has what the calling thread launches on its own stream from now on come after this mark."""
+        self._settled.wait()
+        if self._failure is not None:
+            self.wait()
+        if self._event is None:
+            self._group._witness.learn(self._instant)
+        else:
+            torch.accelerator.current_stream(self._event.device).wait_event(self._event)
+
+    def _settle_at(self, stream: torch.Stream | None) -> Mark:
+        """Makes this the mark of a stream's present end, or of this moment."""
+        if stream is not None:
+            self._event = torch.Event(stream.device, blocking=True)
+            self._event.record(stream)
+        self._instant = self._group._witness.now()
+        self._settled.set()
+        return self
+
     def _block(self) -> None:
         self._settled.wait()
         if self._event is not None:
@@ -227,11 +246,7 @@ class Lane:
 
     def here(self) -> Mark:
         """A mark at this point of what the caller is doing on the lane."""
-        mark = Mark(self._group, self.name, "this point")
-        mark._event = self._event_here()
-        mark._instant = self._group._witness.now()
-        mark._settled.set()
-        return mark
+        return Mark(self._group, self.name, "this point")._settle_at(None)
 
     def follow(self, *marks: Mark) -> None:
         """Has what is done on this lane from now on, by whoever occupies it, come after `marks`."""
@@ -245,21 +260,12 @@ class Lane:
         """Within, what the calling thread launches goes to this lane."""
         return contextlib.nullcontext()
 
-    def join_caller(self) -> None:
-        """Has this lane come after what the calling thread has launched on its own stream."""
-
-    def let_caller_follow(self) -> None:
-        """Has what the calling thread launches on its own stream from now on come after this lane."""
-
     def _can_issue_now(self, job: _Job) -> bool:
         raise NotImplementedError
 
     def _come_after(self, mark: Mark) -> None:
         """Has the lane wait for a mark that is settled."""
         raise NotImplementedError
-
-    def _event_here(self) -> torch.Event | None:
-        return None
 
     def _recorded(self, mark: Mark, nbytes: int) -> contextlib.AbstractContextManager[None]:
         """Within, work is done; prepares the mark and traces it."""
@@ -347,19 +353,11 @@ class DeviceLane(Lane):
     def current(self) -> contextlib.AbstractContextManager[Any]:
         return self.stream
 
-    def join_caller(self) -> None:
-        self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
-
-    def let_caller_follow(self) -> None:
-        torch.accelerator.current_stream(self.stream.device).wait_stream(self.stream)
-
     def _can_issue_now(self, job: _Job) -> bool:
         return all(mark._settled.is_set() for mark in job.after)
 
-    def _event_here(self) -> torch.Event | None:
-        event = torch.Event(self.stream.device, blocking=True)
-        event.record(self.stream)
-        return event
+    def here(self) -> Mark:
+        return Mark(self._group, self.name, "this point")._settle_at(self.stream)
 
     def _come_after(self, mark: Mark) -> None:
         if mark._event is None:
@@ -416,6 +414,12 @@ class Lanes:
     def device(self, name: str) -> Lane:
         """A lane on the device: a stream, or a thread where the device is the host itself."""
         return self._add(HostLane(self, name) if self._torch_device.type == "cpu" else DeviceLane(self, name))
+
+    def here(self) -> Mark:
+        """A mark at this point of what the calling thread does, on its own stream of the device."""
+        on_host = self._torch_device.type == "cpu"
+        stream = None if on_host else torch.accelerator.current_stream(self._torch_device)
+        return Mark(self, "the caller's", "this point")._settle_at(stream)
 
     def wait(self) -> None:
         """Blocks until all that was submitted so far to any lane is over; raises as `Lane.wait` does."""

@@ -1,0 +1,191 @@
+"""The relay on the virtual accelerator: how near a step comes to its lower bound, and what it saves.
+
+    python benchmarks/relay.py [trace.json]
+
+The bound is per phase (docs/architecture.md): forward max(compute, bytes in) + backward max(compute, bytes in, bytes
+out). Compute is measured in the same run, round by round, with all weights already on the device; bytes are those that
+the step moved, over the bandwidth. Compute runs on one thread. Simulated copies are memcpy on the other core, so sizes
+and bandwidths (tens of MB/s) are chosen such that they take next to nothing of it.
+"""
+
+import copy
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch_virtual
+from _bench import machine, medians
+from transformers import LlamaConfig, LlamaForCausalLM, logging
+
+from ferryman.engine import Engine
+from ferryman.trace import Span, Trace
+
+DEVICE = "virtual"
+LAYERS, MICRO_BATCHES, CONTEXT, ROUNDS = 16, 8, 64, 5
+
+
+def make(layers: int, width: int = 256) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=CONTEXT,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def batch_of(micro_batches: int, context: int = CONTEXT) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 256, (micro_batches, context), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def step(engine: Engine, batch: dict[str, torch.Tensor], micro_batches: int = MICRO_BATCHES) -> None:
+    engine.zero_grad()
+    engine.forward_backward(batch, micro_batches=micro_batches)
+
+
+def visits(trace: Trace, since: float) -> tuple[float, float]:
+    """Seconds of compute in the forward and in the backward of the last step: the visit in the middle is the turn."""
+    spans: list[Span] = [s for s in trace.spans() if s.label.startswith("visit") and s.start >= since]
+    lengths = [span.end - span.start for span in spans]
+    middle = len(lengths) // 2
+    # At the turn each call's forward (once) is followed by its backward (twice as long, without a second forward).
+    turn = lengths[middle]
+    return sum(lengths[:middle]) + turn / 3, sum(lengths[middle + 1 :]) + turn * 2 / 3
+
+
+def against_the_bound(model: LlamaForCausalLM, path: str) -> None:
+    batch = batch_of(MICRO_BATCHES)
+    free_trace = Trace()
+    free = Engine(copy.deepcopy(model), device=DEVICE, slots=LAYERS + 2, trace=free_trace)
+    for _ in range(2):
+        step(free, batch)
+    start = free_trace.now()
+    step(free, batch)
+    forward, _ = visits(free_trace, start)
+    print(f"\nstep over phase bound: {LAYERS} blocks, {MICRO_BATCHES} micro-batches of 1 x {CONTEXT} tokens")
+    print(
+        f"{'setting':16}{'link':>12}{'compute':>16}{'in':>16}{'out':>8}{'bound':>10}{'step':>10}{'ratio':>8}{'fetches':>9}"
+    )
+    # How long a fetch takes against a visit in the forward; a visit in the backward takes three times as long.
+    for setting, share in (("compute-bound", 0.5), ("equal", 1.0), ("link-bound", 6.0)):
+        trace = Trace()
+        with Engine(copy.deepcopy(model), device=DEVICE, trace=trace) as engine:
+            largest = max(unit.nbytes for unit in engine.units)
+            rate = largest / (share * forward / LAYERS)
+            bounds, ratios, times = [], [], []
+            for round_ in range(ROUNDS + 1):
+                start = free_trace.now()
+                step(free, batch)
+                compute_forward, compute_backward = visits(free_trace, start)
+                before = engine.fetches
+                with torch_virtual.link(DEVICE, h2d=rate, d2h=rate), torch_virtual.watch(DEVICE) as seen:
+                    begin = time.perf_counter()
+                    step(engine, batch)
+                    took = time.perf_counter() - begin
+                counters = seen.counters
+                in_forward = sum(unit.nbytes for unit in engine.units) / rate
+                in_backward = counters.h2d_bytes / rate - in_forward
+                out = counters.d2h_bytes / rate
+                bound = max(compute_forward, in_forward) + max(compute_backward, in_backward, out)
+                if round_:  # the first teaches the order
+                    bounds.append(bound)
+                    ratios.append(took / bound)
+                    times.append(took)
+            print(
+                f"{setting:16}{rate / 1e6:>7.0f} MB/s{compute_forward:>7.2f} +{compute_backward:>5.2f} s"
+                f"{in_forward:>7.2f} +{in_backward:>5.2f} s{out:>6.2f} s{statistics.median(bounds):>8.2f} s"
+                f"{statistics.median(times):>8.2f} s{statistics.median(ratios):>8.3f}{engine.fetches - before:>9}"
+            )
+            if setting == "equal":
+                trace.save(path)
+    free.close()
+    print(f"trace of the equal setting: {path}")
+
+
+def against_micro_batch_major(model: LlamaForCausalLM) -> None:
+    """The same engine, one micro-batch after the other: each streams all layers again, as ZeRO-3 offload does."""
+    batch = batch_of(MICRO_BATCHES)
+    parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(MICRO_BATCHES)]
+    with Engine(copy.deepcopy(model), device=DEVICE) as engine:
+
+        def one_by_one() -> None:
+            for part in parts:
+                engine.zero_grad()
+                engine.forward_backward([part])
+
+        largest = max(unit.nbytes for unit in engine.units)
+        with torch_virtual.link(DEVICE, h2d=largest / 0.3, d2h=largest / 0.3):
+            ways: dict[str, Callable[[], object]] = {"L2L": lambda: step(engine, batch), "one by one": one_by_one}
+            took = medians(ways, rounds=3)
+    print("\nlink-bound, layer-major (L2L) against micro-batch-major, 8 micro-batches (at least 4 x)")
+    print("   ".join(f"{name} {s:.2f} s" for name, s in took.items()) + f"   {took['one by one'] / took['L2L']:.2f} x")
+
+
+def against_plain(model: LlamaForCausalLM) -> None:
+    """Plain PyTorch with activation checkpointing, everything resident on the device."""
+    batch = batch_of(MICRO_BATCHES)
+    plain = copy.deepcopy(model).to(DEVICE)
+    plain.gradient_checkpointing_enable({"use_reentrant": False})
+    plain.train()
+
+    def plain_step() -> None:
+        plain.zero_grad()
+        for i in range(MICRO_BATCHES):
+            part = {name: x[i : i + 1].to(DEVICE) for name, x in batch.items()}
+            (plain(**part).loss / MICRO_BATCHES).backward()
+
+    with Engine(copy.deepcopy(model), device=DEVICE) as engine:
+        took = medians({"plain": plain_step, "ferryman": lambda: step(engine, batch)}, rounds=ROUNDS, warm=2)
+    print("\ncompute-bound, a step against plain PyTorch with activation checkpointing, all resident (at most 1.10)")
+    ratio = took["ferryman"] / took["plain"]
+    print("   ".join(f"{name} {s:.2f} s" for name, s in took.items()) + f"   {ratio:.3f}")
+
+
+def peak(layers: int, micro_batches: int, stash: str) -> tuple[int, int, int]:
+    """Peak bytes on the device, fetches, units: of the second step, which knows its order."""
+    with Engine(make(layers, width=64), device=DEVICE, stash=stash) as engine:
+        batch = batch_of(micro_batches, context=32)
+        step(engine, batch, micro_batches)
+        before = engine.fetches
+        with torch_virtual.watch(DEVICE) as seen:
+            step(engine, batch, micro_batches)
+        found = seen.counters.peak_memory, engine.fetches - before, len(engine.units)
+    gc.collect()
+    return found
+
+
+def memory() -> None:
+    print("\npeak device memory, KiB (width 64, micro-batches of 1 x 32 tokens)")
+    print(f"{'layers':>8}{'micro-batches':>15}{'stash on device':>17}{'on host':>9}{'fetches':>9}{'2N-1':>6}")
+    for layers, micro_batches in ((6, 4), (24, 4), (96, 4), (384, 4), (6, 2), (6, 16), (6, 64)):
+        on_device, _, _ = peak(layers, micro_batches, "device")
+        on_host, fetches, units = peak(layers, micro_batches, "host")
+        print(
+            f"{layers:>8}{micro_batches:>15}{on_device / 1024:>17.1f}{on_host / 1024:>9.1f}"
+            f"{fetches:>9}{2 * units - 1:>6}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    print(f"virtual accelerator on {machine()}")
+    model = make(LAYERS)
+    against_the_bound(model, sys.argv[1] if len(sys.argv) > 1 else "trace.json")
+    against_micro_batch_major(model)
+    against_plain(model)
+    memory()
+
+
+if __name__ == "__main__":
+    main()

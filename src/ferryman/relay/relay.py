@@ -1,0 +1,305 @@
+"""The relay: runs micro-batches so that each unit, once on the device, serves all of them.
+
+When every live micro-batch is parked, the driver picks a unit: among parked forwards the earliest; if there are none,
+among parked backwards the latest. The unit serves every wish for it, micro-batch by micro-batch, until there is none
+left, and makes room for the next. That one rule gives 2N-1 fetches a step at any number of micro-batches, and a turn in
+which the logits of two micro-batches never exist together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ferryman.lanes import Lanes
+from ferryman.relay.absent import Absent
+from ferryman.relay.calls import Call, Forward, refuse_mutable
+from ferryman.relay.randomness import Randomness
+from ferryman.relay.rendezvous import Direction, MicroBatch, Surroundings
+from ferryman.relay.slots import GradientSlots, WeightSlots, bind
+from ferryman.relay.stash import DeviceStash, HostStash, Stash
+from ferryman.server.store import RamStore, gradient_bytes
+from ferryman.units import Item, Unit
+
+
+class Relay:
+    """Owns what is on the device: slots, residents, and what the last step has taught."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        residents: Unit,
+        device: torch.device,
+        store: RamStore,
+        lanes: Lanes,
+        *,
+        weight_slots: int,
+        gradient_slots: int,
+        stash_on_host: bool,
+    ) -> None:
+        self.randomness = Randomness(device)
+        self.kinds = sorted({"cpu", device.type})  # of devices that autocast may be on for
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self._device = device
+        self._units = list(units)
+        self._residents = residents
+        self._lanes = lanes
+        self._compute, h2d, d2h = lanes.device("compute"), lanes.device("h2d"), lanes.device("d2h")
+        largest = max(unit.nbytes for unit in units)
+        widest = max(gradient_bytes(unit) for unit in units)
+        self._weights = WeightSlots(device, weight_slots, largest, store, h2d, self._collect)
+        self._gradients = GradientSlots(device, gradient_slots, widest, store, h2d, d2h)
+        self._resident_weights = WeightSlots(device, 1, residents.nbytes, store, h2d, self._collect_resident)
+        self._resident_gradients = GradientSlots(device, 1, gradient_bytes(residents), store, h2d, d2h)
+        self.stash: Stash = DeviceStash()
+        if stash_on_host and device.type != "cpu":
+            self.stash = HostStash(device, self._compute, h2d, d2h)
+        self._absent = {
+            unit: [(item, Absent(item.tensor, item.name, unit, device)) for item in unit.items] for unit in units
+        }
+        # Of the step that runs.
+        self._running: MicroBatch | None = None
+        self._buffers: list[tuple[Item, torch.Tensor]] = []  # of the unit on visit
+        self._sums: dict[Item, torch.Tensor] = {}  # where gradients of the unit on visit are added up
+        self._resident_sums: dict[Item, torch.Tensor] = {}
+        self._open: dict[Unit, int] = {}  # calls whose backward is still to come
+        self._latest: Call | None = None  # the last to go forward
+        self._turning: set[nn.Module] = set()
+        # Of the last step, for the next.
+        self._order: list[Unit] = [*units, *reversed(units)]  # of visits; a guess before the first step
+        self._turns: set[nn.Module] = set()  # whose backward followed their forward at once
+        # Of evaluations, outside steps.
+        self._evaluated: list[Unit] | None = None
+        self._evaluation_order: list[Unit] = list(units)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    @property
+    def fetches(self) -> int:
+        """Units fetched so far."""
+        return self._weights.fetches
+
+    def intercept(self, unit: Unit, module: nn.Module, forward: Forward) -> Forward:
+        """What stands for a module's forward."""
+
+        def relayed(*args: Any, **kwargs: Any) -> Any:
+            if self._running is not None:
+                refuse_mutable(unit, forward, args, kwargs)
+                return Call(self, self._running, unit, module, forward, (args, kwargs)).run()
+            if self._evaluated is not None:
+                return self._evaluate(unit, lambda: forward(*args, **kwargs))
+            return forward(*args, **kwargs)  # by itself, outside a step: on the host, with the host's weights
+
+        return relayed
+
+    def run(self, works: Sequence[Callable[[], torch.Tensor]], seed: int) -> torch.Tensor:
+        """Forward and backward of all micro-batches, each of which returns its loss; returns the sum.
+
+        The gradients are on their way to the host when it returns.
+        """
+        losses: dict[int, torch.Tensor] = {}
+
+        def work(batch: MicroBatch) -> None:
+            with self.stash.watch(batch):
+                loss = works[batch.number]()
+                losses[batch.number] = loss.detach()
+                loss.backward()
+
+        surroundings = Surroundings(self._device, self.randomness, self._compute, seed)
+        visited: list[Unit] = []
+        with self._bound(), contextlib.ExitStack() as stack:
+            batches = [MicroBatch(number, work, surroundings) for number in range(len(works))]
+            for batch in batches:
+                stack.callback(batch.abandon)
+            self._turning.clear()
+            for batch in batches:
+                self._resume(batch)
+                self.stash.stow(batch)
+            while live := [batch for batch in batches if not batch.done]:
+                unit = self._pick(live)
+                visited.append(unit)
+                self._visit(unit, batches, _after(self._order, visited))
+            with self._compute.occupy("add up losses"):
+                total = functools.reduce(torch.add, (losses[number] for number in range(len(works))))
+        self._gradients.flush_all()
+        self._order, self._turns = visited, set(self._turning)
+        return total
+
+    def finish(self) -> None:
+        """Blocks until all gradients are on the host."""
+        self._gradients.wait()
+        self._resident_gradients.wait()
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These tensors were made for the micro-batch that runs."""
+        assert self._running is not None
+        self.stash.know(self._running, tensors)
+
+    def has_gradient(self, item: Item) -> bool:
+        return self._gradients.has(item) or self._resident_gradients.has(item)
+
+    def clear_gradients(self) -> None:
+        self._gradients.clear()
+        self._resident_gradients.clear()
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within, without gradients and outside a step, units come to the device as the model calls them.
+
+        On the caller's own stream: what the model returns or caches is used there.
+        """
+        self._evaluated = []
+        try:
+            with self._bound():
+                self._compute.here().precede_caller()
+                yield
+        finally:
+            self._evaluation_order, self._evaluated = self._evaluated, None
+            self._compute.follow(self._lanes.here())
+
+    def _evaluate(self, unit: Unit, work: Callable[[], Any]) -> Any:
+        assert self._evaluated is not None
+        self._evaluated.append(unit)
+        slot, ready = self._weights.enter(unit, _after(self._evaluation_order, self._evaluated))
+        if ready is not None:
+            ready.precede_caller()
+        bind(self._weights.tensors(unit, slot))
+        try:
+            return work()
+        finally:
+            bind(self._absent[unit])
+            self._weights.leave(slot, self._lanes.here())
+
+    def close(self) -> None:
+        """Gives the device's memory back."""
+        self.stash.close()
+        for slots in (self._weights, self._gradients, self._resident_weights, self._resident_gradients):
+            slots.close()
+
+    # What calls tell.
+
+    def turns_at(self, module: nn.Module) -> bool:
+        return module in self._turns
+
+    def buffer_versions(self) -> list[int]:
+        """Of the unit on visit: a buffer that it edits would be edited again by its second run."""
+        return [tensor._version for _, tensor in self._buffers]
+
+    def edited_buffer(self, before: list[int]) -> str | None:
+        """The name of a buffer that was edited since."""
+        changed = [item.name for (item, t), version in zip(self._buffers, before, strict=True) if t._version != version]
+        return changed[0] if changed else None
+
+    def went_forward(self, call: Call) -> None:
+        self._open[call.unit] = self._open.get(call.unit, 0) + 1
+        if self._latest is not None:
+            self._latest.drop_graph()  # another call came between: one graph at most is kept
+        self._latest = call
+
+    def goes_backward(self, call: Call) -> None:
+        if self._latest is call:
+            self._turning.add(call.module)
+        if not self._sums and call.unit.trained:
+            self._sums, ready = self._gradients.enter(call.unit)
+            if ready is not None:
+                self._compute.follow(ready)
+
+    def went_backward(self, call: Call) -> None:
+        self._open[call.unit] -= 1
+
+    # The driver.
+
+    def _resume(self, batch: MicroBatch) -> None:
+        self._running = batch
+        try:
+            batch.resume()
+        finally:
+            self._running = None
+
+    def _pick(self, live: Sequence[MicroBatch]) -> Unit:
+        wishes = [batch.wish for batch in live if batch.wish is not None]
+        forwards = [wish.unit for wish in wishes if wish.direction is Direction.FORWARD]
+        if forwards:
+            return min(forwards, key=self._units.index)
+        return max((wish.unit for wish in wishes), key=self._units.index)
+
+    def _visit(self, unit: Unit, batches: Sequence[MicroBatch], upcoming: Sequence[Unit]) -> None:
+        slot, ready = self._weights.enter(unit, upcoming)
+        try:
+            with self._compute.occupy(f"visit {unit.name}", after=[ready] if ready is not None else []):
+                tensors = self._weights.tensors(unit, slot)
+                self._buffers = [pair for pair in tensors if not isinstance(pair[1], nn.Parameter)]
+                bind(tensors)
+                guests = [batch for batch in batches if batch.wish is not None and batch.wish.unit is unit]
+                for batch, after in zip(guests, [*guests[1:], None], strict=True):
+                    self.stash.restore(batch)
+                    if after is not None:
+                        self.stash.restore(after)  # beside the compute of this one
+                    self.stash.follow(batch)
+                    while batch.wish is not None and batch.wish.unit is unit:
+                        self._resume(batch)
+                    self.stash.stow(batch)
+        finally:
+            bind(self._absent[unit])
+            self._sums = {}
+            if self._latest is not None:
+                self._latest.drop_graph()
+                self._latest = None
+            end = self._compute.here()  # also of a visit that failed: what it launched still uses the slots
+            self._weights.leave(slot, end)
+            self._gradients.leave(unit, end, finished=not self._open.get(unit))
+
+    @contextlib.contextmanager
+    def _bound(self) -> Iterator[None]:
+        """For a step: residents on the device, all units absent; afterwards the model has the host's tensors again."""
+        self._weights.forget()
+        self._resident_weights.forget()
+        self._compute.follow(self._lanes.here())
+        slot, ready = self._resident_weights.enter(self._residents, ())
+        self._resident_sums, sums_ready = self._resident_gradients.enter(self._residents)
+        for mark in (ready, sums_ready):
+            if mark is not None:
+                self._compute.follow(mark)
+        try:
+            bind(self._resident_weights.tensors(self._residents, slot))
+            for unit in self._units:
+                bind(self._absent[unit])
+            yield
+        finally:
+            for unit in (*self._units, self._residents):
+                bind([(item, item.tensor) for item in unit.items])
+            end = self._compute.here()
+            end.precede_caller()
+            self._resident_weights.leave(slot, end)
+            self._resident_gradients.leave(self._residents, end, finished=True)
+            self._open.clear()
+            self._latest = None
+            self.stash.forget()
+            self._resident_sums = {}
+
+    def _collect(self, item: Item, parameter: torch.Tensor) -> None:
+        self._gradients.add(item, self._sums[item], _take(parameter))
+
+    def _collect_resident(self, item: Item, parameter: torch.Tensor) -> None:
+        self._resident_gradients.add(item, self._resident_sums[item], _take(parameter))
+
+
+def _after(order: Sequence[Unit], visited: Sequence[Unit]) -> Sequence[Unit]:
+    """What was visited last time after the point where this time stands."""
+    at = len(visited)
+    if at > len(order) or order[at - 1] is not visited[-1]:
+        # Another way than last time: go on from the next visit to this unit, if there is one.
+        later = [i for i in range(at - 1, len(order)) if order[i] is visited[-1]]
+        at = later[0] + 1 if later else len(order)
+    return order[at:]
+
+
+def _take(parameter: torch.Tensor) -> torch.Tensor:
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None, "autograd calls this when it has put a gradient there"
+    return gradient

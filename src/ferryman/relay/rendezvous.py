@@ -1,0 +1,124 @@
+"""Micro-batches in threads of their own, of which one runs at a time.
+
+A micro-batch runs the user's code until it needs a unit; there it parks and the driver runs on, until the driver grants
+the wish. This is cooperation, not parallelism: exactly one of the driver and the micro-batches runs at any moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+from ferryman.lanes import Lane
+from ferryman.relay.randomness import Randomness, State
+from ferryman.units import Unit
+
+
+class Direction(Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Wish(NamedTuple):
+    """What a parked micro-batch waits for: a unit's weights on the device."""
+
+    unit: Unit
+    direction: Direction
+
+
+class Abandoned(BaseException):
+    """Ends a parked micro-batch whose step was given up. Not an Exception: user code should not catch it."""
+
+
+class MicroBatch:
+    """One micro-batch of a step: `work` is its forward and backward."""
+
+    def __init__(self, number: int, work: Callable[[MicroBatch], None], surroundings: Surroundings) -> None:
+        self.number = number
+        self.wish: Wish | None = None
+        self.done = False
+        self._error: BaseException | None = None
+        self._abandoned = False
+        self._mine, self._drivers = threading.Semaphore(0), threading.Semaphore(0)
+        context = contextvars.copy_context()
+        self._surroundings = surroundings
+        self._random = surroundings.random_state(number)
+        self._thread = threading.Thread(
+            target=lambda: context.run(self._main, work), name=f"ferryman-micro-batch-{number}", daemon=True
+        )
+        self._thread.start()
+
+    def _main(self, work: Callable[[MicroBatch], None]) -> None:
+        self._mine.acquire()
+        try:
+            if not self._abandoned:
+                with self._surroundings.enter():
+                    work(self)
+        except Abandoned:
+            pass
+        except BaseException as error:  # the driver raises it, where the user called
+            self._error = error
+        finally:
+            self.wish = None
+            self.done = True
+            self._drivers.release()
+
+    def park(self, unit: Unit, direction: Direction) -> None:
+        """Called by the micro-batch: waits until the driver has the unit's weights in place."""
+        self.wish = Wish(unit, direction)
+        self._drivers.release()
+        self._mine.acquire()
+        if self._abandoned:
+            raise Abandoned
+
+    def resume(self) -> None:
+        """Called by the driver: runs the micro-batch until it parks again or ends; raises what its code raised."""
+        randomness = self._surroundings.randomness
+        outside = randomness.state()
+        randomness.restore(self._random)
+        self.wish = None
+        self._mine.release()
+        self._drivers.acquire()
+        self._random = randomness.state()
+        randomness.restore(outside)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def abandon(self) -> None:
+        """Called by the driver: ends the micro-batch wherever it is parked."""
+        if not self.done:
+            self._abandoned = True
+            self._mine.release()
+        self._thread.join()
+
+
+class Surroundings:
+    """What of the calling thread's state a micro-batch's thread must have too."""
+
+    def __init__(self, device: torch.device, randomness: Randomness, lane: Lane, seed: int) -> None:
+        self.randomness = randomness
+        self._lane = lane
+        self._seed = seed
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind)) for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)
+        ]
+
+    def random_state(self, number: int) -> State:
+        return self.randomness.seeded(self._seed + number)
+
+    @contextlib.contextmanager
+    def enter(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._lane.current())
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            # Backward stays on this thread: the parked node would else block autograd's thread for the device.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield

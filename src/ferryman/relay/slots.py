@@ -1,0 +1,242 @@
+"""Device memory that units pass through: slots for weights, slots for gradients.
+
+All of it is allocated once. Which unit goes into which slot is decided by a pure function of what the slots hold and
+what is needed next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from ferryman.lanes import Lane, Mark
+from ferryman.server.store import RamStore, gradient_bytes, gradient_views
+from ferryman.units import Item, Unit
+
+T = TypeVar("T")
+
+Collect = Callable[[Item, torch.Tensor], None]  # takes the gradient from a parameter that has one
+
+_LOOK_AHEAD = 64  # visits
+
+
+def next_use(unit: T | None, upcoming: Sequence[T]) -> int:
+    """How many visits from now; more than any if it is not among them."""
+    try:
+        return upcoming.index(unit)
+    except ValueError:
+        return len(upcoming)
+
+
+def choose_fetch(held: Sequence[T | None], busy: Collection[int], upcoming: Sequence[T]) -> tuple[T, int] | None:
+    """The next unit to fetch, and the slot to put it in; None while it is too early for any.
+
+    The unit is the first needed that no slot holds. Its slot is the one whose unit, at the time it comes, is needed
+    last (Belady's rule), other than that of the visit before it; it is fetched as soon as that slot is free, that is,
+    neither in `busy` nor needed once more until then.
+    """
+    for distance, unit in enumerate(upcoming):
+        if unit in held:
+            continue
+        kept = busy if distance == 0 else {held.index(upcoming[distance - 1])}
+        slots = [slot for slot in range(len(held)) if slot not in kept]
+        if not slots:
+            return None
+        slot = max(slots, key=lambda slot: next_use(held[slot], upcoming[distance:]))
+        return None if slot in busy or held[slot] in upcoming[:distance] else (unit, slot)
+    return None
+
+
+def count_fetches(order: Sequence[T], slots: int) -> int:
+    """How many fetches a step of this order takes, with empty slots at its start."""
+    held: list[T | None] = [None] * slots
+    fetches = 0
+    for at, unit in enumerate(order):
+        if unit not in held:
+            chosen = choose_fetch(held, (), order[at : at + _LOOK_AHEAD])
+            assert chosen is not None, "the unit that is needed now can always be fetched"
+            held[chosen[1]] = unit
+            fetches += 1
+        upcoming = order[at + 1 : at + 1 + _LOOK_AHEAD]
+        while (ahead := choose_fetch(held, {held.index(unit)}, upcoming)) is not None:
+            held[ahead[1]] = ahead[0]
+            fetches += 1
+    return fetches
+
+
+class WeightSlots:
+    """Weights on the device. Where the device is the host itself, units are used where they are."""
+
+    def __init__(
+        self, device: torch.device, count: int, nbytes: int, store: RamStore, h2d: Lane, collect: Collect
+    ) -> None:
+        self.fetches = 0
+        self._collect = collect
+        self._in_place = device.type == "cpu"
+        self._store = store
+        self._h2d = h2d
+        slots = 0 if self._in_place else count
+        self._memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+        self._held: list[Unit | None] = [None] * slots
+        self._ready: list[Mark | None] = [None] * slots
+        self._free: list[Mark | None] = [None] * slots  # the end of the visit that used the slot last
+        self._bound: dict[tuple[Unit, int], list[tuple[Item, torch.Tensor]]] = {}
+
+    def enter(self, unit: Unit, upcoming: Sequence[Unit]) -> tuple[int, Mark | None]:
+        """The slot with the unit's weights, and the mark after which they are there. Begins to fetch what is next."""
+        if self._in_place:
+            return -1, None
+        if unit not in self._held:
+            chosen = choose_fetch(self._held, (), [unit, *upcoming[:_LOOK_AHEAD]])
+            assert chosen is not None, "the unit that is needed now can always be fetched"
+            self._fetch(*chosen)
+        slot = self._held.index(unit)
+        while (ahead := choose_fetch(self._held, {slot}, upcoming[:_LOOK_AHEAD])) is not None:
+            self._fetch(*ahead)
+        return slot, self._ready[slot]
+
+    def leave(self, slot: int, end: Mark) -> None:
+        if not self._in_place:
+            self._free[slot] = end
+
+    def forget(self) -> None:
+        """The host's weights have changed: what the slots hold is old."""
+        self._held = [None] * len(self._held)
+
+    def tensors(self, unit: Unit, slot: int) -> list[tuple[Item, torch.Tensor]]:
+        """The unit's tensors in a slot, made once: parameters, so that autograd and modules take them for such."""
+        if (unit, slot) not in self._bound:
+            flat = self._store.weights(unit) if self._in_place else self._memory[slot]
+            self._bound[unit, slot] = [(item, self._as_member(item, item.view(flat))) for item in unit.items]
+        return self._bound[unit, slot]
+
+    def close(self) -> None:
+        self._bound.clear()
+        self._memory.clear()
+
+    def _as_member(self, item: Item, view: torch.Tensor) -> torch.Tensor:
+        if not isinstance(item.tensor, nn.Parameter):
+            return view
+        parameter = nn.Parameter(view, requires_grad=item.trains)
+        if item.trains:
+            # Taken as soon as it is there: no second copy of a unit's gradients comes to be.
+            parameter.register_post_accumulate_grad_hook(lambda p: self._collect(item, p))
+        return parameter
+
+    def _fetch(self, unit: Unit, slot: int) -> None:
+        source, target = self._store.weights(unit), self._memory[slot][: unit.nbytes]
+        free = self._free[slot]
+        self._held[slot] = unit
+        self._ready[slot] = self._h2d.submit(
+            lambda: target.copy_(source, non_blocking=True),
+            after=[free] if free is not None else [],
+            label=f"fetch {unit.name}",
+            nbytes=unit.nbytes,
+        )
+        self.fetches += 1
+
+
+def bind(tensors: Sequence[tuple[Item, torch.Tensor]]) -> None:
+    for item, tensor in tensors:
+        for place in item.places:
+            place.bind(tensor)
+
+
+class GradientSlots:
+    """Where the gradients of a unit's micro-batches are added up, until they cross to the host, once if there is room.
+
+    A unit whose backward is not over yet when its slot is needed for another one crosses, and is fetched again.
+    """
+
+    def __init__(self, device: torch.device, count: int, nbytes: int, store: RamStore, h2d: Lane, d2h: Lane) -> None:
+        self.flushes = 0
+        self._in_place = device.type == "cpu"
+        self._store, self._h2d, self._d2h = store, h2d, d2h
+        slots = 0 if self._in_place else count
+        self._memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+        self._held: list[Unit | None] = [None] * slots
+        self._free: list[Mark | None] = [None] * slots  # the end of the copy that emptied the slot
+        self._used: list[Mark | None] = [None] * slots  # the end of the visit that last added to it
+        self._landed: dict[Unit, Mark] = {}  # units with gradients on the host, or on their way there
+        self._added: set[Item] = set()  # tensors that have a gradient, from this sweep or an earlier one
+        self._since: list[int] = [0] * slots  # the flush before which the slot was taken
+
+    def enter(self, unit: Unit) -> tuple[dict[Item, torch.Tensor], Mark | None]:
+        """The views to add to, and the mark after which they may be used."""
+        if self._in_place:
+            return gradient_views(unit, self._store.gradients(unit)), None
+        if unit in self._held:
+            slot = self._held.index(unit)
+            return gradient_views(unit, self._memory[slot]), self._free[slot]
+        if None not in self._held:
+            self._flush(min(range(len(self._held)), key=lambda slot: self._since[slot]))  # the longest held
+        slot = self._held.index(None)
+        self._held[slot], self._since[slot] = unit, self.flushes
+        if unit in self._landed:  # gradients of an earlier sweep: go on from there
+            source, target = self._store.gradients(unit), self._memory[slot][: gradient_bytes(unit)]
+            after = [mark for mark in (self._free[slot], self._landed.pop(unit)) if mark is not None]
+            self._free[slot] = self._h2d.submit(
+                lambda: target.copy_(source, non_blocking=True),
+                after=after,
+                label=f"fetch gradients of {unit.name}",
+                nbytes=target.nbytes,
+            )
+        return gradient_views(unit, self._memory[slot]), self._free[slot]
+
+    def add(self, item: Item, into: torch.Tensor, gradient: torch.Tensor) -> None:
+        """The first gradient is copied and the others are added, as AccumulateGrad does, but in float32."""
+        if item in self._added:
+            into.add_(gradient)
+        else:
+            into.copy_(gradient)
+            self._added.add(item)
+
+    def leave(self, unit: Unit, end: Mark, *, finished: bool) -> None:
+        """A visit that may have added to the unit's gradients is over; `finished`: its backward is, too."""
+        if self._in_place or unit not in self._held:
+            return
+        slot = self._held.index(unit)
+        self._used[slot] = end
+        if finished:
+            self._flush(slot)
+
+    def flush_all(self) -> None:
+        """For units of which some calls had no backward, as their output was not used."""
+        for slot, unit in enumerate(self._held):
+            if unit is not None:
+                self._flush(slot)
+
+    def wait(self) -> None:
+        """Blocks until all gradients are on the host."""
+        for mark in self._landed.values():
+            mark.wait()
+
+    def has(self, item: Item) -> bool:
+        return item in self._added
+
+    def clear(self) -> None:
+        """Gradients start from nothing again."""
+        self._added.clear()
+        self._landed.clear()
+        self._held = [None] * len(self._held)
+
+    def close(self) -> None:
+        self.clear()
+        self._memory.clear()
+
+    def _flush(self, slot: int) -> None:
+        unit, used = self._held[slot], self._used[slot]
+        assert unit is not None
+        self._held[slot] = None
+        source, target = self._memory[slot][: gradient_bytes(unit)], self._store.gradients(unit)
+        mark = self._d2h.submit(
+            lambda: target.copy_(source, non_blocking=True),
+            after=[used] if used is not None else [],
+            label=f"flush {unit.name}",
+            nbytes=target.nbytes,
+        )
+        self._free[slot] = self._landed[unit] = mark
+        self.flushes += 1

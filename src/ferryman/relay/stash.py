@@ -1,0 +1,331 @@
+"""The stash: what calls remember of their inputs, and what micro-batches hold while they wait.
+
+On the device (`DeviceStash`) it stays where it is: fastest, and it grows with depth and the number of micro-batches.
+
+On the host (`HostStash`) nothing of a parked micro-batch is left on the device: its boundary tensors are *stowed*, that
+is, copied to pinned memory and their device memory given back, and *restored* before it runs again. Then device memory
+depends neither on depth nor on the number of micro-batches.
+
+Note [Emptied storages]
+The user's code holds tensors while its micro-batch is parked, and they must be the same tensors when it goes on. So
+it is their storage that is emptied and filled again, in place: every tensor, view and saved variable that shares it is
+stowed and restored with it. A micro-batch owns the storages that came to be in its run: its content, what calls return,
+and the results of operators between calls, which a dispatch mode sees. The mode also sees what those operators use, so
+a tensor that one micro-batch has made and another one uses (a table that a module has cached) comes back in time, and
+is left alone from then on. Within units the mode is off: it costs microseconds an operator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ferryman.lanes import DeviceLane, Lane, Mark, Work
+from ferryman.pinned import PinnedMemory
+from ferryman.relay.rendezvous import MicroBatch
+
+_SMALL = 64  # bytes; less is not worth a copy
+
+# Copies to the host that may be under way at once. Their device memory comes back when they end.
+_IN_FLIGHT = 2
+
+
+class Stashed(Protocol):
+    """An input that a call will need again."""
+
+    def recall(self) -> torch.Tensor | None:
+        """The tensor, without history, on the device; None if it was edited since."""
+
+
+class Stash(Protocol):
+    def know(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
+        """These tensors belong to the micro-batch."""
+
+    def keep(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
+        """Remembers a call's input, as it is now."""
+
+    def watch(self, batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
+        """Within, the micro-batch runs: what it makes belongs to it."""
+
+    def stow(self, batch: MicroBatch) -> None:
+        """The micro-batch is parked, and others run now."""
+
+    def restore(self, batch: MicroBatch) -> None:
+        """The micro-batch will run soon: begins to bring back what it holds."""
+
+    def follow(self, batch: MicroBatch) -> None:
+        """The micro-batch runs now: compute comes after what is being brought back."""
+
+    def forget(self) -> None:
+        """The step is over."""
+
+    def close(self) -> None: ...
+
+
+class _OnDevice(NamedTuple):
+    alias: torch.Tensor
+    version: int
+
+    def recall(self) -> torch.Tensor | None:
+        return self.alias if self.alias._version == self.version else None
+
+
+class DeviceStash:
+    """Leaves everything where it is."""
+
+    def know(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def keep(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
+        alias = tensor.detach()  # shares the version counter, which tells of edits
+        return _OnDevice(alias, alias._version)
+
+    def watch(self, batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def stow(self, batch: MicroBatch) -> None:
+        pass
+
+    def restore(self, batch: MicroBatch) -> None:
+        pass
+
+    def follow(self, batch: MicroBatch) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Copy:
+    """The host's copy of a storage, as it was at one version. Its memory is used again when nobody needs it."""
+
+    def __init__(self, memory: torch.Tensor, version: int, spare: list[tuple[torch.Tensor, Mark | None]]) -> None:
+        self.memory = memory
+        self.version = version
+        self.landed: Mark | None = None
+        self.fetched: Mark | None = None  # the last fetch from it
+        self._spare = spare
+
+    def __del__(self) -> None:
+        self._spare.append((self.memory, self.fetched or self.landed))
+
+
+class _Cargo:
+    """One storage of a micro-batch."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.alias = tensor.detach()  # shares storage and version counter
+        self.nbytes = self.storage().nbytes()
+        self.present = True
+        self.copy: _Copy | None = None
+        self.ready: Mark | None = None
+
+    def storage(self) -> torch.UntypedStorage:
+        return self.alias.untyped_storage()
+
+    def is_held(self) -> bool:
+        """Whether anybody but the stash has a tensor in this storage."""
+        storage = self.storage()
+        count: int = torch._C._storage_Use_Count(storage._cdata)
+        return count > 2  # the alias, and `storage` here
+
+    def flat(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self.alias.device).set_(self.storage())
+
+
+class _Geometry(NamedTuple):
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Geometry:
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.view(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+class _OnHost(NamedTuple):
+    stash: HostStash
+    copy: _Copy
+    geometry: _Geometry
+
+    def recall(self) -> torch.Tensor | None:
+        return self.geometry.view(self.stash.fetch(self.copy))
+
+
+class HostStash:
+    """Keeps what belongs to parked micro-batches on the host."""
+
+    def __init__(self, device: torch.device, compute: Lane, h2d: Lane, d2h: Lane) -> None:
+        assert isinstance(compute, DeviceLane)
+        assert isinstance(h2d, DeviceLane)
+        assert isinstance(d2h, DeviceLane)
+        self._device = device
+        self._compute, self._h2d, self._d2h = compute, h2d, d2h
+        self._cargo: dict[MicroBatch, dict[int, _Cargo]] = {}  # by owner and storage
+        self._owners: dict[int, MicroBatch] = {}
+        self._apart: dict[int, _Cargo] = {}  # shared by several micro-batches
+        self._spare: dict[int, list[tuple[torch.Tensor, Mark | None]]] = {}  # pinned memory, by size
+        self._memory: list[PinnedMemory] = []  # all of it
+        self._under_way: deque[Mark] = deque()
+
+    def know(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.device != self._device:
+                continue
+            storage = tensor.untyped_storage()
+            if storage.nbytes() >= _SMALL and storage._cdata not in self._owners and storage._cdata not in self._apart:
+                self._owners[storage._cdata] = batch
+                self._cargo.setdefault(batch, {})[storage._cdata] = _Cargo(tensor)
+
+    def use(self, batch: MicroBatch, tensor: torch.Tensor) -> None:
+        """The micro-batch is about to use a tensor, which may be another one's."""
+        key = tensor.untyped_storage()._cdata
+        owner = self._owners.get(key)
+        if owner is None or owner is batch:
+            return
+        cargo = self._drop(owner, key)
+        self._apart[key] = cargo  # for the rest of the step nobody's
+        if not cargo.present:
+            self._fill(cargo)
+        if cargo.ready is not None:
+            self._compute.follow(cargo.ready)
+            cargo.ready = None
+
+    def keep(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
+        cargo = self._cargo.get(batch, {}).get(tensor.untyped_storage()._cdata)
+        if cargo is None:  # small, or on another device
+            alias = tensor.detach()
+            return _OnDevice(alias, alias._version)
+        return _OnHost(self, self._copy_of(cargo), _Geometry.of(tensor))
+
+    def watch(self, batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
+        return _Watch(self, batch)
+
+    def stow(self, batch: MicroBatch) -> None:
+        for key, cargo in list(self._cargo.get(batch, {}).items()):
+            if batch.done or not cargo.is_held():
+                self._drop(batch, key)
+            elif cargo.present:
+                self._copy_of(cargo)
+                self._empty(cargo)
+
+    def restore(self, batch: MicroBatch) -> None:
+        for cargo in self._cargo.get(batch, {}).values():
+            if not cargo.present and cargo.is_held():
+                self._fill(cargo)
+
+    def follow(self, batch: MicroBatch) -> None:
+        for cargo in self._cargo.get(batch, {}).values():
+            if cargo.ready is not None:
+                self._compute.follow(cargo.ready)
+                cargo.ready = None
+
+    def forget(self) -> None:
+        self._cargo.clear()
+        self._owners.clear()
+        self._apart.clear()
+        self._under_way.clear()
+
+    def close(self) -> None:
+        self.forget()
+        for memory in self._memory:
+            memory.close()
+        self._memory.clear()
+        self._spare.clear()
+
+    def _drop(self, batch: MicroBatch, key: int) -> _Cargo:
+        del self._owners[key]
+        return self._cargo[batch].pop(key)
+
+    def fetch(self, copy: _Copy) -> torch.Tensor:
+        """A copy's bytes, in new device memory, in time for compute."""
+        made: list[torch.Tensor] = []
+
+        def work() -> None:
+            made.append(torch.empty(copy.memory.numel(), dtype=torch.uint8, device=self._device))
+            made[0].copy_(copy.memory, non_blocking=True)
+
+        self._compute.follow(self._fetch(copy, work))
+        made[0].record_stream(self._compute.stream)
+        return made[0]
+
+    def _fill(self, cargo: _Cargo) -> None:
+        copy = cargo.copy
+        assert copy is not None, "what was emptied was copied before"
+
+        def work() -> None:
+            cargo.storage().resize_(cargo.nbytes)
+            flat = cargo.flat()
+            flat.copy_(copy.memory, non_blocking=True)
+            flat.record_stream(self._compute.stream)  # the user's code may let go of it at any time
+
+        cargo.ready = self._fetch(copy, work)
+        cargo.present = True
+
+    def _fetch(self, copy: _Copy, work: Work) -> Mark:
+        assert copy.landed is not None
+        nbytes = copy.memory.numel()
+        copy.fetched = self._h2d.submit(work, after=[copy.landed], label="restore stash", nbytes=nbytes)
+        return copy.fetched
+
+    def _empty(self, cargo: _Cargo) -> None:
+        cargo.storage().resize_(0)
+        cargo.present = False
+
+    def _copy_of(self, cargo: _Cargo) -> _Copy:
+        """The host's copy of what the storage has now."""
+        version = cargo.alias._version
+        if cargo.copy is not None and cargo.copy.version == version:
+            return cargo.copy
+        spare = self._spare.setdefault(cargo.nbytes, [])
+        if spare:
+            memory, free = spare.pop()
+        else:
+            self._memory.append(PinnedMemory(cargo.nbytes, self._device))
+            memory, free = self._memory[-1].bytes, None
+        copy = cargo.copy = _Copy(memory, version, spare)
+        flat = cargo.flat()
+        flat.record_stream(self._d2h.stream)
+        copy.landed = self._d2h.submit(
+            lambda: memory.copy_(flat, non_blocking=True),
+            after=[mark for mark in (self._compute.here(), free) if mark is not None],
+            label="stow stash",
+            nbytes=cargo.nbytes,
+        )
+        self._under_way.append(copy.landed)
+        while len(self._under_way) > _IN_FLIGHT:
+            self._under_way.popleft().wait()
+        return copy
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operator that the micro-batch runs between calls, forward and backward."""
+
+    def __init__(self, stash: HostStash, batch: MicroBatch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stash, self._batch = stash, batch
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        for tensor in given:
+            self._stash.use(self._batch, tensor)
+        result = function(*args, **(kwargs or {}))
+        storages = {tensor.untyped_storage()._cdata for tensor in given}
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self._stash.know(self._batch, [t for t in made if t.untyped_storage()._cdata not in storages])
+        return result

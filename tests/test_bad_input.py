@@ -1,0 +1,286 @@
+"""What cannot work is refused, in words that help, and the next step is as if nothing had been."""
+
+import contextlib
+import traceback
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
+from torch import nn
+from transformers import DynamicCache
+
+from ferryman.engine import Engine
+
+
+class Switchable(Toy):
+    """Does something wrong in its middle, if told to."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.wrong = None
+        self.blocks[2] = SwitchableBlock(self)
+
+    def hidden(self, ids):
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            given = x
+            x = block(x)
+            if number == 2 and self.wrong in ("weight", "stash", "model"):
+                x = getattr(self, self.wrong)(given, x)
+        return x
+
+    def weight(self, given, x):
+        return x + self.blocks[0].down.bias
+
+    def stash(self, given, x):
+        given += 1
+        return x
+
+    def model(self, given, x):
+        raise KeyError("the model's own")
+
+
+class SwitchableBlock(Block):
+    def __init__(self, model):
+        super().__init__()
+        self._model = (model,)  # not as a child
+
+    def forward(self, x):
+        wrong = self._model[0].wrong
+        if wrong == "block" or (wrong == "block's second run" and torch.is_grad_enabled()):
+            raise KeyError("the block's own")
+        if wrong == "input":
+            x.mul_(2)
+        return super().forward(x)
+
+
+@contextlib.contextmanager
+def ready_afterwards(device, **options):
+    """A model in an engine, once new and once after a good step; what is done with it must raise and leave no trace."""
+    torch.manual_seed(0)
+    model = Switchable()
+    plain, batch = on(device, model), text(8)
+
+    def compare(engine):
+        plain.zero_grad()
+        engine.zero_grad()
+        torch.manual_seed(1)
+        expected = plain_step(plain, cut(batch, 4))
+        torch.manual_seed(1)
+        assert_same(step(engine, model, batch), expected)
+
+    with Engine(model, device=device, **options) as engine:
+        yield model, engine, compare
+        model.wrong = None
+        compare(engine)
+        compare(engine)
+
+
+def fails(model, engine, compare, wrong, error, match):
+    """As the very first step, and once the engine knows the model."""
+    for _ in range(2):
+        model.wrong = wrong
+        with pytest.raises(error, match=match) as caught:
+            engine.forward_backward(text(8), 4)
+        model.wrong = None
+        compare(engine)
+    return caught
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("weight", r"parameter 'blocks\.0\.down\.bias' is used outside .* unit 'blocks\.0'.*resident=\["),
+        ("stash", r"an input of the unit 'blocks\.2' was edited in place.*x = x \+ y"),
+        ("input", r"the unit 'blocks\.2' edits one of its inputs in place.*x\.clone\(\)"),
+    ],
+)
+def test_models_that_cannot_be_relayed(wrong, words, device):
+    with ready_afterwards(device) as (model, engine, compare):
+        fails(model, engine, compare, wrong, ValueError, words)
+
+
+def test_a_parameter_tied_to_a_module_outside_its_unit(device):
+    with Engine(build(CASES["gpt2"]), device=device, units=["transformer.wte", "transformer.h.*"]) as engine:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"'(lm_head|transformer\.wte)\.weight' is used outside.*resident=\["):
+                engine.forward_backward(text(8), 4)
+
+
+def test_results_that_hide_their_tensors_are_refused(device):
+    """No gradient could pass through what is not known to hold a tensor."""
+
+    class Hiding(Block):
+        def forward(self, x):
+            return SimpleNamespace(x=super().forward(x))
+
+    class Model(Toy):
+        def hidden(self, ids):
+            return self.blocks[0](self.blocks[1](self.embed(ids)).x).x
+
+    model = Model()
+    model.blocks = nn.ModuleList(Hiding() for _ in range(2))
+    with (
+        Engine(model, device=device) as engine,
+        pytest.raises(ValueError, match=r"'blocks\.1'.*SimpleNamespace"),
+    ):
+        engine.forward_backward(text(8), 4)
+
+
+@pytest.mark.parametrize("wrong", ["model", "block", "block's second run"])
+def test_exceptions_of_the_model_come_out_as_themselves(wrong, device):
+    with ready_afterwards(device) as (model, engine, compare):
+        caught = fails(model, engine, compare, wrong, KeyError, "own")
+    frames = [frame.name for frame in traceback.extract_tb(caught.tb)]
+    assert frames[-1] == ("model" if wrong == "model" else "forward")
+    assert caught.traceback[-1].path.name == "test_bad_input.py"
+
+
+@pytest.mark.parametrize("at", [0, 2, 3])
+@pytest.mark.parametrize("error", [KeyError("loss"), KeyboardInterrupt()], ids=["KeyError", "KeyboardInterrupt"])
+def test_exceptions_of_the_loss_come_out_as_themselves(at, error, device):
+    armed = []
+
+    def loss(model, part):
+        value = model(**part).loss
+        if armed and armed.pop(0) == at:
+            raise error
+        return value
+
+    with ready_afterwards(device, loss=loss) as (_, engine, compare):
+        for _ in range(2):
+            armed[:] = range(4)
+            with pytest.raises(type(error)) as caught:
+                engine.forward_backward(text(8), 4)
+            assert caught.value is error
+            assert traceback.extract_tb(caught.tb)[-1].name == "loss"
+            armed.clear()
+            compare(engine)
+
+
+def test_exceptions_in_a_backward_come_out_as_themselves(device):
+    armed = []
+
+    def loss(model, part):
+        value = model(**part).loss
+        if armed:
+            value.register_hook(fail)
+        return value
+
+    def fail(gradient):
+        raise KeyError("hook")
+
+    with ready_afterwards(device, loss=loss) as (_, engine, compare):
+        for _ in range(2):
+            armed.append(True)
+            with pytest.raises(KeyError, match="hook") as caught:
+                engine.forward_backward(text(8), 4)
+            assert traceback.extract_tb(caught.tb)[-1].name == "fail"
+            armed.clear()
+            compare(engine)
+
+
+def test_exceptions_of_batches_that_load_themselves(device):
+    """A collating dict, whose values are made when they are asked for."""
+
+    class Lazy(dict):
+        def __getitem__(self, key):
+            raise KeyError("collate")
+
+    def loss(model, part):
+        return model(input_ids=part["input_ids"], labels=part["labels"]).loss
+
+    with ready_afterwards(device, loss=loss) as (_, engine, _):
+        parts = cut(text(8), 4)
+        parts[2] = Lazy(parts[2])
+        with pytest.raises(KeyError):
+            engine.forward_backward(parts)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda loss: loss.expand(2), r"must be a scalar tensor, this is a tensor of shape \(2,\)"),
+        (lambda loss: loss.item(), "must be a scalar tensor, this is a float"),
+        (lambda loss: None, "must be a scalar tensor, this is a NoneType"),
+        (lambda loss: loss.detach(), "does not require a gradient"),
+    ],
+    ids=["vector", "number", "none", "detached"],
+)
+def test_losses_that_are_none(make, words, device):
+    armed = []
+    with ready_afterwards(
+        device, loss=lambda model, part: make(model(**part).loss) if armed else model(**part).loss
+    ) as (_, engine, compare):
+        for _ in range(2):
+            armed.append(True)
+            with pytest.raises(ValueError, match=words):
+                engine.forward_backward(text(8), 4)
+            armed.clear()
+            compare(engine)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro_batches", "words"),
+    [
+        (text(8), 9, r"micro_batches=9: a batch of 8 samples can be cut into 1 to 8"),
+        (text(8), 0, r"micro_batches=0"),
+        (text(8), -1, r"micro_batches=-1"),
+        (text(6), 4, r"6 samples in parts of 2 make 3 micro-batches; choose micro_batches=3"),
+        ({"input_ids": torch.zeros(8, 4), "labels": torch.zeros(6, 4)}, 2, "8 and 6 samples"),
+        ({}, 2, "no tensor with a dimension to cut"),
+        ({"scale": torch.tensor(1.0)}, 2, "no tensor with a dimension to cut"),
+        ([], None, "no micro-batches"),
+        (cut(text(8), 4), 3, r"micro_batches=3, but the batch is a list of 4"),
+        (torch.zeros(8, 4), 2, "a dict or a tuple of tensors.*this is a Tensor"),
+        ("text", 2, "a dict or a tuple of tensors.*this is a str"),
+        (text(0), 1, "has no samples"),
+        ([text(2), text(0)], None, "micro-batch 1 has no samples"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_batches_that_cannot_be_cut(batch, micro_batches, words):
+    with (
+        ready_afterwards(torch.device("cpu")) as (_, engine, _),
+        pytest.raises(ValueError, match=words),
+    ):
+        engine.forward_backward(batch, micro_batches)
+
+
+def test_steps_without_gradients_are_refused(device):
+    with ready_afterwards(device) as (_, engine, _):
+        for without in (torch.no_grad, torch.inference_mode):
+            with without(), pytest.raises(ValueError, match="a step needs gradients"):
+                engine.forward_backward(text(8), 4)
+
+
+@pytest.mark.parametrize("place", ["in a block", "outside"])
+def test_batch_norm_in_training_is_refused_by_name(place, device):
+    model = Toy()
+    where = model.blocks[1] if place == "in a block" else model
+    where.norm = nn.BatchNorm1d(8)
+    name = "blocks.1.norm" if place == "in a block" else "norm"
+    with Engine(model, device=device) as engine:
+        with pytest.raises(ValueError, match=rf"module '{name}' is a BatchNorm1d in training.*\.eval\(\)"):
+            engine.forward_backward(text(8), 4)
+        where.norm.eval()
+        engine.forward_backward(text(8), 4)
+
+
+def test_a_cache_is_refused_by_name(device):
+    model = build(CASES["llama"])
+
+    def loss(model, part):
+        return model(**part, past_key_values=DynamicCache(config=model.config) if armed else None).loss
+
+    armed = [True]
+    plain = on(device, model)
+    with Engine(model, device=device, loss=loss) as engine:
+        with pytest.raises(ValueError, match=r"'model\.layers\.0'.*DynamicCache as 'past_key_values'.*use_cache=False"):
+            engine.forward_backward(text(8), 4)
+        armed.clear()
+        torch.manual_seed(1)
+        expected = plain_step(plain, cut(text(8), 4), loss)
+        torch.manual_seed(1)
+        assert_same(step(engine, model, text(8)), expected)

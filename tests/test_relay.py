@@ -1,0 +1,275 @@
+"""How a step runs: each unit once a sweep for all micro-batches, the same random numbers, no wait missing."""
+
+import contextlib
+import gc
+from collections import Counter
+
+import pytest
+import torch
+import torch_virtual
+from models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+
+from ferryman.engine import Engine
+from ferryman.lanes import Lane
+from ferryman.relay.slots import GradientSlots, WeightSlots, count_fetches
+from ferryman.trace import Trace
+from ferryman.units import find_units
+
+
+def visits(trace):
+    return [span.label.removeprefix("visit ") for span in trace.spans() if span.label.startswith("visit ")]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 16])
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_fetches_do_not_depend_on_the_number_of_micro_batches(slots, micro_batches, virtual):
+    model = Toy(layers=4)
+    names = [unit.name for unit in find_units(model)[0]]
+    sweep = [*names, *reversed(names[:-1])]
+    with Engine(model, device=virtual, slots=slots) as engine:
+        for _ in range(3):
+            before = engine.fetches
+            engine.forward_backward(text(8), micro_batches)
+            assert engine.fetches - before == count_fetches(sweep, slots)
+    assert count_fetches(sweep, slots) == max(2 * len(names) - slots, len(names))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "mixtral", "skips", "reused", "two losses"])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_fetches_of_any_model_follow_from_the_order_of_its_visits(name, slots, virtual):
+    case, trace = CASES[name], Trace()
+    with Engine(build(case), device=virtual, slots=slots, trace=trace) as engine:
+        orders, fetches = [], []
+        for micro_batches in (2, 2, 4):
+            seen, before = len(visits(trace)), engine.fetches
+            engine.forward_backward(case.batch(8), micro_batches)
+            torch_virtual.synchronize()
+            orders.append(visits(trace)[seen:])
+            fetches.append(engine.fetches - before)
+    assert orders[0] == orders[1] == orders[2]
+    assert fetches[1] == fetches[2] == count_fetches(orders[1], slots)
+
+
+def test_each_gradient_crosses_once_and_weights_cross_as_counted(virtual):
+    model = build(CASES["toy"])
+    units, residents = find_units(model)
+    sizes = [unit.nbytes for unit in units]
+    gradients = 4 * sum(p.numel() for p in model.parameters())
+    with Engine(model, device=virtual) as engine:
+        engine.forward_backward(text(8), 4)
+        engine.zero_grad()
+        batch = sum(value.nbytes for value in text(8).values())
+        with torch_virtual.watch(virtual) as seen:
+            engine.forward_backward(text(8), 4)
+    # Two sweeps, of which the second finds two units in their slots.
+    assert seen.counters.h2d_bytes == 2 * sum(sizes) - sum(sizes[-2:]) + residents.nbytes + batch
+    assert gradients <= seen.counters.d2h_bytes <= gradients + 64  # and losses
+
+
+class Masked(nn.Module):
+    """Remembers the mask of each of its executions."""
+
+    def __init__(self, layers=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(layers))
+
+    class Block(Block):
+        def __init__(self):
+            super().__init__()
+            self.masks = []
+
+        def forward(self, x):
+            mask = torch.rand(x.shape, device=x.device) < 0.5
+            self.masks.append(mask.cpu().numpy().tobytes())
+            return super().forward(x * mask)
+
+    def forward(self, x):
+        noise = torch.rand(x.shape, device=x.device)  # between the units as well
+        for block in self.blocks:
+            x = block(x + noise)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_masks_of_the_second_run_are_those_of_the_first(slots, device):
+    torch.manual_seed(0)
+    model, xs = Masked(), {"x": torch.randn(8, 16)}
+    plain = on(device, model)
+
+    def loss(model, part):
+        return model(**part)
+
+    with Engine(model, device=device, slots=slots, loss=loss) as engine:
+        for number in range(3):
+            for block in (*model.blocks, *plain.blocks):
+                block.masks.clear()
+            engine.zero_grad()
+            plain.zero_grad()
+            torch.manual_seed(number)
+            expected = plain_step(plain, cut(xs, 4), loss)
+            torch.manual_seed(number)
+            assert_same(step(engine, model, xs), expected)
+            for at, (ours, theirs) in enumerate(zip(model.blocks, plain.blocks, strict=True)):
+                once = at == len(model.blocks) - 1 and number > 0  # at the turn nothing runs twice, once that is known
+                assert Counter(ours.masks) == dict.fromkeys(theirs.masks, 1 if once else 2)
+                assert len(set(theirs.masks)) == 4
+
+
+def test_a_run_is_reproducible_and_its_micro_batches_differ(device):
+    model = build(CASES["bert"])
+    batch = {key: value[:1].repeat(4, 1) for key, value in text(1).items()}
+    seen = []
+
+    def loss(model, part):
+        seen.append(model(**part).loss)
+        return seen[-1]
+
+    with Engine(model, device=device, loss=loss) as engine:
+        results = []
+        for seed in (3, 3, 4):
+            torch.manual_seed(seed)
+            engine.zero_grad()
+            results.append(step(engine, model, batch))
+            after = torch.randint(0, 2**62, ())
+            torch.manual_seed(seed)
+            torch.randint(0, 2**62, ())
+            assert torch.equal(after, torch.randint(0, 2**62, ()))  # one number was drawn, however many were used
+    assert_same(results[0], results[1])
+    assert not torch.equal(results[0].loss, results[2].loss)
+    assert len({loss.item() for loss in seen[:4]}) == 4
+
+
+def test_logits_of_two_micro_batches_never_coexist(device):
+    """Whoever has logits goes backward through them before the next has any."""
+    model, events = build(CASES["gpt2"]), []
+
+    def loss(model, part):
+        number = int(part["number"][0])
+        logits = model(input_ids=part["input_ids"]).logits
+        events.append(("forward", number))
+        logits.register_hook(lambda gradient: events.append(("backward", number)))
+        return F.cross_entropy(logits.flatten(0, 1), part["input_ids"].flatten())
+
+    batch = {"input_ids": text(4)["input_ids"], "number": torch.arange(4)}
+    with Engine(model, device=device, loss=loss) as engine:
+        for _ in range(2):
+            events.clear()
+            engine.forward_backward(batch, 4)
+            assert events == [(way, number) for number in range(4) for way in ("forward", "backward")]
+
+
+def test_peak_memory_does_not_grow_with_micro_batches_by_their_logits(virtual):
+    vocabulary = 4000
+    model = Toy()
+    model.head = nn.Linear(16, vocabulary)
+    logits = 2 * 8 * vocabulary * 4
+    peaks = []
+    with Engine(model, device=virtual) as engine:
+        for micro_batches in (2, 8):
+            for _ in range(2):
+                engine.zero_grad()
+                with torch_virtual.watch(virtual) as seen:
+                    engine.forward_backward(text(2 * micro_batches), micro_batches)
+            peaks.append(seen.counters.peak_memory)
+    assert peaks[1] - peaks[0] < 0.2 * logits
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_step_leaves_nothing_on_the_device(used, virtual):
+    """Also of calls that had no backward; and without waiting for the garbage collector."""
+
+    class Model(Toy):
+        def hidden(self, ids):
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x) if used else (x, block(x))[0]
+            return x
+
+    with Engine(Model(), device=virtual) as engine:
+        left = []
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                engine.forward_backward(text(8), 4)
+                left.append(torch_virtual.memory_allocated(virtual))
+        finally:
+            gc.enable()
+    assert left[0] == left[1] == left[2]
+
+
+def test_gradients_of_bfloat16_are_added_up_in_float32(device):
+    model = build(CASES["llama"]).to(torch.bfloat16)
+    plain, batch = on(device, model), text(16)
+    sums = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    narrow = {name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()}
+    for part in cut(batch, 8):
+        plain.zero_grad()
+        loss = plain(**{key: value.to(device) for key, value in part.items()}).loss * (1 / 8)
+        loss.backward()
+        for name, p in plain.named_parameters():
+            sums[name] += p.grad.cpu().float()
+            narrow[name] += p.grad.cpu()
+    with Engine(model, device=device) as engine:
+        engine.forward_backward(batch, 8)
+        for name, p in model.named_parameters():
+            expected = sums[name].to(p.grad.dtype)
+            assert torch.equal(p.grad, expected), name
+            assert not torch.equal(narrow[name].to(p.grad.dtype), expected), name  # else nothing was shown
+
+
+def test_caches_are_off_in_a_step_and_as_they_were_after_it(device):
+    for name in ("llama", "t5"):
+        model = build(CASES[name])
+        configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "use_cache")}
+        before = {key: config.use_cache for key, config in configs.items()}
+        assert any(before.values())
+        with Engine(model, device=device) as engine:
+            engine.forward_backward(CASES[name].batch(4), 2)
+            assert {key: config.use_cache for key, config in configs.items()} == before
+            with pytest.raises((RuntimeError, TypeError, IndexError)):
+                engine.forward_backward({"input_ids": torch.randn(4, 8), "labels": torch.zeros(4, 8)}, 2)
+            assert {key: config.use_cache for key, config in configs.items()} == before
+
+
+WAITS = {
+    "for fetched weights": (Lane, "follow", lambda real: lambda self, *marks: None),
+    "for a free slot": (WeightSlots, "leave", lambda real: lambda self, slot, end: None),
+    "for the sums": (GradientSlots, "_flush", lambda real: lambda self, slot: _forget(self._used, slot, real, self)),
+    "for the flush": (GradientSlots, "_flush", lambda real: lambda self, slot: _forget(self._free, slot, real, self)),
+    "for landed gradients": (GradientSlots, "wait", lambda real: lambda self: None),
+}
+
+
+def _forget(marks, slot, real, slots):
+    if marks is slots._used:
+        marks[slot] = None
+        real(slots, slot)
+    else:
+        real(slots, slot)
+        marks[slot] = None
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_missing_wait_is_found(wait, virtual, monkeypatch):
+    """The negative control: without one of the waits there is a race, or wrong gradients."""
+    torch_virtual.set_link(virtual, delay=0.05)
+    model = build(CASES["toy"])
+    plain, batch = on(virtual, model), text(8)
+    torch.manual_seed(5)
+    expected = plain_step(plain, cut(batch, 4))
+    engine = Engine(model, device=virtual)
+    where, name, without = WAITS[wait]
+    monkeypatch.setattr(where, name, without(getattr(where, name)))
+    torch.manual_seed(5)
+    with pytest.raises((RuntimeError, AssertionError)) as caught:
+        assert_same(step(engine, model, batch), expected)
+    # The host's reading of gradients is no device's work: their values tell.
+    assert wait == "for landed gradients" or "race" in str(caught.value)
+    monkeypatch.undo()
+    torch_virtual.synchronize()
+    torch_virtual.clear_races()
+    with contextlib.suppress(RuntimeError):  # a second race, that nobody has seen yet
+        engine.close()
