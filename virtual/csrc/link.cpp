@@ -13,7 +13,7 @@ namespace {
 constexpr uint64_t kPieceBytes = 1 << 20;
 constexpr double kPieceSeconds = 1e-3;
 constexpr double kMemoryRate = 8e9;  // bytes per second, roughly: how long before its time a piece must begin
-constexpr double kLateness = 1e-3;   // later than this is not a late wake-up but memory slower than the link
+constexpr double kLateness = 20e-3;  // a thread may wake so late and still catch up; beyond, the link's time gives way
 
 }  // namespace
 
@@ -57,17 +57,20 @@ double Link::carry(
     return end;
   }
   const auto piece = std::max(kPieceBytes, static_cast<uint64_t>(rate * kPieceSeconds));
-  double end = start;
+  double end = start, moving = 0;
   for (uint64_t done = 0; done < bytes;) {
     const auto n = std::min(piece, bytes - done);
     end = start + static_cast<double>(done + n) / rate;
     // A piece arrives when its time is over, not when it begins: a reader that did not wait finds old bytes.
     const double begin = end - static_cast<double>(n) / kMemoryRate;
     if (seconds() < begin) sleep_until(begin);
+    const double began = seconds();
     std::memcpy(static_cast<char*>(to) + done, static_cast<const char*>(from) + done, n);
+    moving += seconds() - began;
     done += n;
   }
-  end = std::max(end, seconds() - kLateness);
+  // Memory may be slower than the link. A late wake-up is neither's fault: the copies that follow make up for it.
+  end = std::max({end, start + moving, seconds() - kLateness});
   {
     std::lock_guard lock(mutex_);
     free_at_[d] = std::max(free_at_[d], end);

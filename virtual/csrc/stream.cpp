@@ -44,13 +44,13 @@ void Stream::enqueue(Work work, Launch launch) {
   push(std::move(work));
 }
 
-void Stream::push(Work work) {
-  queue_.push_back({++submitted_, seconds(), std::move(work)});
+void Stream::push(Work work, std::shared_ptr<Moment> moment) {
+  queue_.push_back({++submitted_, seconds(), std::move(work), std::move(moment)});
   if (!has_thread_) {
     has_thread_ = true;
     std::thread([this] { run(); }).detach();  // streams live as long as the process
   }
-  changed_.notify_all();
+  has_work_.notify_one();
 }
 
 void Stream::run() {
@@ -58,7 +58,7 @@ void Stream::run() {
   prctl(PR_SET_TIMERSLACK, 1000UL);  // wake within a microsecond of a copy's end, not fifty
   std::unique_lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return !busy_ && !queue_.empty() && queue_.front().work; });
+    has_work_.wait(lock, [&] { return !busy_ && !queue_.empty() && queue_.front().work; });
     auto task = std::move(queue_.front());
     queue_.pop_front();
     busy_ = true;
@@ -70,6 +70,7 @@ void Stream::run() {
     busy_ = false;
     ended_ = end;
     ++completed_;
+    if (task.moment) task.moment->pass(end);
     changed_.notify_all();
   }
 }
@@ -80,7 +81,7 @@ void Stream::begin_kernel(Launch launch) {
   launch();
   const auto number = ++submitted_;
   if (!idle()) {
-    queue_.push_back({number, 0, nullptr});
+    queue_.push_back({number, 0, nullptr, nullptr});
     changed_.wait(lock, [&] { return !busy_ && queue_.front().number == number; });
     queue_.pop_front();
   }
@@ -93,6 +94,7 @@ void Stream::end_kernel() {
   ended_ = seconds();
   ++completed_;
   changed_.notify_all();
+  if (!queue_.empty()) has_work_.notify_one();
 }
 
 std::shared_ptr<Moment> Stream::record() {
@@ -102,10 +104,7 @@ std::shared_ptr<Moment> Stream::record() {
   if (idle()) {
     moment->pass(seconds());
   } else {
-    push([moment](double ready) {
-      moment->pass(ready);
-      return ready;
-    });
+    push([](double ready) { return ready; }, moment);
   }
   return moment;
 }

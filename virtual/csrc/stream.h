@@ -62,13 +62,15 @@ class Stream {
     uint64_t number;
     double enqueued;
     Work work;  // empty: the place of a kernel, which its own thread will run
+    std::shared_ptr<Moment> moment;  // passes when the work counts as done, not before: query() must agree with it
   };
-  void push(Work work);  // the lock is held
+  void push(Work work, std::shared_ptr<Moment> moment = nullptr);  // the lock is held
   void run();
   bool idle() const { return queue_.empty() && !busy_; }
 
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::condition_variable has_work_;  // the thread's own: kernels that follow one another need not wake it
   std::deque<Task> queue_;
   bool busy_ = false;
   bool has_thread_ = false;

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch_virtual
 
-SLOW = {"h2d": 4e6, "d2h": 4e6}  # with 400 kB: 0.1 s
+SLOW = {"h2d": 2e6, "d2h": 2e6}  # with 400 kB: 0.2 s
 COUNT = 100_000
 
 
@@ -36,7 +36,7 @@ def test_a_copy_from_or_to_pinned_memory_returns_at_once(device_tensor, pinned, 
     host = pinned(COUNT)
     to, source = (device_tensor, host) if direction == "h2d" else (host, device_tensor)
     with torch_virtual.link(**SLOW):
-        assert elapsed(lambda: to.copy_(source, non_blocking=True)) < 0.05
+        assert elapsed(lambda: to.copy_(source, non_blocking=True)) < 0.1
         assert not torch_virtual.current_stream().query()
         assert elapsed(torch_virtual.synchronize) > 0.05
     assert torch_virtual.current_stream().query()
@@ -58,7 +58,7 @@ def test_other_copies_return_when_they_are_done(device_tensor, pinned, direction
     host = torch.ones(COUNT) if kind == "unpinned" else pinned(COUNT)
     to, source = (device_tensor, host) if direction == "h2d" else (host, device_tensor)
     with torch_virtual.link(**SLOW):
-        assert elapsed(lambda: to.copy_(source, non_blocking=kind == "unpinned")) > 0.09
+        assert elapsed(lambda: to.copy_(source, non_blocking=kind == "unpinned")) > 0.19
     assert torch_virtual.current_stream().query()
     assert torch.equal(to.cpu(), source.cpu())
 
@@ -75,17 +75,17 @@ def test_a_copy_runs_on_its_streams_own_thread(device_tensor, pinned, side):
 def test_to_and_cpu_are_asynchronous_where_cuda_is(pinned):
     host = pinned(COUNT)
     with torch_virtual.link(**SLOW):
-        assert elapsed(lambda: host.to("virtual", non_blocking=True)) < 0.05
+        assert elapsed(lambda: host.to("virtual", non_blocking=True)) < 0.1
         torch_virtual.synchronize()
         x = host.to("virtual")
-        assert elapsed(lambda: x.cpu()) > 0.09
+        assert elapsed(lambda: x.cpu()) > 0.19
 
 
 def test_one_element_dimensions_do_not_make_a_copy_synchronous(device_tensor, pinned):
     """Their strides mean nothing, and differ between tensors that lie alike."""
     host = pinned(COUNT).as_strided((1, COUNT), (1, 1))
     with torch_virtual.link(**SLOW):
-        assert elapsed(lambda: device_tensor.view(1, COUNT).copy_(host, non_blocking=True)) < 0.05
+        assert elapsed(lambda: device_tensor.view(1, COUNT).copy_(host, non_blocking=True)) < 0.1
         torch_virtual.synchronize()
     assert torch.equal(device_tensor.cpu(), host[0])
 

@@ -182,8 +182,8 @@ class Worker:
         self.wait()
 
 
-def change_the_link_and_the_capacity(rng: random.Random) -> None:
-    torch_virtual.set_capacity(rng.choice([1, 2, 4]) * KB * KB)
+def change_the_link_and_the_capacity(rng: random.Random, base: int) -> None:
+    torch_virtual.set_capacity(base + rng.choice([1, 2, 4]) * KB * KB)
     rates = [math.inf, math.inf, 2e9, 2e8, 5e7]
     torch_virtual.set_link(
         h2d=rng.choice(rates),
@@ -201,12 +201,12 @@ def stress(seconds: float, seed: int) -> None:
     workers = [Worker(shared, i, seed) for i in range(WORKERS)]
     torch_virtual.synchronize()
     threads = [threading.Thread(target=w.run, name=f"worker {w.number}", daemon=True) for w in workers]
-    change_the_link_and_the_capacity(rng)
+    change_the_link_and_the_capacity(rng, base[0])
     for t in threads:
         t.start()
     end = time.monotonic() + seconds
     while time.monotonic() < end and not shared.stop.wait(0.02):
-        change_the_link_and_the_capacity(rng)
+        change_the_link_and_the_capacity(rng, base[0])
     shared.stop.set()
     for t in threads:
         t.join(30)
