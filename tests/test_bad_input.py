@@ -284,3 +284,29 @@ def test_a_cache_is_refused_by_name(device):
         expected = plain_step(plain, cut(text(8), 4), loss)
         torch.manual_seed(1)
         assert_same(step(engine, model, text(8)), expected)
+
+
+@pytest.mark.parametrize("how", ["data", "assign", "to"])
+def test_memory_that_was_replaced_is_noticed(how, device):
+    model = build(CASES["toy"])
+    with Engine(model, device=device) as engine:
+        if how == "data":
+            model.embed.weight.data = torch.zeros_like(model.embed.weight)
+        elif how == "assign":
+            model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+        else:
+            model.bfloat16()
+        with pytest.raises(ValueError, match="was replaced while the model was in the engine"):
+            engine.forward_backward(text(8), 4)
+
+
+def test_gradients_that_the_user_has_cleared_start_anew(device):
+    model = build(CASES["toy"])
+    with Engine(model, device=device) as engine:
+        torch.manual_seed(1)
+        engine.forward_backward(text(8), 4)
+        once = {name: p.grad.clone() for name, p in model.named_parameters()}
+        torch.optim.SGD(model.parameters()).zero_grad()
+        torch.manual_seed(1)
+        engine.forward_backward(text(8), 4)
+        assert all(torch.equal(p.grad, once[name]) for name, p in model.named_parameters())

@@ -231,3 +231,10 @@ def test_an_engine_that_cannot_be_made_leaves_the_model_alone(options, device):
         Engine(model, device=device, **options).close()
     assert_given_back(model, parameters)
     assert [p.data_ptr() for p in model.parameters()] == places
+
+
+def test_a_second_engine_is_refused(device):
+    model = build(CASES["toy"])
+    with Engine(model, device=device), pytest.raises(ValueError, match="has an engine already"):
+        Engine(model, device=device)
+    Engine(model, device=device).close()

@@ -364,3 +364,10 @@ def test_work_of_an_occupant_that_fails_is_the_occupants(lanes):
     with pytest.raises(LaneError, match="was not done"):
         compute.follow(*marks)
     compute.submit(lambda: None).wait()
+
+
+def test_what_is_not_a_mark_is_refused_and_leaves_nothing_to_wait_for(lanes):
+    lane = lanes.device("h2d")
+    with pytest.raises(ValueError, match="after=: a list of marks is required"):
+        lane.submit(lambda: None, after=[None])
+    lane.wait()

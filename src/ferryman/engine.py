@@ -59,6 +59,11 @@ class Engine:
         if stash not in ("device", "host"):
             raise ValueError(f"stash={stash!r}: it is kept on the 'device' or on the 'host'")
         self.device = _device(device)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.device.type != "cpu":
+                raise ValueError(f"the model must be on the host, and {name!r} is on {tensor.device}; use model.cpu()")
+        if any(getattr(module.__dict__.get("forward"), "of_an_engine", False) for module in model.modules()):
+            raise ValueError("the model has an engine already; close it first (engine.close())")
         self._model = model
         self._loss = loss
         self.units, self._residents = find_units(model, units=units, resident=resident)
@@ -85,7 +90,10 @@ class Engine:
         self._closed = False
 
     def forward_backward(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
-        """The mean loss of the batch; gradients are added to those that are there, as `.grad` of the parameters."""
+        """The micro-batches' mean loss, weighted by their samples; gradients are added to the parameters' `.grad`.
+
+        A model that averages over tokens (padding, labels of -100) averages within each micro-batch, as in any loop.
+        """
         self._check_model()
         parts = split(batch, micro_batches)
 
@@ -100,6 +108,9 @@ class Engine:
             return run
 
         seed = int(torch.randint(0, 2**62, ()).item())
+        # As with plain autograd: what the user has cleared starts anew.
+        cleared = [item for unit in (*self.units, self._residents) for item in unit.trained if item.tensor.grad is None]
+        self._relay.clear_gradients_of(cleared)
         with self._step():
             total = self._relay.run([work(part.content, part.weight) for part in parts], seed)
         self._relay.finish()
@@ -133,13 +144,24 @@ class Engine:
             self._store.close()
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        own = module.__dict__.get("forward")
-        self._forwards[module] = own
+        self._forwards[module] = module.__dict__.get("forward")
+        forward.of_an_engine = True  # type: ignore[attr-defined]  # so that a second engine is refused
         module.__dict__["forward"] = forward
 
     def _check_model(self) -> None:
         if self._closed:
             raise ValueError("the engine is closed; make a new one to train the model further")
+        for unit in (*self.units, self._residents):
+            flat = self._store.weights(unit)
+            for item in unit.items:
+                if any(place.current() is not item.tensor for place in item.places) or (
+                    item.tensor.data_ptr() != flat.data_ptr() + item.offset and item.nbytes
+                ):
+                    raise ValueError(
+                        f"the memory of {item.name!r} was replaced while the model was in the engine (by .to(), "
+                        ".data = or load_state_dict(assign=True)), so the engine would train the old one. Change "
+                        "weights in place (copy_, load_state_dict), or close the engine and make a new one"
+                    )
         if not torch.is_grad_enabled():
             raise ValueError("a step needs gradients, and they are switched off here (torch.no_grad or inference_mode)")
         for name, module in self._model.named_modules():

@@ -187,6 +187,9 @@ class Lane:
         Returns at once. `label` and `nbytes` are for the trace. `reads` and `writes` are the pinned tensors that work
         on the host uses, for the race detector.
         """
+        marks = tuple(after)
+        if not all(isinstance(mark, Mark) for mark in marks):
+            raise ValueError(f"after=: a list of marks is required, this is {list(marks)!r}")
         if label is None:
             label = getattr(work, "__name__", "work")
         mark = Mark(self._group, self.name, label)
@@ -194,8 +197,7 @@ class Lane:
             if self._closed:
                 raise LaneError(f"lane {self.name!r} is closed, it takes no more work ({label!r})")
             group = self._group
-            job = _Job(work, tuple(after), mark, nbytes, reads, writes, group._failures_seen, group._witness.now())
-            self._last = mark
+            job = _Job(work, marks, mark, nbytes, reads, writes, group._failures_seen, group._witness.now())
             inline = not self._busy and not self._queue and self._can_issue_now(job)
             if inline:
                 self._busy = True
@@ -205,6 +207,7 @@ class Lane:
                     self._thread = threading.Thread(target=self._serve, name=f"ferryman-{self.name}", daemon=True)
                     self._thread.start()
                 self._condition.notify_all()
+            self._last = mark  # at the end: what raises before this leaves nothing behind to wait for
         if inline:
             with group._witness.own_clock(f"the issuing thread of lane {self.name!r}"):
                 self._perform(job)

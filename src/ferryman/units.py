@@ -17,6 +17,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
@@ -41,10 +42,17 @@ class Place:
     attribute: str
     name: str  # in the model
 
-    def bind(self, tensor: torch.Tensor | None) -> None:
+    def bind(self, tensor: torch.Tensor) -> None:
         # Straight into the module's own dictionaries: setattr costs several times as much and refuses plain tensors.
-        members = self.module._parameters if self.attribute in self.module._parameters else self.module._buffers
-        members[self.attribute] = tensor  # type: ignore[assignment]
+        self._members()[self.attribute] = tensor
+
+    def current(self) -> torch.Tensor | None:
+        return self._members()[self.attribute]
+
+    def _members(self) -> dict[str, torch.Tensor | None]:
+        if self.attribute in self.module._parameters:
+            return cast("dict[str, torch.Tensor | None]", self.module._parameters)
+        return self.module._buffers
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,5 +1,6 @@
 // What torch_virtual's Python side calls. Everything that PyTorch's own interfaces offer goes through those instead.
 
+#include <algorithm>
 #include <cstdlib>
 
 #include <ATen/ATen.h>
@@ -25,6 +26,7 @@ using Released = py::call_guard<py::gil_scoped_release>;
 std::optional<Touch> range_of(const at::Tensor& tensor, Use use, std::shared_ptr<PinnedBlock>& pinned) {
   if (!tensor.is_privateuseone()) return pinned_range(tensor, use, pinned);
   if (tensor.numel() == 0) return std::nullopt;
+  refuse_emptied(tensor);
   auto* block = block_of(tensor.storage().data_ptr());
   const auto at = static_cast<size_t>(bytes_of(tensor) - block->memory.bytes(*block));
   return Touch{&block->history, at, at + extent_of(tensor), use};
@@ -66,7 +68,9 @@ PYBIND11_MODULE(_C, m) {
   avoid_amx();
 
   m.def("device_count", &device_count);
-  m.def("set_device_count", &set_device_count);
+  m.def("set_device_count", [](int count) {
+    set_device_count(static_cast<c10::DeviceIndex>(std::clamp(count, -1, 127)));  // what an index can hold
+  });
   m.def("forked", &forked);
   m.def("capacity", [](int i) { return device(i).memory.capacity(); });
   m.def("set_capacity", [](int i, size_t bytes) { device(i).memory.set_capacity(bytes); });

@@ -1,6 +1,7 @@
 // Monotonic time in seconds, and sleeping that does not burn a core.
 #pragma once
 
+#include <cerrno>
 #include <cmath>
 #include <ctime>
 
@@ -16,7 +17,7 @@ inline void sleep_until(double when) {
   double whole;
   const double fraction = std::modf(when, &whole);
   timespec t{static_cast<time_t>(whole), static_cast<long>(fraction * 1e9)};
-  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, nullptr) != 0) {
+  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, nullptr) == EINTR) {
   }
 }
 

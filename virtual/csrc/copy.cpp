@@ -21,6 +21,7 @@ void transfer(
     Direction direction, const at::Tensor& on_device, void* host, size_t bytes, bool asynchronous,
     const std::shared_ptr<PinnedBlock>& pinned) {
   if (bytes == 0) return;
+  refuse_emptied(on_device);
   const bool in = direction == Direction::HostToDevice;
   auto& link = device(on_device.device().index()).link;
   auto& stream = current_stream(on_device.device().index());

@@ -27,11 +27,12 @@ thread_local std::vector<c10::StreamId> t_streams;
 int initial_count() {
   pthread_atfork(nullptr, nullptr, [] { g_forked = true; });
   const char* text = std::getenv("TORCH_VIRTUAL_DEVICES");
-  const int count = text ? std::atoi(text) : kDevices;
+  char* rest = nullptr;
+  const long count = text ? std::strtol(text, &rest, 10) : kDevices;
   TORCH_CHECK_VALUE(
-      count >= 1 && count <= kMostDevices, "TORCH_VIRTUAL_DEVICES must be from 1 to ", kMostDevices, ", not '",
+      (rest == nullptr || *rest == 0) && count >= 1 && count <= kMostDevices, "TORCH_VIRTUAL_DEVICES must be from 1 to ", kMostDevices, ", not '",
       text ? text : "", "'");
-  return count;
+  return static_cast<int>(count);
 }
 
 }  // namespace

@@ -102,6 +102,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK_VALUE(
         first->timed && second->timed, "events whose times are compared must be made with enable_timing=True");
     auto begin = first->latest(), end = second->latest();
+    TORCH_CHECK_VALUE(begin && end, "both events must be recorded before their times are compared");
     TORCH_CHECK_VALUE(
         begin->passed() && end->passed(), "both events must have passed before their times are compared: synchronize");
     return (end->wait() - begin->wait()) * 1e3;

@@ -73,6 +73,12 @@ size_t extent_of(const at::Tensor& tensor) {
   return static_cast<size_t>(items) * tensor.itemsize();
 }
 
+void refuse_emptied(const at::Tensor& tensor) {
+  TORCH_CHECK(
+      tensor.numel() == 0 || tensor.storage().nbytes() > 0, "a tensor of shape ", tensor.sizes(), " on virtual:",
+      int(tensor.get_device()), " is used, but its storage was emptied (resize_(0))");
+}
+
 char* bytes_of(const at::Tensor& tensor) {
   auto* block = block_of(tensor.storage().data_ptr());
   if (block == nullptr) return nullptr;
@@ -113,11 +119,7 @@ at::Tensor Operands::pair(const at::Tensor& tensor) {
 }
 
 at::Tensor Operands::view(const at::Tensor& tensor, Use use) {
-  if (tensor.numel() > 0) {  // a kernel would follow a null pointer
-    TORCH_CHECK(
-        tensor.storage().nbytes() > 0, "a tensor of shape ", tensor.sizes(), " on virtual:", int(tensor.get_device()),
-        " is used, but its storage was emptied (resize_(0))");
-  }
+  refuse_emptied(tensor);
   auto host = pair(tensor);
   touch(tensor, use, touches_);
   return host;

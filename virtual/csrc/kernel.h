@@ -51,6 +51,9 @@ size_t extent_of(const at::Tensor& tensor);
 // Where kernels and copies find the bytes of a device tensor's first element.
 char* bytes_of(const at::Tensor& tensor);
 
+// A kernel or copy would follow a null pointer.
+void refuse_emptied(const at::Tensor& tensor);
+
 // Runs `body` in its stream's turn, after the race check, with device memory behind the CPU's allocator.
 template <typename Body>
 Access run_kernel(Stream& stream, Operation what, const Operands& operands, Body body) {

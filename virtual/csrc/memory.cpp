@@ -163,7 +163,7 @@ BlockPtr Memory::allocate(size_t bytes, Stream& stream) {
   const size_t room = round_up(bytes, kGrain);
   std::unique_lock lock(mutex_);
   auto used = [&] { return static_cast<size_t>(stats_.allocated_bytes[0].current); };
-  if (used() + bytes > capacity_ && waiting_ > 0) {
+  if (used() + bytes > capacity_ && bytes <= capacity_ && waiting_ > 0) {
     // Memory that waits for other streams (record_stream) comes back. A kernel holds its stream's turn meanwhile, and
     // what it waits for may be behind it: then only briefly.
     const auto patience = std::chrono::seconds(t_kernel ? 1 : 60);

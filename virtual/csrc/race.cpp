@@ -287,14 +287,11 @@ void Detector::keep(std::vector<std::string>&& found) {
 }
 
 void Detector::raise_if_strict(const std::vector<std::string>& found) {
-  if (!strict_) return;
-  if (!pending_.empty()) {
-    TORCH_CHECK(false, std::exchange(pending_, {}));
-  }
-  if (found.empty()) return;
+  if (!strict_ || (pending_.empty() && found.empty())) return;
   auto copy = found;
   keep(std::move(copy));
-  TORCH_CHECK(false, found.front());
+  const auto earlier = std::exchange(pending_, {});
+  TORCH_CHECK(false, earlier.empty() ? found.front() : earlier);
 }
 
 std::string Detector::describe(const Access& access) const {

@@ -225,7 +225,7 @@ def test_what_no_link_can_be_is_refused(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=name):
         torch_virtual.set_link(**wrong)
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="h2d, d2h, latency and delay, not bandwidth"):
         torch_virtual.set_link(bandwidth=3)
     with pytest.raises(ValueError, match="virtual:9"):
         torch_virtual.set_link(9, h2d=1.0)

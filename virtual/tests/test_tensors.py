@@ -269,3 +269,11 @@ def test_sparse_tensors_are_refused_by_name():
     with pytest.raises(NotImplementedError, match=r"[Ss]parse"):
         torch.eye(3, device="virtual").to_sparse() @ torch.eye(3, device="virtual")
     assert torch_virtual.race_count() == 0
+
+
+def test_an_emptied_tensor_is_refused_not_followed():
+    x = torch.zeros(3, device="virtual")
+    x.untyped_storage().resize_(0)
+    for use in (lambda: x + 1, lambda: x.cpu(), lambda: x.copy_(torch.zeros(3)), lambda: torch_virtual.label(x, "x")):
+        with pytest.raises(RuntimeError, match="its storage was emptied"):
+            use()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from torch_virtual import _C
 from torch_virtual._device import Device, index_of
+
+_LONGEST = 3600.0  # seconds; longer is a mistake, and beyond what clocks can count
 
 
 @dataclass(frozen=True)
@@ -22,10 +24,10 @@ class Link:
 
     def __post_init__(self) -> None:
         for name in ("h2d", "d2h"):
-            if not getattr(self, name) > 0:
+            if isinstance(getattr(self, name), str) or not getattr(self, name) > 0:
                 raise ValueError(f"a link's {name} is in bytes per second and above 0, not {getattr(self, name)}")
         for name in ("latency", "delay"):
-            if not 0 <= getattr(self, name) < math.inf:
+            if isinstance(getattr(self, name), str) or not 0 <= getattr(self, name) <= _LONGEST:
                 raise ValueError(f"a link's {name} is in seconds, 0 or more, not {getattr(self, name)}")
 
 
@@ -46,6 +48,9 @@ def set_link(device: Device = None, **changes: float) -> Link:
 
     Copies asked for from now on go by it. With no changes it only tells.
     """
+    unknown = set(changes) - {field.name for field in fields(Link)}
+    if unknown:
+        raise ValueError(f"a link has h2d, d2h, latency and delay, not {', '.join(sorted(unknown))}")
     index = index_of(device)
     before = _get(index)
     _set(index, replace(before, **changes))

@@ -17,9 +17,11 @@ def capacity(device: Device = None) -> int:
 
 def set_capacity(nbytes: int, device: Device = None) -> None:
     """From now on an allocation that would take the use beyond `nbytes` raises torch.OutOfMemoryError."""
-    if nbytes < 0:
-        raise ValueError(f"a device's capacity cannot be negative: {nbytes}")
-    _C.set_capacity(index_of(device), nbytes)
+    if isinstance(nbytes, str) or int(nbytes) != nbytes or nbytes < 0:
+        raise ValueError(
+            f"a device's capacity is a whole number of bytes, 0 or more (it cannot be negative): {nbytes!r}"
+        )
+    _C.set_capacity(index_of(device), int(nbytes))
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:

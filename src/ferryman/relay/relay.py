@@ -143,6 +143,10 @@ class Relay:
     def has_gradient(self, item: Item) -> bool:
         return self._gradients.has(item) or self._resident_gradients.has(item)
 
+    def clear_gradients_of(self, items: Sequence[Item]) -> None:
+        self._gradients.clear_of(items)
+        self._resident_gradients.clear_of(items)
+
     def clear_gradients(self) -> None:
         self._gradients.clear()
         self._resident_gradients.clear()

@@ -217,6 +217,11 @@ class GradientSlots:
     def has(self, item: Item) -> bool:
         return item in self._added
 
+    def clear_of(self, items: Sequence[Item]) -> None:
+        """The gradients of these tensors start from nothing again."""
+        self._added.difference_update(items)
+        self._landed = {u: mark for u, mark in self._landed.items() if any(item in self._added for item in u.trained)}
+
     def clear(self) -> None:
         """Gradients start from nothing again."""
         self._added.clear()
