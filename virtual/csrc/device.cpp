@@ -25,7 +25,6 @@ thread_local c10::DeviceIndex t_device = 0;
 thread_local std::vector<c10::StreamId> t_streams;
 
 int initial_count() {
-  pthread_atfork(nullptr, nullptr, [] { g_forked = true; });
   const char* text = std::getenv("TORCH_VIRTUAL_DEVICES");
   char* rest = nullptr;
   const long count = text ? std::strtol(text, &rest, 10) : kDevices;
@@ -95,7 +94,12 @@ Device& device(c10::DeviceIndex index) {
   if (found == nullptr) {
     std::lock_guard lock(g_mutex);
     found = device_if_used(index);
-    if (found == nullptr) g_devices[index] = found = new Device(index);  // never destroyed: its threads use it
+    if (found == nullptr) {
+      // From the first use on, not from the import: a process forked before may still use the devices.
+      static const int watching = pthread_atfork(nullptr, nullptr, [] { g_forked = true; });
+      (void)watching;
+      g_devices[index] = found = new Device(index);  // never destroyed: its threads use it
+    }
   }
   return *found;
 }
