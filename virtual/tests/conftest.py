@@ -129,3 +129,15 @@ def pinned() -> Callable[..., torch.Tensor]:
         return tensor
 
     return make
+
+
+@pytest.fixture
+def device_tensor() -> torch.Tensor:
+    x = torch.zeros(100_000, device="virtual")
+    torch_virtual.synchronize()  # streams of the tests need not wait for its making
+    return x
+
+
+@pytest.fixture
+def side() -> torch.Stream:
+    return torch.Stream("virtual")

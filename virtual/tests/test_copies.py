@@ -13,18 +13,6 @@ SLOW = {"h2d": 2e6, "d2h": 2e6}  # with 400 kB: 0.2 s
 COUNT = 100_000
 
 
-@pytest.fixture
-def device_tensor() -> torch.Tensor:
-    x = torch.zeros(COUNT, device="virtual")
-    torch_virtual.synchronize()  # streams of the tests need not wait for its making
-    return x
-
-
-@pytest.fixture
-def side() -> torch.Stream:
-    return torch.Stream("virtual")
-
-
 def elapsed(work) -> float:
     begin = time.perf_counter()
     work()
