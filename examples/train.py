@@ -20,7 +20,7 @@ import ferryman
 from ferryman.trace import Trace
 
 DEVICE = "virtual"
-BATCH, MICRO_BATCHES, CONTEXT = 8, 4, 128
+BATCH, CONTEXT = 8, 128
 
 
 def text() -> torch.Tensor:
@@ -53,11 +53,11 @@ def main() -> None:
     start = time.perf_counter()
     with (
         torch_virtual.watch(DEVICE) as seen,
-        ferryman.Engine(model, device=DEVICE, stash="host", trace=trace) as engine,
+        ferryman.Engine(model, device=DEVICE, memory=whole // 3, trace=trace) as engine,
     ):
         for step in range(steps):
             engine.zero_grad()
-            loss = engine.forward_backward(batch_from(data, random), micro_batches=MICRO_BATCHES)
+            loss = engine.forward_backward(batch_from(data, random))
             optimizer.step()  # on the host, where the gradients have landed
             if step % 10 == 0 or step == steps - 1:
                 rate = (step + 1) * BATCH * CONTEXT / (time.perf_counter() - start)

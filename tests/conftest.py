@@ -7,13 +7,15 @@ torch.set_num_threads(1)  # models are tiny here: threads would cost more than t
 
 @pytest.fixture
 def virtual():
-    """The virtual device, strict about races, with its link as it was before."""
+    """The virtual device, strict about races, with its link and capacity as they were before."""
     torch_virtual.clear_races()
     before = torch_virtual.set_link("virtual:0")
+    _, capacity = torch_virtual.mem_get_info("virtual:0")
     with torch_virtual.strict():
         yield torch.device("virtual:0")
     torch_virtual.synchronize()
     torch_virtual.set_link("virtual:0", h2d=before.h2d, d2h=before.d2h, latency=before.latency, delay=before.delay)
+    torch_virtual.set_capacity(capacity, "virtual:0")
     assert torch_virtual.races() == []
 
 

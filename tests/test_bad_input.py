@@ -227,6 +227,10 @@ def test_losses_that_are_none(make, words, device):
         (text(8), 9, r"micro_batches=9: a batch of 8 samples can be cut into 1 to 8"),
         (text(8), 0, r"micro_batches=0"),
         (text(8), -1, r"micro_batches=-1"),
+        (text(8), 1.5, r"micro_batches=1\.5: a whole number"),
+        (text(8), "2", r"micro_batches='2': a whole number"),
+        (text(8), True, r"micro_batches=True: a whole number"),
+        (cut(text(8), 2), 2.0, r"micro_batches=2\.0: a whole number"),
         (text(6), 4, r"6 samples in parts of 2 make 3 micro-batches; choose micro_batches=3"),
         ({"input_ids": torch.zeros(8, 4), "labels": torch.zeros(6, 4)}, 2, "8 and 6 samples"),
         ({}, 2, "no tensor with a dimension to cut"),
@@ -246,6 +250,50 @@ def test_batches_that_cannot_be_cut(batch, micro_batches, words):
         pytest.raises(ValueError, match=words),
     ):
         engine.forward_backward(batch, micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"slots": 2.0}, r"slots=2\.0: a whole number is needed"),
+        ({"slots": 0}, r"slots=0: .* at least 1"),
+        ({"slots": -1}, r"slots=-1: .* at least 1"),
+        ({"slots": True}, r"slots=True: a whole number is needed"),
+        ({"slots": "2"}, r"slots='2': a whole number is needed"),
+        ({"units": "blocks.*"}, r"units='blocks\.\*' is a string; .* units=\['blocks\.\*'\]"),
+        ({"resident": "norm.*"}, r"resident='norm\.\*' is a string; .* resident=\['norm\.\*'\]"),
+        ({"device": "meta"}, r"device='meta' cannot be used.*the device must be real"),
+        ({"stash": "disk"}, r"stash='disk': .*'device'.*'host'.*'auto'"),
+        ({"stash": None}, r"stash=None"),
+        ({"model": None}, r"must be a torch\.nn\.Module, this is a NoneType"),
+        ({"model": Toy}, r"must be a torch\.nn\.Module, this is a type"),
+    ],
+    ids=str,
+)
+def test_arguments_of_the_wrong_kind(options, words):
+    model = build(CASES["toy"])
+    with pytest.raises(ValueError, match=words):
+        Engine(**{"model": model, "device": "cpu", **options})
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("returns", ["logits", "a dict", "an output without labels"])
+def test_models_that_return_no_loss(returns, device):
+    """Labels, if it is a model that has a loss; else a loss of the user's."""
+
+    class Model(Toy):
+        def forward(self, input_ids, labels=None):
+            output = super().forward(input_ids)
+            return {"logits": output.logits, "a dict": dict(output)}.get(returns, output)
+
+    kind = {"logits": "Tensor", "a dict": "dict"}.get(returns, "CausalLMOutput")
+    batch = text(8)
+    if returns == "an output without labels":
+        del batch["labels"]
+    with Engine(Model(), device=device) as engine:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"returned a {kind} without a loss.*labels.*pass loss="):
+                engine.forward_backward(batch, 4)
 
 
 def test_steps_without_gradients_are_refused(device):

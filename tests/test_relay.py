@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 from collections import Counter
 
 import pytest
@@ -12,8 +13,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from ferryman.engine import Engine
-from ferryman.lanes import Lane
+from ferryman.lanes import Lane, Lanes
 from ferryman.relay.slots import GradientSlots, WeightSlots, count_fetches
+from ferryman.server.store import RamStore
 from ferryman.trace import Trace
 from ferryman.units import find_units
 
@@ -50,6 +52,21 @@ def test_fetches_of_any_model_follow_from_the_order_of_its_visits(name, slots, v
             fetches.append(engine.fetches - before)
     assert orders[0] == orders[1] == orders[2]
     assert fetches[1] == fetches[2] == count_fetches(orders[1], slots)
+
+
+def test_gradients_go_to_the_slot_whose_flush_is_longest_ago(virtual):
+    # With the one that was flushed just now, every visit of the backward would wait for the link.
+    with Lanes(virtual) as lanes:
+        units, _ = find_units(Toy())
+        slots = GradientSlots(virtual, 2, RamStore(units, virtual), lanes.device("h2d"), lanes.device("d2h"))
+        slots.make_room_for(units)
+        used = []
+        for unit in units:
+            views, _ = slots.enter(unit)
+            used.append(views[unit.trained[0]].untyped_storage().data_ptr())
+            slots.leave(unit, lanes.here(), finished=True)
+        assert len(set(used)) == 2
+        assert all(one != other for one, other in itertools.pairwise(used))
 
 
 def test_each_gradient_crosses_once_and_weights_cross_as_counted(virtual):
@@ -273,3 +290,38 @@ def test_a_missing_wait_is_found(wait, virtual, monkeypatch):
     torch_virtual.clear_races()
     with contextlib.suppress(RuntimeError):  # a second race, that nobody has seen yet
         engine.close()
+
+
+class Counting(Toy):
+    """Keeps a count outside its units."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, input_ids, labels=None):
+        self.count += len(input_ids)
+        return super().forward(input_ids, labels)
+
+
+def test_what_the_model_counts_outside_its_units_is_kept(device):
+    model = Counting()
+    with Engine(model, device=device) as engine:
+        engine.forward_backward(text(8), micro_batches=4)
+        with torch.no_grad():
+            model(**text(3))
+        assert model.count.item() == 11
+        engine.forward_backward(text(8), micro_batches=2)
+    assert model.count.item() == 19
+
+
+def test_lists_in_a_batch_are_cut_with_its_tensors(device):
+    seen = []
+
+    def loss(model, part):
+        seen.append((part["names"], part["about"], len(part["input_ids"])))
+        return model(part["input_ids"], part["labels"]).loss
+
+    with Engine(Toy(), device=device, loss=loss) as engine:
+        engine.forward_backward({**text(4), "names": ["a", "b", "c", "d"], "about": ["all"]}, micro_batches=2)
+    assert seen == [(["a", "b"], ["all"], 2), (["c", "d"], ["all"], 2)]

@@ -22,6 +22,8 @@ from typing import cast
 import torch
 from torch import nn
 
+GRADIENT = torch.float32  # gradients of all micro-batches are added up in this
+
 ALIGNMENT = 256  # bytes, between tensors in a unit's flat memory; enough for any vector load
 
 # Outside blocks, a module with at least this share of the largest block's bytes travels; smaller ones are resident.
@@ -55,7 +57,7 @@ class Place:
         return self.module._buffers
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Item:
     """One tensor of a unit: a parameter or a buffer, and where its bytes lie in the unit's flat memory."""
 
@@ -103,6 +105,20 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"<Unit {' + '.join(self.names)}: {len(self.items)} tensors, {self.nbytes} bytes>"
+
+
+def gradient_bytes(unit: Unit) -> int:
+    return sum(item.tensor.numel() for item in unit.trained) * GRADIENT.itemsize
+
+
+def gradient_views(unit: Unit, flat: torch.Tensor) -> dict[Item, torch.Tensor]:
+    """Each trained tensor's part of a flat memory for the unit's gradients."""
+    views, offset = {}, 0
+    wide = flat[: gradient_bytes(unit)].view(GRADIENT)
+    for item in unit.trained:
+        views[item] = wide[offset : offset + item.tensor.numel()].view(item.tensor.shape)
+        offset += item.tensor.numel()
+    return views
 
 
 def _aligned(nbytes: int) -> int:
@@ -294,3 +310,35 @@ def find_units(
         found.append(Unit(tuple(c.name for c in group), tuple(c.module for c in group), items))
     rest = (tensor for _, tensor in _tensors("", model) if id(tensor) not in travelling)
     return tuple(found), Unit((), (), _lay_out(rest, places))
+
+
+def units_of_block(model: nn.Module, block: nn.Module, limit: int | None) -> tuple[Unit, ...]:
+    """The units of a block that has come into the model after its units were found."""
+    name = next(name for name, module in model.named_modules() if module is block)
+    places = _places(model)
+    parts = list(_cut(_Candidate(name, block), limit))
+    if {id(t) for part in parts for t in part.tensors()} != {id(t) for t in _Candidate(name, block).tensors()}:
+        parts = [_Candidate(name, block)]  # the cut would leave a resident behind, and those are settled
+    return tuple(Unit((part.name,), (part.module,), _lay_out(part.tensors(), places)) for part in parts)
+
+
+def rename(model: nn.Module, units: Iterable[Unit]) -> None:
+    """Gives units and their tensors the names that they have in the model now."""
+    names = {module: name for name, module in model.named_modules()}
+    places = _places(model)
+    for unit in units:
+        unit.names = tuple(names[module] for module in unit.modules)
+        for item in unit.items:
+            item.places = places[id(item.tensor)]
+
+
+def block_lists(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost lists of repeated modules, by name."""
+    parents = [block.name.rpartition(".")[0] for block in _blocks(_Candidate("", model))]
+    return {name: model.get_submodule(name) for name in dict.fromkeys(parents)}
+
+
+def module_sizes(model: nn.Module) -> list[int]:
+    """The sizes of all modules with parameters, the largest first: where a limit makes a difference."""
+    modules = (_Candidate(name, module) for name, module in model.named_modules())
+    return sorted({candidate.nbytes() for candidate in modules if _has_parameters(candidate.module)}, reverse=True)

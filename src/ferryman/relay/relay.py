@@ -10,58 +10,48 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ferryman.lanes import Lanes
+from ferryman.cost.plan import Plan
+from ferryman.lanes import Lanes, Mark
 from ferryman.relay.absent import Absent
 from ferryman.relay.calls import Call, Forward, refuse_mutable
+from ferryman.relay.fit import Stretch, Trial
 from ferryman.relay.randomness import Randomness
 from ferryman.relay.rendezvous import Direction, MicroBatch, Surroundings
 from ferryman.relay.slots import GradientSlots, WeightSlots, bind
 from ferryman.relay.stash import DeviceStash, HostStash, Stash
-from ferryman.server.store import RamStore, gradient_bytes
+from ferryman.server.store import RamStore
 from ferryman.units import Item, Unit
 
 
 class Relay:
     """Owns what is on the device: slots, residents, and what the last step has taught."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        residents: Unit,
-        device: torch.device,
-        store: RamStore,
-        lanes: Lanes,
-        *,
-        weight_slots: int,
-        gradient_slots: int,
-        stash_on_host: bool,
-    ) -> None:
+    def __init__(self, plan: Plan, device: torch.device, store: RamStore, lanes: Lanes) -> None:
         self.randomness = Randomness(device)
         self.kinds = sorted({"cpu", device.type})  # of devices that autocast may be on for
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._device = device
-        self._units = list(units)
-        self._residents = residents
+        self._units: list[Unit] = []
+        self._residents = plan.residents
         self._lanes = lanes
         self._compute, h2d, d2h = lanes.device("compute"), lanes.device("h2d"), lanes.device("d2h")
-        largest = max(unit.nbytes for unit in units)
-        widest = max(gradient_bytes(unit) for unit in units)
-        self._weights = WeightSlots(device, weight_slots, largest, store, h2d, self._collect)
-        self._gradients = GradientSlots(device, gradient_slots, widest, store, h2d, d2h)
-        self._resident_weights = WeightSlots(device, 1, residents.nbytes, store, h2d, self._collect_resident)
-        self._resident_gradients = GradientSlots(device, 1, gradient_bytes(residents), store, h2d, d2h)
-        self.stash: Stash = DeviceStash()
-        if stash_on_host and device.type != "cpu":
-            self.stash = HostStash(device, self._compute, h2d, d2h)
-        self._absent = {
-            unit: [(item, Absent(item.tensor, item.name, unit, device)) for item in unit.items] for unit in units
-        }
+        self._d2h = d2h
+        self._weights = WeightSlots(device, plan.weight_slots, store, h2d, self._collect)
+        self._gradients = GradientSlots(device, plan.gradient_slots, store, h2d, d2h)
+        self._resident_weights = WeightSlots(device, 1, store, h2d, self._collect_resident)
+        self._resident_gradients = GradientSlots(device, 1, store, h2d, d2h)
+        self._resident_weights.make_room_for([self._residents])
+        self._resident_gradients.make_room_for([self._residents])
+        self._on_device = DeviceStash()
+        self._on_host = HostStash(device, self._compute, h2d, d2h) if device.type != "cpu" else None
+        self.stash: Stash = self._on_device
+        self._absent: dict[Unit, list[tuple[Item, Absent]]] = {}
         # Of the step that runs.
         self._running: MicroBatch | None = None
         self._buffers: list[tuple[Item, torch.Tensor]] = []  # of the unit on visit
@@ -71,11 +61,14 @@ class Relay:
         self._latest: Call | None = None  # the last to go forward
         self._turning: set[nn.Module] = set()
         # Of the last step, for the next.
-        self._order: list[Unit] = [*units, *reversed(units)]  # of visits; a guess before the first step
+        self._order: list[Unit] = []  # of visits
         self._turns: set[nn.Module] = set()  # whose backward followed their forward at once
         # Of evaluations, outside steps.
         self._evaluated: list[Unit] | None = None
-        self._evaluation_order: list[Unit] = list(units)
+        self._evaluation_order: list[Unit] = []
+        # Of a trial.
+        self._stretches: list[Stretch] | None = None
+        self.serve(plan.units)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
@@ -83,6 +76,19 @@ class Relay:
     def fetches(self) -> int:
         """Units fetched so far."""
         return self._weights.fetches
+
+    def serve(self, units: Sequence[Unit]) -> None:
+        """These are the units from now on, in the order of the model."""
+        self._weights.make_room_for(units)
+        self._gradients.make_room_for(units)
+        self._units = list(units)
+        # A unit may have been renamed, so what is said of its tensors is made anew.
+        self._absent = {
+            unit: [(item, Absent(item.tensor, item.name, unit, self._device)) for item in unit.items] for unit in units
+        }
+        # The first guess at the visits to come; after a step it is known.
+        self._order = [*units, *reversed(units)]
+        self._evaluation_order = list(units)
 
     def intercept(self, unit: Unit, module: nn.Module, forward: Forward) -> Forward:
         """What stands for a module's forward."""
@@ -97,11 +103,20 @@ class Relay:
 
         return relayed
 
-    def run(self, works: Sequence[Callable[[], torch.Tensor]], seed: int) -> torch.Tensor:
+    def run(
+        self,
+        works: Sequence[Callable[[], torch.Tensor]],
+        seed: int,
+        *,
+        stash_on_host: bool,
+        without: Collection[Unit] = (),
+    ) -> torch.Tensor:
         """Forward and backward of all micro-batches, each of which returns its loss; returns the sum.
 
-        The gradients are on their way to the host when it returns.
+        `without`: units that will not be asked for this time. The gradients are on their way to the host when it
+        returns.
         """
+        self.stash = self._on_host if stash_on_host and self._on_host is not None else self._on_device
         losses: dict[int, torch.Tensor] = {}
 
         def work(batch: MicroBatch) -> None:
@@ -112,6 +127,7 @@ class Relay:
 
         surroundings = Surroundings(self._device, self.randomness, self._compute, seed)
         visited: list[Unit] = []
+        order = [unit for unit in self._order if unit not in without]
         with self._bound(), contextlib.ExitStack() as stack:
             batches = [MicroBatch(number, work, surroundings) for number in range(len(works))]
             for batch in batches:
@@ -123,12 +139,33 @@ class Relay:
             while live := [batch for batch in batches if not batch.done]:
                 unit = self._pick(live)
                 visited.append(unit)
-                self._visit(unit, batches, _after(self._order, visited))
+                self._visit(unit, batches, _after(order, visited))
             with self._compute.occupy("add up losses"):
                 total = functools.reduce(torch.add, (losses[number] for number in range(len(works))))
         self._gradients.flush_all()
-        self._order, self._turns = visited, set(self._turning)
+        if not without:
+            self._order, self._turns = visited, set(self._turning)
         return total
+
+    def try_out(self, works: Sequence[Callable[[], torch.Tensor]]) -> Trial:
+        """A step that leaves nothing behind, but what it has needed on the device; the stash is on the host."""
+        assert self._on_host is not None, "the host itself has no budget"
+        known = self._order
+        for _ in range(2):  # the second knows where the turn is, and keeps its graph
+            self._on_host.reset_peak()
+            self._stretches = []
+            before = torch.accelerator.memory_allocated(self._device)
+            try:
+                with self._gradients.discarding(), self._resident_gradients.discarding():
+                    self.run(works, seed=0, stash_on_host=True)
+                    self._lanes.wait()
+                stretches = [Stretch(where, peak - before) for where, peak in self._stretches]
+            finally:
+                self._stretches = None
+            if self._order == known:
+                break
+            known = self._order
+        return Trial(stretches, self._on_host.peak // len(works))
 
     def finish(self) -> None:
         """Blocks until all gradients are on the host."""
@@ -181,7 +218,8 @@ class Relay:
 
     def close(self) -> None:
         """Gives the device's memory back."""
-        self.stash.close()
+        if self._on_host is not None:
+            self._on_host.close()
         for slots in (self._weights, self._gradients, self._resident_weights, self._resident_gradients):
             slots.close()
 
@@ -220,10 +258,15 @@ class Relay:
 
     def _resume(self, batch: MicroBatch) -> None:
         self._running = batch
+        if self._stretches is not None:
+            where = "the start" if batch.wish is None else batch.wish.unit.name
+            torch.accelerator.reset_peak_memory_stats(self._device)
         try:
             batch.resume()
         finally:
             self._running = None
+        if self._stretches is not None:
+            self._stretches.append(Stretch(where, torch.accelerator.max_memory_allocated(self._device)))
 
     def _pick(self, live: Sequence[MicroBatch]) -> Unit:
         wishes = [batch.wish for batch in live if batch.wish is not None]
@@ -269,8 +312,10 @@ class Relay:
         for mark in (ready, sums_ready):
             if mark is not None:
                 self._compute.follow(mark)
+        present = self._resident_weights.tensors(self._residents, slot)
+        versions = [tensor._version for _, tensor in present]
         try:
-            bind(self._resident_weights.tensors(self._residents, slot))
+            bind(present)
             for unit in self._units:
                 bind(self._absent[unit])
             yield
@@ -279,12 +324,26 @@ class Relay:
                 bind([(item, item.tensor) for item in unit.items])
             end = self._compute.here()
             end.precede_caller()
+            edited = [pair for pair, version in zip(present, versions, strict=True) if pair[1]._version != version]
+            self._write_back(edited, end)
             self._resident_weights.leave(slot, end)
             self._resident_gradients.leave(self._residents, end, finished=True)
             self._open.clear()
             self._latest = None
             self.stash.forget()
             self._resident_sums = {}
+
+    def _write_back(self, edited: Sequence[tuple[Item, torch.Tensor]], end: Mark) -> None:
+        """What the user's code has changed in residents, such as a count in a buffer, goes to the host."""
+        for item, tensor in edited:
+            if tensor.device.type == "cpu":
+                continue  # it is the host's own
+            self._d2h.submit(
+                functools.partial(item.tensor.data.copy_, tensor.detach(), non_blocking=True),
+                after=[end, self._lanes.here()],  # evaluations run on the caller's own stream
+                label=f"write back {item.name}",
+                nbytes=item.nbytes,
+            ).wait()
 
     def _collect(self, item: Item, parameter: torch.Tensor) -> None:
         self._gradients.add(item, self._sums[item], _take(parameter))

@@ -6,15 +6,16 @@ what is needed next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 from torch import nn
 
 from ferryman.lanes import Lane, Mark
-from ferryman.server.store import RamStore, gradient_bytes, gradient_views
-from ferryman.units import Item, Unit
+from ferryman.server.store import RamStore
+from ferryman.units import Item, Unit, gradient_bytes, gradient_views
 
 T = TypeVar("T")
 
@@ -70,20 +71,30 @@ def count_fetches(order: Sequence[T], slots: int) -> int:
 class WeightSlots:
     """Weights on the device. Where the device is the host itself, units are used where they are."""
 
-    def __init__(
-        self, device: torch.device, count: int, nbytes: int, store: RamStore, h2d: Lane, collect: Collect
-    ) -> None:
+    def __init__(self, device: torch.device, count: int, store: RamStore, h2d: Lane, collect: Collect) -> None:
         self.fetches = 0
+        self._device = device
         self._collect = collect
         self._in_place = device.type == "cpu"
         self._store = store
         self._h2d = h2d
         slots = 0 if self._in_place else count
-        self._memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+        self._memory = [torch.empty(0, dtype=torch.uint8, device=device)] * slots
         self._held: list[Unit | None] = [None] * slots
         self._ready: list[Mark | None] = [None] * slots
         self._free: list[Mark | None] = [None] * slots  # the end of the visit that used the slot last
         self._bound: dict[tuple[Unit, int], list[tuple[Item, torch.Tensor]]] = {}
+
+    def make_room_for(self, units: Sequence[Unit]) -> None:
+        """Between steps: each slot is as large as the largest of these from now on, and nothing of others is kept."""
+        largest = max(unit.nbytes for unit in units)
+        if any(memory.nbytes != largest for memory in self._memory):
+            self._bound.clear()
+            count = len(self._memory)
+            self._memory.clear()  # before the others are there
+            self._memory = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(count)]
+        self._bound = {key: tensors for key, tensors in self._bound.items() if key[0] in units}
+        self.forget()
 
     def enter(self, unit: Unit, upcoming: Sequence[Unit]) -> tuple[int, Mark | None]:
         """The slot with the unit's weights, and the mark after which they are there. Begins to fetch what is next."""
@@ -151,18 +162,42 @@ class GradientSlots:
     A unit whose backward is not over yet when its slot is needed for another one crosses, and is fetched again.
     """
 
-    def __init__(self, device: torch.device, count: int, nbytes: int, store: RamStore, h2d: Lane, d2h: Lane) -> None:
+    def __init__(self, device: torch.device, count: int, store: RamStore, h2d: Lane, d2h: Lane) -> None:
         self.flushes = 0
+        self._device = device
+        self._discards = False
         self._in_place = device.type == "cpu"
         self._store, self._h2d, self._d2h = store, h2d, d2h
         slots = 0 if self._in_place else count
-        self._memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+        self._memory = [torch.empty(0, dtype=torch.uint8, device=device)] * slots
         self._held: list[Unit | None] = [None] * slots
         self._free: list[Mark | None] = [None] * slots  # the end of the copy that emptied the slot
         self._used: list[Mark | None] = [None] * slots  # the end of the visit that last added to it
         self._landed: dict[Unit, Mark] = {}  # units with gradients on the host, or on their way there
         self._added: set[Item] = set()  # tensors that have a gradient, from this sweep or an earlier one
         self._since: list[int] = [0] * slots  # the flush before which the slot was taken
+        self._emptied: list[int] = [0] * slots  # the flush that emptied it last
+
+    def make_room_for(self, units: Sequence[Unit]) -> None:
+        """Between steps: each slot is as large as the widest gradients of these from now on."""
+        assert not any(self._held), "between steps all gradients are on the host"
+        widest = max(gradient_bytes(unit) for unit in units)
+        if any(memory.nbytes != widest for memory in self._memory):
+            count = len(self._memory)
+            self._memory.clear()
+            self._memory = [torch.empty(widest, dtype=torch.uint8, device=self._device) for _ in range(count)]
+        self._landed = {unit: mark for unit, mark in self._landed.items() if unit in units}
+        self._added.intersection_update(item for unit in units for item in unit.items)
+
+    @contextlib.contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Within, gradients are added up as ever and then forgotten; those there were are left alone."""
+        added, self._added, self._discards = self._added, set(), True
+        try:
+            yield
+        finally:
+            self._added, self._discards = added, False
+            self._held = [None] * len(self._held)
 
     def enter(self, unit: Unit) -> tuple[dict[Item, torch.Tensor], Mark | None]:
         """The views to add to, and the mark after which they may be used."""
@@ -173,9 +208,10 @@ class GradientSlots:
             return gradient_views(unit, self._memory[slot]), self._free[slot]
         if None not in self._held:
             self._flush(min(range(len(self._held)), key=lambda slot: self._since[slot]))  # the longest held
-        slot = self._held.index(None)
+        # The one that was flushed first: the others' flushes may still be under way.
+        slot = min((slot for slot, held in enumerate(self._held) if held is None), key=lambda slot: self._emptied[slot])
         self._held[slot], self._since[slot] = unit, self.flushes
-        if unit in self._landed:  # gradients of an earlier sweep: go on from there
+        if unit in self._landed and not self._discards:  # gradients of an earlier sweep: go on from there
             source, target = self._store.gradients(unit), self._memory[slot][: gradient_bytes(unit)]
             after = [mark for mark in (self._free[slot], self._landed.pop(unit)) if mark is not None]
             self._free[slot] = self._h2d.submit(
@@ -236,6 +272,9 @@ class GradientSlots:
         unit, used = self._held[slot], self._used[slot]
         assert unit is not None
         self._held[slot] = None
+        if self._discards:
+            self._free[slot] = used
+            return
         source, target = self._memory[slot][: gradient_bytes(unit)], self._store.gradients(unit)
         mark = self._d2h.submit(
             lambda: target.copy_(source, non_blocking=True),
@@ -245,3 +284,4 @@ class GradientSlots:
         )
         self._free[slot] = self._landed[unit] = mark
         self.flushes += 1
+        self._emptied[slot] = self.flushes

@@ -105,17 +105,33 @@ class DeviceStash:
         pass
 
 
+class _Level:
+    """An amount that rises and falls, and the most it was."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def add(self, amount: int) -> None:
+        self.now += amount
+        self.peak = max(self.peak, self.now)
+
+
 class _Copy:
     """The host's copy of a storage, as it was at one version. Its memory is used again when nobody needs it."""
 
-    def __init__(self, memory: torch.Tensor, version: int, spare: list[tuple[torch.Tensor, Mark | None]]) -> None:
+    def __init__(
+        self, memory: torch.Tensor, version: int, spare: list[tuple[torch.Tensor, Mark | None]], level: _Level
+    ) -> None:
         self.memory = memory
         self.version = version
         self.landed: Mark | None = None
         self.fetched: Mark | None = None  # the last fetch from it
         self._spare = spare
+        self._level = level
+        level.add(memory.numel())
 
     def __del__(self) -> None:
+        self._level.add(-self.memory.numel())
         self._spare.append((self.memory, self.fetched or self.landed))
 
 
@@ -180,6 +196,15 @@ class HostStash:
         self._spare: dict[int, list[tuple[torch.Tensor, Mark | None]]] = {}  # pinned memory, by size
         self._memory: list[PinnedMemory] = []  # all of it
         self._under_way: deque[Mark] = deque()
+        self._copied = _Level()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that copies have held at once, since the peak was reset."""
+        return self._copied.peak
+
+    def reset_peak(self) -> None:
+        self._copied.peak = self._copied.now
 
     def know(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -296,7 +321,7 @@ class HostStash:
         else:
             self._memory.append(PinnedMemory(cargo.nbytes, self._device))
             memory, free = self._memory[-1].bytes, None
-        copy = cargo.copy = _Copy(memory, version, spare)
+        copy = cargo.copy = _Copy(memory, version, spare, self._copied)
         flat = cargo.flat()
         flat.record_stream(self._d2h.stream)
         copy.landed = self._d2h.submit(

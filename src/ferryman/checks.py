@@ -1,0 +1,132 @@
+"""What users can get wrong, and what they are told: what is required, what was found, how to mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ferryman.cost.sizes import show_bytes
+from ferryman.units import Unit
+
+
+def check_arguments(model: Any, *, units: Any, resident: Any, stash: Any, slots: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model must be a torch.nn.Module, this is a {type(model).__name__}")
+    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
+        raise ValueError(f"slots={slots!r}: a whole number is needed, at least 1, and 2 to fetch beside the compute")
+    if stash not in ("auto", "device", "host"):
+        raise ValueError(
+            f"stash={stash!r}: it is kept on the 'device' or on the 'host', or where there is room: 'auto'"
+        )
+    for name, given in (("units", units), ("resident", resident)):
+        if isinstance(given, str):
+            raise ValueError(f"{name}={given!r} is a string; give a list of names or patterns: {name}=[{given!r}]")
+
+
+def check_on_host(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type not in ("cpu", "meta"):
+            raise ValueError(f"the model must be on the host, and {name!r} is on {tensor.device}; use model.cpu()")
+
+
+def check_free(model: nn.Module) -> None:
+    check_on_host(model)
+    if any(getattr(module.__dict__.get("forward"), "of_an_engine", False) for module in model.modules()):
+        raise ValueError("the model has an engine already; close it first (engine.close())")
+
+
+def check_block(block: Any, model: nn.Module) -> None:
+    """That it can be inserted into the model."""
+    if not isinstance(block, nn.Module):
+        raise ValueError(f"a block must be a torch.nn.Module, this is a {type(block).__name__}")
+    mine = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    if any(id(tensor) in mine for tensor in (*block.parameters(), *block.buffers())):
+        raise ValueError("the block shares a parameter or buffer with the model already; insert one of its own")
+    check_free(block)
+
+
+def check_apart(blocks: nn.Module, units: Sequence[Unit]) -> None:
+    """That the blocks of a list can come and go one by one."""
+    for unit in units:
+        if any(blocks in set(module.modules()) for module in unit.modules):
+            raise ValueError(
+                f"these blocks travel together as the unit {unit.name!r}, so none can be inserted or removed; leave "
+                "units= out, or name what is in the blocks or the blocks themselves"
+            )
+
+
+def check_own(block: nn.Module, position: int | str, units: Sequence[Unit], residents: Unit) -> None:
+    """That nothing of a block is used elsewhere, so that it can be removed."""
+    inside = set(block.modules())
+    for unit in (*units, residents):
+        for item in unit.items:
+            places = [place.module in inside for place in item.places]
+            if any(places) and not (all(places) and (unit is residents or inside.issuperset(unit.modules))):
+                raise ValueError(
+                    f"the block {position!r} shares parameters with the rest of the model, so it has to stay"
+                )
+            if any(places) and unit is residents:
+                raise ValueError(
+                    f"{item.name!r} of the block {position!r} stays on the device (see units= and resident=), and so "
+                    "the block has to stay in the model"
+                )
+
+
+def real_device(device: torch.device | str | None) -> torch.device:
+    """The device with its number, so that it equals the device of tensors on it."""
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = "cpu" if accelerator is None else accelerator
+    try:
+        found = torch.empty(0, device=device).device
+        if found.type == "meta":
+            raise ValueError("nothing can be computed on it; a model may be on meta, the device must be real")
+    except Exception as error:
+        usual = torch.accelerator.current_accelerator()
+        known = "'cpu'" if usual is None else f"'cpu' and {usual.type!r} (of which there are {_count()})"
+        raise ValueError(f"device={str(device)!r} cannot be used here ({error}); there is {known}") from error
+    return torch.device("cpu") if found.type == "cpu" else found
+
+
+def _count() -> int:
+    return torch.accelerator.device_count()
+
+
+def check_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = (
+            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        )
+        raise ValueError(f"the loss of a micro-batch must be a scalar tensor, this is {what}")
+    if not loss.requires_grad:
+        raise ValueError("the loss does not require a gradient: nothing that trains has a part in it")
+
+
+def check_budget(budget: int | None, device: torch.device) -> None:
+    if budget is None:
+        return
+    if device.type == "cpu":
+        raise ValueError(
+            f"memory={show_bytes(budget)} is a budget for an accelerator's memory, and device='cpu' has none of its own"
+        )
+    try:
+        _, total = torch.accelerator.get_memory_info(device)
+    except (NotImplementedError, RuntimeError):  # not every device tells
+        return
+    if budget > total:
+        raise ValueError(f"memory={show_bytes(budget)} is more than {str(device)!r} has ({show_bytes(total)})")
+
+
+def check_can_step(model: nn.Module) -> None:
+    if not torch.is_grad_enabled():
+        raise ValueError("a step needs gradients, and they are switched off here (torch.no_grad or inference_mode)")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise ValueError(
+                f"the module {name!r} is a {type(module).__name__} in training: what it does to a sample depends "
+                "on the others of its micro-batch, and its statistics would be updated twice, as units run again "
+                "in the backward. Freeze it (module.eval()), or use a normalisation within samples (LayerNorm)"
+            )

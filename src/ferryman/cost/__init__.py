@@ -1,0 +1,1 @@
+"""What things take: memory and, later, time."""

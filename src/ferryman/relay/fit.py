@@ -1,0 +1,134 @@
+"""Fits micro-batches into a budget of device memory.
+
+What a micro-batch needs while it runs cannot be read off a model, so it is measured: a trial, whose gradients are
+thrown away, runs micro-batches of one sample and of two, and notes the peak of each stretch between two parks. Each
+stretch's peak grows by the same amount with each sample, so the largest micro-batch that fits follows. This happens
+once for each shape of batch; a batch that is no longer in any dimension than one seen before needs no trial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ferryman.batch import Shape, shape_of, take
+from ferryman.cost.plan import Need
+from ferryman.cost.sizes import show_bytes
+
+# A trial has this many micro-batches: while one runs, one comes back to the device and one leaves it.
+TRIAL = 3
+
+# Copies between device and host end when the link pleases, so the peak varies by a little.
+_SLACK = 0.02
+
+
+class Stretch(NamedTuple):
+    """A micro-batch's run from one park to the next."""
+
+    where: str
+    peak: int  # bytes, beyond what is always on the device
+
+
+class Trial(NamedTuple):
+    stretches: Sequence[Stretch]
+    stash: int  # bytes that a micro-batch keeps between its forward and its backward
+
+
+class Choice(NamedTuple):
+    micro_batches: int
+    stash_on_host: bool
+
+
+class TooLargeError(Exception):
+    """Not even one sample fits into the budget."""
+
+    def __init__(self, need: Need) -> None:
+        super().__init__(f"a micro-batch of one sample needs {show_bytes(need.nbytes)} in {need.where!r}")
+        self.need = need
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What micro-batches of one shape take on the device while they run, by their number of samples."""
+
+    one: Trial
+    two: Trial
+
+    def peak(self, samples: int) -> int:
+        return self.most(samples).peak
+
+    def most(self, samples: int) -> Stretch:
+        """The stretch that needs most."""
+        if len(self.one.stretches) != len(self.two.stretches):  # the model's way depends on its data
+            pairs = [(_highest(self.one.stretches), _highest(self.two.stretches))]
+        else:
+            pairs = list(zip(self.one.stretches, self.two.stretches, strict=True))
+        return _highest([Stretch(a.where, _line(a.peak, b.peak, samples)) for a, b in pairs])
+
+    def stash(self, samples: int) -> int:
+        return _line(self.one.stash, self.two.stash, samples)
+
+
+def _highest(stretches: Sequence[Stretch]) -> Stretch:
+    return max(stretches, key=lambda stretch: stretch.peak)
+
+
+def _line(one: int, two: int, samples: int) -> int:
+    return one + max(0, two - one) * (samples - 1)
+
+
+class Fit:
+    """Chooses the number of micro-batches and the stash's place. `stash` is "auto", "device" or "host"."""
+
+    def __init__(self, budget: int, stash: str, measure: Callable[[list[Any]], Trial]) -> None:
+        self._budget = budget
+        self._stash = stash
+        self._measure = measure
+        self._known: dict[Shape, Needs] = {}
+
+    def choose(self, batch: Any, size: int, count: int | None, fixed: int) -> Choice:
+        """For `size` samples in `count` micro-batches, or as few as will do; `fixed` bytes are always on the device."""
+        needs = self._needs_of(batch)
+        room = self._budget - fixed
+        if count is not None:
+            per_part = -(-size // count)
+            on_host = self._place(needs, per_part, count, room)
+            if on_host is None:
+                best = self._largest(needs, size, room)
+                raise ValueError(
+                    f"micro_batches={count} makes micro-batches of {per_part} samples, which need "
+                    f"{show_bytes(fixed + _padded(needs.peak(per_part)))} where memory={show_bytes(self._budget)}; use "
+                    f"micro_batches={best.micro_batches}, or leave it out and the engine chooses"
+                )
+            return Choice(count, on_host)
+        return self._largest(needs, size, room)
+
+    def _largest(self, needs: Needs, size: int, room: int) -> Choice:
+        """The largest micro-batches that fit: of a given size there is a smallest count."""
+        for count in sorted({-(-size // samples) for samples in range(1, size + 1)}):
+            on_host = self._place(needs, -(-size // count), count, room)
+            if on_host is not None and len(range(0, size, -(-size // count))) == count:
+                return Choice(count, on_host)
+        most = needs.most(1)
+        raise TooLargeError(Need(_padded(most.peak), most.where))
+
+    def _place(self, needs: Needs, samples: int, count: int, room: int) -> bool | None:
+        """Whether the stash is on the host; None if it does not fit either way."""
+        peak = needs.peak(samples)
+        if self._stash != "host" and _padded(peak + count * needs.stash(samples)) <= room:
+            return False
+        return True if self._stash != "device" and _padded(peak) <= room else None
+
+    def _needs_of(self, batch: Any) -> Needs:
+        shape = shape_of(batch)
+        for known, needs in self._known.items():
+            if shape.within(known):
+                return needs
+        trials = [self._measure([take(batch, samples)] * TRIAL) for samples in (1, 2)]
+        self._known[shape] = Needs(*trials)
+        return self._known[shape]
+
+
+def _padded(nbytes: int) -> int:
+    return int(nbytes * (1 + _SLACK))

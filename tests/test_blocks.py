@@ -1,0 +1,497 @@
+"""Blocks that are inserted, removed and skipped: the model then equals a plain one that was changed in the same way."""
+
+import copy
+
+import pytest
+import torch
+import torch_virtual
+import transformers as hf
+from changes import LISTS, Wide, WideToy, assert_steps, blocks_of, insert, new_block, remove, slow_link
+from models import (
+    CASES,
+    TEXT_SIZES,
+    WIDTH,
+    Block,
+    Skipping,
+    Toy,
+    assert_same,
+    build,
+    cut,
+    model_loss,
+    on,
+    plain_step,
+    step,
+    text,
+)
+from torch import nn
+
+from ferryman.engine import Engine
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("position", [0, "end"])
+def test_a_block_that_was_inserted(name, position, device):
+    slow_link(device)
+    model, loose = build(CASES[name]), CASES[name].loose
+    plain, position = on(device, model), len(blocks_of(model)) if position == "end" else position
+    with Engine(model, device=device) as engine:
+        assert_steps(engine, model, plain, loose=loose)
+        block = new_block(name)
+        insert(engine, plain, position, block)
+        assert blocks_of(model)[position] is block
+        assert_steps(engine, model, plain, loose=loose, steps=2)
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_block_that_was_removed(name, position, device):
+    slow_link(device)
+    model, loose = build(CASES[name]), CASES[name].loose
+    plain, block = on(device, model), blocks_of(model)[position]
+    with Engine(model, device=device) as engine:
+        assert_steps(engine, model, plain, loose=loose)
+        assert remove(engine, plain, position) is block
+        assert_steps(engine, model, plain, loose=loose, steps=2)
+
+
+@pytest.mark.parametrize("name", ["toy", "llama"])
+def test_many_changes_in_a_row(name, device):
+    """Before the first step as well; what was removed comes back; a list may shrink to one block and grow again."""
+    model = build(CASES[name])
+    plain = on(device, model)
+    with Engine(model, device=device) as engine:
+        insert(engine, plain, 1, new_block(name, seed=7))
+        insert(engine, plain, 1, new_block(name, seed=8))
+        assert_steps(engine, model, plain)
+        first = remove(engine, plain, 0)
+        insert(engine, plain, 2, first)
+        assert_steps(engine, model, plain)
+        while len(blocks_of(model)) > 1:
+            remove(engine, plain, 0)
+        assert_steps(engine, model, plain)
+        insert(engine, plain, 1, new_block(name, seed=9))
+        assert_steps(engine, model, plain, steps=2)
+
+
+def test_a_larger_block_fits(device):
+    slow_link(device)
+    model = build(CASES["toy"])
+    plain = on(device, model)
+    with Engine(model, device=device) as engine:
+        assert_steps(engine, model, plain)
+        insert(engine, plain, 2, Wide())
+        assert_steps(engine, model, plain, steps=2)
+        remove(engine, plain, 2)
+        assert_steps(engine, model, plain)
+
+
+def test_slots_are_as_large_as_the_largest_block(virtual):
+    with Engine(Toy(), device=virtual) as engine:
+        around = torch_virtual.memory_allocated(virtual) - engine.plan.fixed
+        for change in (lambda: engine.insert(2, Wide()), lambda: engine.insert(0, Wide(512)), lambda: engine.remove(0)):
+            fixed = engine.plan.fixed
+            change()
+            assert engine.plan.fixed != fixed
+            assert torch_virtual.memory_allocated(virtual) == around + engine.plan.fixed
+
+
+def test_fetches_that_nobody_waited_for_do_not_disturb(virtual):
+    """The model took another way than expected, so that units are still on their way when their slots are replaced."""
+    torch_virtual.set_link(virtual, delay=0.02)
+    torch.manual_seed(0)
+    model = Skipping()
+    plain = on(virtual, model)
+    batch = text(4)
+    batch["input_ids"][:, 0] = 3  # passes over the last block
+    with Engine(model, device=virtual) as engine:
+        for change in (
+            lambda: insert(engine, plain, 4, Wide()),
+            lambda: remove(engine, plain, 3),
+            lambda: remove(engine, plain, 3),
+        ):
+            engine.forward_backward(batch, 2)
+            change()
+        assert_steps(engine, model, plain)
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_lists_are_told_apart_by_name(stack, device):
+    case = CASES["t5"]
+    model = build(case)
+    plain, theirs = on(device, model), build(case, seed=7).get_submodule(stack).block[1]
+    plain.config.use_cache = plain.decoder.config.use_cache = False  # its blocks' numbers are not up to date
+    with Engine(model, device=device) as engine:
+        plain.get_submodule(stack).block.insert(1, on(device, theirs))
+        engine.insert(f"{stack}.block.1", theirs)
+        assert_steps(engine, model, plain, loose=case.loose)
+        del plain.get_submodule(stack).block[2]
+        removed = engine.remove(f"{stack}.block.2")
+        assert_steps(engine, model, plain, loose=case.loose)
+    assert removed not in set(model.modules())
+    assert {name: len(model.get_submodule(name).block) for name in ("encoder", "decoder")} == {
+        "encoder": 2,
+        "decoder": 2,
+    }
+
+
+def test_the_configuration_counts_the_blocks_of_its_own_list(device):
+    model = build(CASES["t5"])
+    with Engine(model, device=device) as engine:
+        engine.insert("decoder.block.1", build(CASES["t5"], seed=7).decoder.block[1])
+        assert (model.encoder.config.num_layers, model.decoder.config.num_layers) == (2, 3)
+        engine.remove("encoder.block.1")
+        assert (model.encoder.config.num_layers, model.decoder.config.num_layers) == (1, 3)
+
+
+def test_kinds_of_blocks_in_the_configuration_follow(device):
+    torch.manual_seed(0)
+    config = hf.Qwen2Config(
+        **TEXT_SIZES,
+        num_key_value_heads=2,
+        layer_types=["full_attention", "sliding_attention"],
+        use_sliding_window=True,
+    )
+    model = hf.Qwen2ForCausalLM(config).train()
+    block = copy.deepcopy(model.model.layers[1])
+    with Engine(model, device=device) as engine:
+        engine.insert(2, block)
+        assert config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
+        engine.forward_backward(text(4), 2)
+        engine.remove(0)
+        assert config.layer_types == ["sliding_attention", "sliding_attention"]
+        assert config.num_hidden_layers == 2
+        engine.forward_backward(text(4), 2)
+
+
+def test_a_model_that_is_itself_the_list(device):
+    def loss(model, part):
+        return model(part["x"]).square().mean()
+
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Block(), Block()), {"x": torch.randn(8, WIDTH)}
+    plain = on(device, model)
+    with Engine(model, device=device, loss=loss) as engine:
+        block = Block()
+        plain.insert(1, on(device, block))
+        engine.insert(1, block)
+        del plain[0]
+        engine.remove("0")
+        torch.manual_seed(1)
+        expected = plain_step(plain, cut(batch, 4), loss)
+        torch.manual_seed(1)
+        assert_same(step(engine, model, batch), expected)
+
+
+def test_a_block_without_parameters(device):
+    model = build(CASES["toy"])
+    plain = on(device, model)
+    with Engine(model, device=device) as engine:
+        insert(engine, plain, 1, nn.Tanh())
+        assert_steps(engine, model, plain)
+        remove(engine, plain, 1)
+        assert_steps(engine, model, plain)
+
+
+@pytest.mark.parametrize("when", ["at once", "after a step"])
+def test_a_removed_block_is_free(when, device):
+    model = build(CASES["toy"])
+    block = model.blocks[1]
+    plain, parameters = copy.deepcopy(block), list(block.parameters())
+    with Engine(model, device=device) as engine:
+        if when == "after a step":
+            engine.forward_backward(text(8), 4)
+        with torch.no_grad():
+            for p, q in zip(block.parameters(), plain.parameters(), strict=True):
+                p.mul_(0.9)
+                q.mul_(0.9)
+        engine.remove(1)
+        assert all("forward" not in module.__dict__ for module in block.modules())
+        assert all(p is q for p, q in zip(block.parameters(), parameters, strict=True))
+        assert all(torch.equal(p, q) for p, q in zip(block.parameters(), plain.parameters(), strict=True))
+        x = torch.randn(2, WIDTH)
+        block.zero_grad()
+        for each in (block, plain):
+            torch.manual_seed(1)
+            each(x).square().mean().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(block.parameters(), plain.parameters(), strict=True))
+        with torch.no_grad():
+            for parameter in block.parameters():
+                parameter.fill_(torch.nan)
+        assert not engine.forward_backward(text(8), 4).isnan()
+
+
+def test_names_follow_the_numbers(device):
+    def loss(model, part):
+        return model_loss(model, part) + (model.blocks[3].down.bias.sum() if armed else 0)
+
+    model, armed = build(CASES["toy"]), []
+    last = model.blocks[2]
+    with Engine(model, device=device, loss=loss) as engine:
+        engine.forward_backward(text(8), 4)
+        engine.insert(1, Block())
+        assert [unit.name for unit in engine.units] == ["embed", *(f"blocks.{i}" for i in range(4)), "head"]
+        assert [unit.modules[0] for unit in engine.units[1:-1]] == list(model.blocks)
+        assert {item.name for item in engine.units[4].items} == {
+            f"blocks.3.{name}" for name, _ in last.named_parameters()
+        }
+        armed.append(True)
+        with pytest.raises(ValueError, match=r"'blocks\.3\.down\.bias' is used outside .* unit 'blocks\.3'"):
+            engine.forward_backward(text(8), 4)
+        armed.clear()
+        engine.remove(0)
+        assert [unit.name for unit in engine.units] == ["embed", *(f"blocks.{i}" for i in range(3)), "head"]
+        model.blocks[2].norm.weight.data = torch.ones(WIDTH)
+        with pytest.raises(ValueError, match=r"'blocks\.2\.norm\.weight' was replaced"):
+            engine.forward_backward(text(8), 4)
+
+
+def test_gradients_of_other_units_survive(device):
+    slow_link(device)
+    model = build(CASES["toy"])
+    plain = on(device, model)
+
+    def accumulate(seed):
+        torch.manual_seed(seed)
+        expected = plain_step(plain, cut(text(8, seed), 4))
+        torch.manual_seed(seed)
+        assert_same(step(engine, model, text(8, seed)), expected)
+
+    with Engine(model, device=device) as engine:
+        accumulate(1)
+        insert(engine, plain, 1, Wide())
+        accumulate(2)
+        remove(engine, plain, 0)
+        accumulate(3)
+
+
+def test_the_same_optimizer_goes_on(device):
+    model = build(CASES["toy"])
+    plain = on(device, model)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (model, plain))
+    with Engine(model, device=device) as engine:
+        for change in (lambda: None, lambda: insert(engine, plain, 1, new_block()), lambda: remove(engine, plain, 0)):
+            change()
+            assert_steps(engine, model, plain)
+            ours.step()
+            theirs.step()
+    assert all(torch.equal(p, q.cpu()) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_closing_afterwards(name, device):
+    model = build(CASES[name])
+    plain = on(torch.device("cpu"), model)
+    with Engine(model, device=device) as engine:
+        insert(engine, plain, 1, new_block(name))
+        remove(engine, plain, 0)
+        engine.forward_backward(text(8), 4)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    model.zero_grad()
+    torch.manual_seed(1)
+    expected = plain_step(plain, cut(text(8), 4))
+    torch.manual_seed(1)
+    assert_same(plain_step(model, cut(text(8), 4)), expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_evaluation_afterwards(name, device):
+    """Also with a cache, in which blocks have numbers."""
+    model = build(CASES[name]).eval()
+    plain, ids = on(torch.device("cpu"), model), text(2)["input_ids"]
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with Engine(model, device=device) as engine, torch.no_grad():
+        for change in (
+            lambda: None,
+            lambda: insert(engine, plain, 1, new_block(name).eval()),
+            lambda: remove(engine, plain, 0),
+        ):
+            change()
+            assert torch.equal(model(ids).logits, plain(ids).logits)
+            assert torch.equal(model.generate(ids, **settings), plain.generate(ids, **settings))
+
+
+# Under a budget of device memory.
+
+
+def test_inserted_blocks_are_cut_as_the_others_are(virtual):
+    torch.manual_seed(0)
+    model = WideToy()
+    plain = on(virtual, model)
+    with Engine(model, device=virtual, memory="200KiB") as engine:
+        assert "blocks.1.up" in [unit.name for unit in engine.units]
+        insert(engine, plain, 1, Wide())
+        assert {f"blocks.{i}.{part}" for i in range(4) for part in ("up", "down")} < {u.name for u in engine.units}
+        assert_steps(engine, model, plain, steps=2, micro_batches=4)
+        remove(engine, plain, 2)
+        assert_steps(engine, model, plain, micro_batches=4)
+
+
+def test_a_block_that_is_too_large_is_refused_and_leaves_no_trace(virtual):
+    model = build(CASES["toy"])
+    plain, blocks = on(virtual, model), list(model.blocks)
+    with Engine(model, device=virtual, memory="64KiB") as engine:
+        with pytest.raises(ValueError, match=r"with this block .* memory=64\.00KiB.* 'blocks\.1'"):
+            engine.insert(1, Wide(4096))
+        assert list(model.blocks) == blocks
+        assert_steps(engine, model, plain)
+
+
+@pytest.mark.parametrize(("before", "kib"), [("with fewer blocks", 192), ("with blocks skipped", 224)])
+def test_the_budget_is_kept_after_a_step_that_needed_less(before, kib, virtual):
+    """Every block adds to what is stashed; by these budgets there is room for that of few on the device."""
+    around = torch_virtual.memory_allocated(virtual)
+    with Engine(Toy(3 if before == "with fewer blocks" else 12), device=virtual, memory=kib * 1024) as engine:
+        if before == "with blocks skipped":
+            engine.skip(range(12))
+        engine.forward_backward(text(16))
+        while len(engine.units) < 14:
+            engine.insert(0, Block())
+        engine.zero_grad()
+        torch.accelerator.reset_peak_memory_stats(virtual)
+        engine.forward_backward(text(16))
+        assert torch.accelerator.max_memory_allocated(virtual) - around <= kib * 1024
+
+
+# What cannot be done.
+
+
+def sharing(model):
+    block = Block()
+    block.up = model.blocks[0].up
+    return block
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda engine, model: engine.insert(4, Block()), r"cannot be inserted at 4: 'blocks' takes positions 0 to 3"),
+        (lambda engine, model: engine.insert(-1, Block()), r"cannot be inserted at -1"),
+        (lambda engine, model: engine.insert("blocks.4", Block()), r"cannot be inserted at 'blocks\.4'"),
+        (lambda engine, model: engine.insert(1.0, Block()), r"a number or its name, this is 1\.0"),
+        (lambda engine, model: engine.insert("head", Block()), r"'head' does not name a block.*like 'blocks\.0'"),
+        (lambda engine, model: engine.insert(1, model.blocks[0]), "shares a parameter or buffer with the model"),
+        (lambda engine, model: engine.insert(1, sharing(model)), "shares a parameter or buffer with the model"),
+        (lambda engine, model: engine.insert(1, lambda x: x), r"must be a torch\.nn\.Module, this is a function"),
+        (lambda engine, model: engine.remove(3), r"there is no block 3: 'blocks' has blocks 0 to 2"),
+        (lambda engine, model: engine.remove(-1), r"there is no block -1"),
+        (lambda engine, model: engine.remove("blocks.3"), r"there is no block 'blocks\.3'"),
+        (lambda engine, model: engine.remove("blocks"), r"'blocks' does not name a block"),
+        (lambda engine, model: engine.remove("blocks.1.up"), r"'blocks\.1\.up' does not name a block"),
+        (lambda engine, model: engine.remove(True), "a number or its name, this is True"),
+        (lambda engine, model: engine.skip({1, 3}), "there is no block 3"),
+        (lambda engine, model: engine.skip({"norm"}), "'norm' does not name a block"),
+    ],
+)
+def test_what_is_no_block_is_refused_and_leaves_no_trace(wrong, words):
+    model = build(CASES["toy"])
+    plain, blocks = on(torch.device("cpu"), model), list(model.blocks)
+    with Engine(model, device="cpu") as engine:
+        with pytest.raises(ValueError, match=words):
+            wrong(engine, model)
+        assert list(model.blocks) == blocks
+        assert_steps(engine, model, plain)
+
+
+def test_a_number_is_not_enough_for_several_lists(device):
+    with Engine(build(CASES["t5"]), device=device) as engine:
+        for wrong in (lambda: engine.insert(1, Block()), lambda: engine.remove(1), lambda: engine.skip({1})):
+            with pytest.raises(ValueError, match=r"several lists.*'encoder\.block\.1', 'decoder\.block\.1'"):
+                wrong()
+        engine.remove("decoder.block.1")
+        with pytest.raises(ValueError, match="several lists"):  # also when one is left with a single block
+            engine.remove(0)
+
+
+def test_a_model_without_lists(device):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Block(), Block()
+
+    with Engine(Pair(), device=device, units=["first", "second"]) as engine:
+        for wrong in (lambda: engine.insert(0, Block()), lambda: engine.remove("first"), lambda: engine.skip({0})):
+            with pytest.raises(ValueError, match="the model has no list of repeated blocks"):
+                wrong()
+
+
+def test_a_block_on_another_device(virtual):
+    model = build(CASES["toy"])
+    plain = on(virtual, model)
+    with Engine(model, device=virtual) as engine:
+        with pytest.raises(ValueError, match=r"must be on the host, and 'norm\.weight' is on virtual:0"):
+            engine.insert(1, Block().to(virtual))
+        assert_steps(engine, model, plain)
+
+
+def test_a_block_of_another_engine(device):
+    other = build(CASES["toy"])
+    with (
+        Engine(other, device=device),
+        Engine(build(CASES["toy"]), device=device) as engine,
+        pytest.raises(ValueError, match="has an engine already"),
+    ):
+        engine.insert(1, other.blocks[0])
+
+
+def test_the_last_one_that_travels_stays(device):
+    model = build(CASES["toy"])
+    plain = on(device, model)
+    with Engine(model, device=device, units=["blocks.*"]) as engine:
+        remove(engine, plain, 0)
+        remove(engine, plain, 0)
+        with pytest.raises(ValueError, match="the block 0 is the last one that travels"):
+            engine.remove(0)
+        assert_steps(engine, model, plain)
+
+
+@pytest.mark.parametrize("to", ["another block", "a resident"])
+def test_a_block_that_shares_parameters_stays(to, device):
+    model = build(CASES["toy"])
+    if to == "another block":
+        model.blocks[2].up.weight = model.blocks[0].up.weight
+    else:
+        model.norm.weight = model.blocks[0].norm.weight
+    plain, blocks = on(device, model), list(model.blocks)
+    with Engine(model, device=device, resident=[] if to == "another block" else ["norm.weight"]) as engine:
+        with pytest.raises(ValueError, match="the block 0 shares parameters with the rest of the model"):
+            engine.remove(0)
+        assert list(model.blocks) == blocks
+        remove(engine, plain, 1)
+        assert_steps(engine, model, plain, loose=("*",))
+
+
+@pytest.mark.parametrize("options", [{"units": ["blocks.*.up"]}, {"resident": ["blocks.1.norm.weight"]}], ids=str)
+def test_a_block_of_which_a_part_is_resident_stays(options, device):
+    model = build(CASES["toy"])
+    plain = on(device, model)
+    with Engine(model, device=device, **options) as engine:
+        with pytest.raises(ValueError, match=r"'blocks\.1\.norm\.weight' .* stays on the device"):
+            engine.remove(1)
+        insert(engine, plain, 1, new_block())
+        remove(engine, plain, 1)
+        assert_steps(engine, model, plain)
+
+
+def test_blocks_that_travel_together_stay_as_they_are(device):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stacks = nn.ModuleDict({"a": nn.Sequential(Block(), Block()), "b": nn.Sequential(Block(), Block())})
+
+    with Engine(Outer(), device=device, units=["stacks.a", "stacks.b.*"]) as engine:
+        for wrong in (lambda: engine.insert("stacks.a.1", Block()), lambda: engine.remove("stacks.a.1")):
+            with pytest.raises(ValueError, match=r"travel together as the unit 'stacks\.a'"):
+                wrong()
+        engine.insert("stacks.b.1", Block())
+        engine.remove("stacks.b.1")
+
+
+def test_a_closed_engine_changes_nothing(device):
+    model = build(CASES["toy"])
+    engine = Engine(model, device=device)
+    engine.close()
+    blocks = list(model.blocks)
+    for wrong in (lambda: engine.insert(1, Block()), lambda: engine.remove(1)):
+        with pytest.raises(ValueError, match="the engine is closed"):
+            wrong()
+    assert list(model.blocks) == blocks

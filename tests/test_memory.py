@@ -1,0 +1,289 @@
+"""Peak device memory is a formula without depth or micro-batches, and a budget is kept or refused."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch_virtual
+import transformers as hf
+from models import CASES, Block, assert_same, build, cut, on, plain_step, step
+from torch import nn
+
+from ferryman.cost.sizes import parse_bytes, show_bytes
+from ferryman.engine import Engine
+
+DEVICE = torch.device("virtual", 0)
+WIDTH, LENGTH = 64, 256
+
+
+class Stack(nn.Module):
+    def __init__(self, layers, width=WIDTH):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def square_loss(model, part):
+    return model(part["x"]).square().mean()
+
+
+def numbers(samples, width=WIDTH, length=LENGTH):
+    return {"x": torch.randn(samples, length, width, generator=torch.Generator().manual_seed(0))}
+
+
+def llama(layers):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 4}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=256, num_hidden_layers=layers, **sizes))
+
+
+def tokens(samples, length=32):
+    ids = torch.randint(0, 256, (samples, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def peak_of(engine, batch, micro_batches=None):
+    """Of a step that knows its order."""
+    engine.forward_backward(batch, micro_batches)
+    with torch_virtual.watch(DEVICE) as seen:
+        engine.forward_backward(batch, micro_batches)
+    return seen.counters.peak_memory
+
+
+def activations(width, content):
+    """What a call needs with its graph, measured apart: forward and backward of one block by itself."""
+    block = Block(width).to(DEVICE)
+    for parameter in block.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    x = content.to(DEVICE).requires_grad_()
+    gradient = torch.ones_like(x)
+    before = torch.accelerator.memory_allocated(DEVICE)
+    torch.accelerator.reset_peak_memory_stats(DEVICE)
+    block(x).backward(gradient)
+    return torch.accelerator.max_memory_allocated(DEVICE) - before
+
+
+@pytest.mark.parametrize(
+    ("layers", "micro_batches", "width", "length"),
+    [(6, 2, 64, 256), (6, 8, 64, 1024), (24, 8, 128, 64), (96, 2, 64, 256), (6, 64, 64, 256)],
+)
+def test_the_peak_is_the_formula(layers, micro_batches, width, length, virtual):
+    batch = numbers(micro_batches, width, length)
+    boundary = batch["x"][:1].nbytes  # what goes from unit to unit; here the content is as large
+    call = activations(width, batch["x"][:1])
+    held = 2 * (boundary + boundary)  # content and input, of the micro-batch that runs and of the next
+    leaving = 2 * boundary  # copies on their way to the host
+    loss = 3 * boundary  # the output, its square, and a gradient
+    model = Stack(layers, width)
+    with Engine(model, device=DEVICE, loss=square_loss, stash="host") as engine:
+        weights = max(unit.nbytes for unit in engine.units)
+        numels = sum(p.numel() for p in model.blocks[0].parameters())
+        formula = 2 * weights + 2 * 4 * numels + call + held + leaving + loss
+        assert peak_of(engine, batch, micro_batches) == pytest.approx(formula, rel=0.02)
+
+
+@pytest.mark.parametrize("stash", ["host", "device"])
+def test_with_the_stash_on_the_device_the_formula_has_one_more_term(stash, virtual):
+    def peak(layers, micro_batches):
+        with Engine(Stack(layers), device=DEVICE, loss=square_loss, stash=stash) as engine:
+            return peak_of(engine, numbers(micro_batches), micro_batches)
+
+    boundary = numbers(1)["x"].nbytes
+    more = peak(24, 8) - peak(6, 8), peak(6, 16) - peak(6, 8)
+    expected = (18 * 8, 6 * 8) if stash == "device" else (0, 0)  # an input for each block and micro-batch
+    for grown, inputs in zip(more, expected, strict=True):
+        assert grown == pytest.approx(inputs * boundary, rel=0.05, abs=1.5 * boundary)
+
+
+def test_the_peak_does_not_depend_on_depth_or_on_micro_batches(virtual):
+    def peak(layers, micro_batches):
+        with Engine(llama(layers), device=DEVICE, stash="host") as engine:
+            return peak_of(engine, tokens(micro_batches), micro_batches)
+
+    first = peak(6, 4)
+    for layers, micro_batches in ((24, 4), (96, 4), (6, 2), (6, 16), (6, 64)):
+        assert peak(layers, micro_batches) == pytest.approx(first, rel=0.02), (layers, micro_batches)
+
+
+@pytest.mark.slow
+def test_the_peak_does_not_depend_on_depth_up_to_384_layers(virtual):
+    def peak(layers):
+        with Engine(llama(layers), device=DEVICE, stash="host") as engine:
+            return peak_of(engine, tokens(4), 4)
+
+    assert peak(384) == pytest.approx(peak(6), rel=0.02)
+
+
+def smallest_in(error):
+    return re.search(r"([\d.]+\wiB) is the smallest that would do", str(error))[1]
+
+
+@pytest.mark.parametrize("budget", ["1MiB", "2MiB", "3MiB", "64MiB"])
+def test_a_budget_is_kept_to_the_byte(budget, virtual):
+    torch_virtual.set_capacity(parse_bytes(budget, "memory"), DEVICE)  # a byte more is an OutOfMemoryError
+    with Engine(llama(8), device=DEVICE, memory=budget) as engine:
+        peak = peak_of(engine, tokens(8))
+        assert peak <= parse_bytes(budget, "memory")
+        assert peak >= engine.plan.fixed
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "skipping", "two losses"])
+def test_steps_within_a_budget_equal_plain_ones_and_trials_leave_no_trace(name, virtual):
+    case = CASES[name]
+    model, plain = build(case), on(DEVICE, build(case))
+    with Engine(model, device=DEVICE, memory="256KiB") as engine:
+        for seed in range(2):  # gradients of both are added up
+            batch = case.batch(8, seed=seed)
+            torch.manual_seed(seed)
+            result = step(engine, model, batch, None)
+            torch.manual_seed(seed)
+            count = engine.choice.micro_batches
+            parts = cut(batch, count)
+            assert_same(result, plain_step(plain, parts), (*case.loose, *(["*"] if name == "t5" else [])))
+
+
+def test_a_larger_budget_means_fewer_micro_batches_and_fewer_fetches(virtual):
+    seen = []
+    for budget in ("1MiB", "2MiB", "4MiB", "16MiB"):
+        with Engine(llama(8), device=DEVICE, memory=budget) as engine:
+            engine.forward_backward(tokens(16))
+            before = engine.fetches
+            engine.forward_backward(tokens(16))
+            seen.append((engine.choice.micro_batches, engine.fetches - before, len(engine.units)))
+    assert seen == sorted(seen, reverse=True)
+    assert seen[0][2] > seen[-1][2], "under the smallest budget blocks are cut into their children"
+    assert seen[0][0] > seen[-1][0] == 1
+    assert seen[-1][1] == seen[-1][2], "under the largest every unit has a slot"
+
+
+def test_the_stash_is_on_the_device_where_there_is_room(virtual):
+    for budget, on_host in (("1MiB", True), ("64MiB", False)):
+        with Engine(llama(8), device=DEVICE, memory=budget) as engine:
+            engine.forward_backward(tokens(8), micro_batches=8)
+            assert engine.choice.stash_on_host == on_host
+    with Engine(llama(8), device=DEVICE, memory="64MiB", stash="host") as engine:
+        engine.forward_backward(tokens(8), micro_batches=8)
+        assert engine.choice.stash_on_host
+
+
+def test_a_budget_too_small_is_refused_with_one_that_will_do(virtual):
+    def refusal_of(budget):
+        with pytest.raises(ValueError, match=rf"memory={budget} is too small.* for weights .* for gradients") as caught:
+            train(budget)
+        return smallest_in(caught.value)
+
+    def train(budget):
+        with Engine(llama(4), device=DEVICE, memory=budget) as engine:
+            engine.forward_backward(tokens(4))
+
+    for_what_is_always_there = refusal_of("100.00KiB")
+    for_a_sample_too = refusal_of(for_what_is_always_there)
+    train(for_a_sample_too)
+
+
+def test_what_dominates_a_refused_budget_comes_first(virtual):
+    with pytest.raises(ValueError, match=r"smallest that would do, 1 x 64.00KiB for weights .*'model.embed_tokens'"):
+        Engine(llama(2), device=DEVICE, memory="64KiB")
+    model = Stack(2)
+    model.register_buffer("table", torch.zeros(1 << 20))
+    with pytest.raises(ValueError, match=r"smallest that would do, 4\.00MiB for what stays on the device"):
+        Engine(model, device=DEVICE, memory="2MiB", loss=square_loss)
+
+
+def test_a_refused_engine_leaves_the_model_as_it_was(virtual):
+    model = llama(4)
+    before = copy.deepcopy(model.state_dict())
+    with Engine(model, device=DEVICE, memory="500KiB") as engine, pytest.raises(ValueError, match="one sample"):
+        engine.forward_backward(tokens(1, length=512))
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_micro_batches_that_do_not_fit_are_refused_with_a_number_that_does(virtual):
+    with Engine(llama(4), device=DEVICE, memory="1MiB") as engine:
+        with pytest.raises(ValueError, match=r"micro_batches=1 makes micro-batches of 16 samples") as caught:
+            engine.forward_backward(tokens(16), micro_batches=1)
+        better = int(re.search(r"use micro_batches=(\d+)", str(caught.value))[1])
+        assert peak_of(engine, tokens(16), better) <= 1 << 20
+
+
+def test_micro_batches_given_as_a_list_are_held_to_the_budget(virtual):
+    with Engine(llama(4), device=DEVICE, memory="1MiB") as engine:
+        assert peak_of(engine, cut(tokens(8), 8)) <= 1 << 20
+        with pytest.raises(ValueError, match="micro-batches of 16 samples"):
+            engine.forward_backward([tokens(2), tokens(16)])
+
+
+def test_what_the_user_has_on_the_device_does_not_count(virtual):
+    theirs = torch.zeros(1 << 20, device=DEVICE)
+    with Engine(llama(4), device=DEVICE, memory="1MiB") as engine:
+        assert peak_of(engine, tokens(8)) <= theirs.nbytes + (1 << 20)
+
+
+def test_only_longer_batches_are_tried_again(virtual):
+    with Engine(llama(4), device=DEVICE, memory="2MiB") as engine:
+
+        def fetches(length):
+            before = engine.fetches
+            engine.forward_backward(tokens(4, length))
+            return engine.fetches - before
+
+        first = fetches(16)
+        usual = fetches(16)
+        assert first > 2 * usual
+        assert fetches(8) == usual
+        assert fetches(32) > 2 * usual
+        assert fetches(16) == fetches(24) == usual
+
+
+def test_a_trial_counts_for_nothing_even_when_gradients_are_being_added_up(virtual):
+    model, plain = llama(4), on(DEVICE, llama(4))
+    with Engine(model, device=DEVICE, memory="2MiB") as engine:
+        results = []
+        for length in (16, 32):  # the second needs a trial of its own
+            results.append(step(engine, model, tokens(4, length), 4))
+            expected = plain_step(plain, cut(tokens(4, length), 4))
+        assert_same(results[-1], expected)
+
+
+def test_more_memory_than_the_device_has_is_refused(virtual):
+    torch_virtual.set_capacity(1 << 20, DEVICE)
+    with pytest.raises(ValueError, match=r"memory=2\.00MiB is more than 'virtual:0' has \(1\.00MiB\)"):
+        Engine(llama(2), device=DEVICE, memory="2MiB")
+
+
+def test_the_host_has_no_budget():
+    with pytest.raises(ValueError, match=r"memory=1\.00MiB is a budget for an accelerator"):
+        Engine(llama(2), device="cpu", memory="1MiB")
+
+
+def test_out_of_memory_says_what_ferryman_holds(virtual):
+    with Engine(llama(4), device=DEVICE, stash="device") as engine:
+        torch_virtual.set_capacity(1 << 20, DEVICE)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            engine.forward_backward(tokens(16), micro_batches=1)
+        assert any("for weights" in note and "stash='host'" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("amount", "nbytes"),
+    [("256MiB", 256 << 20), ("8GB", 8 * 10**9), (" 1.5 gib ", 3 << 29), ("10", 10), (4096, 4096), ("2KiB", 2048)],
+)
+def test_amounts_of_memory(amount, nbytes):
+    assert parse_bytes(amount, "memory") == nbytes
+
+
+@pytest.mark.parametrize("amount", ["", "MiB", "8 apples", "-1GiB", "1e9", 0, -5, 1.5, True, "0MiB", "8Gi", None])
+def test_what_is_no_amount_of_memory(amount):
+    with pytest.raises(ValueError, match="memory="):
+        parse_bytes(amount, "memory")
+
+
+@pytest.mark.parametrize("nbytes", [1, 1023, 1024, 1025, 5_000_000, 123_456_789_012])
+def test_what_is_shown_is_enough_when_it_is_given_back(nbytes):
+    assert nbytes <= parse_bytes(show_bytes(nbytes), "memory") <= nbytes * 1.01 + 1
