@@ -121,7 +121,8 @@ class WeightSlots:
         """The unit's tensors in a slot, made once: parameters, so that autograd and modules take them for such."""
         if (unit, slot) not in self._bound:
             flat = self._store.weights(unit) if self._in_place else self._memory[slot]
-            self._bound[unit, slot] = [(item, self._as_member(item, item.view(flat))) for item in unit.items]
+            with torch.inference_mode(False):  # they outlive the evaluation that they may be made in
+                self._bound[unit, slot] = [(item, self._as_member(item, item.view(flat))) for item in unit.items]
         return self._bound[unit, slot]
 
     def close(self) -> None:
