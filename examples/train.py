@@ -4,7 +4,8 @@
 
 The text is the Python standard library's own sources. The device gets a third of the memory that the model's weights,
 gradients and optimizer state would take; the model stays on the host and its blocks cross over, each serving all
-micro-batches while it is there. The trace it writes shows the lanes side by side.
+micro-batches while it is there. The optimizer's state never leaves the host, which updates each block beside the rest.
+The trace it writes shows the lanes side by side.
 """
 
 import sys
@@ -40,7 +41,7 @@ def main() -> None:
     logging.set_verbosity_error()
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=CONTEXT, n_embd=128, n_layer=12, n_head=4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data, random = text(), torch.Generator().manual_seed(0)
 
     parameters = sum(p.numel() for p in model.parameters())
@@ -53,12 +54,10 @@ def main() -> None:
     start = time.perf_counter()
     with (
         torch_virtual.watch(DEVICE) as seen,
-        ferryman.Engine(model, device=DEVICE, memory=whole // 3, trace=trace) as engine,
+        ferryman.Engine(model, optimizer, device=DEVICE, memory=whole // 3, max_grad_norm=1.0, trace=trace) as engine,
     ):
         for step in range(steps):
-            engine.zero_grad()
-            loss = engine.forward_backward(batch_from(data, random))
-            optimizer.step()  # on the host, where the gradients have landed
+            loss = engine.step(batch_from(data, random))  # forward, backward, and the update on the host
             if step % 10 == 0 or step == steps - 1:
                 rate = (step + 1) * BATCH * CONTEXT / (time.perf_counter() - start)
                 print(f"step {step:4}   loss {loss.item():.3f}   {rate:6.0f} tokens/s", flush=True)

@@ -1,4 +1,5 @@
-// A register of floats, in the width of the instruction set: how to fill one from any dtype, and its halves as doubles.
+// A register of floats, in the width of the instruction set: how to fill one from any dtype and to store it, its halves
+// as doubles, and the arithmetic that has no operator. `split` takes two registers, which AVX2 packs as cheaply as one.
 // Arithmetic is the compiler's own operators, which work on all of these types.
 // No #include here: see Note [One source, several instruction sets].
 
@@ -17,6 +18,38 @@ static inline Floats load(const Float16* from) {
 }
 static inline Doubles low_half(Floats floats) { return _mm512_cvtps_pd(_mm512_castps512_ps256(floats)); }
 static inline Doubles high_half(Floats floats) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(floats, 1)); }
+static inline Floats all(float value) { return _mm512_set1_ps(value); }
+static inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+static inline Floats square_root(Floats floats) { return _mm512_sqrt_ps(floats); }
+static inline Floats sign(Floats floats) {
+  const Floats zero = _mm512_setzero_ps();
+  const Floats up = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(floats, zero, _CMP_GT_OQ), all(1));
+  return _mm512_mask_mov_ps(up, _mm512_cmp_ps_mask(floats, zero, _CMP_LT_OQ), all(-1));
+}
+static inline void store(float* to, Floats floats) { _mm512_storeu_ps(to, floats); }
+static inline void store(Float16* to, Floats floats) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(floats, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline Floats join(const Bfloat16* high, const int16_t* low) {
+  const __m512i top = _mm512_slli_epi32(
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(high))), 16);
+  const __m512i rest = _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low)));
+  return _mm512_castsi512_ps(_mm512_add_epi32(top, rest));
+}
+// One more where the lower half is at least half of it; 0x7fff and 0xffff stay, which are NaNs.
+static inline __m256i round_up(__m256i high, __m256i low) {
+  return _mm256_max_epu16(high, _mm256_adds_epi16(high, _mm256_srli_epi16(low, 15)));
+}
+static inline void split(Bfloat16* high, int16_t* low, Floats floats) {
+  const __m512i bits = _mm512_castps_si512(floats);
+  const __m256i top = _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)), rest = _mm512_cvtepi32_epi16(bits);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), round_up(top, rest));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), rest);
+}
+static inline void split(Bfloat16* high, int16_t* low, Floats floats, Floats next) {
+  split(high, low, floats);
+  split(high + 16, low + 16, next);
+}
 
 #elif defined(FERRYMAN_AVX2)
 
@@ -33,6 +66,40 @@ static inline Floats load(const Float16* from) {
 }
 static inline Doubles low_half(Floats floats) { return _mm256_cvtps_pd(_mm256_castps256_ps128(floats)); }
 static inline Doubles high_half(Floats floats) { return _mm256_cvtps_pd(_mm256_extractf128_ps(floats, 1)); }
+static inline Floats all(float value) { return _mm256_set1_ps(value); }
+static inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+static inline Floats square_root(Floats floats) { return _mm256_sqrt_ps(floats); }
+static inline Floats sign(Floats floats) {
+  const Floats zero = _mm256_setzero_ps();
+  const Floats up = _mm256_and_ps(_mm256_cmp_ps(floats, zero, _CMP_GT_OQ), all(1));
+  return _mm256_or_ps(up, _mm256_and_ps(_mm256_cmp_ps(floats, zero, _CMP_LT_OQ), all(-1)));
+}
+static inline void store(float* to, Floats floats) { _mm256_storeu_ps(to, floats); }
+static inline void store(Float16* to, Floats floats) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(floats, _MM_FROUND_TO_NEAREST_INT));
+}
+// Sixteen words as half words: none may be greater than 0xffff.
+static inline __m256i pack(__m256i words, __m256i next) {
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(words, next), 0xd8);  // packing interleaves the registers' halves
+}
+static inline Floats join(const Bfloat16* high, const int16_t* low) {
+  const __m256i top =
+      _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(high))), 16);
+  const __m256i rest = _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(low)));
+  return _mm256_castsi256_ps(_mm256_add_epi32(top, rest));
+}
+// One more where the lower half is at least half of it; 0x7fff and 0xffff stay, which are NaNs.
+static inline __m256i round_up(__m256i high, __m256i low) {
+  return _mm256_max_epu16(high, _mm256_adds_epi16(high, _mm256_srli_epi16(low, 15)));
+}
+static inline void split(Bfloat16* high, int16_t* low, Floats floats, Floats next) {
+  const __m256i bits = _mm256_castps_si256(floats), next_bits = _mm256_castps_si256(next);
+  const __m256i mask = _mm256_set1_epi32(0xffff);
+  const __m256i top = pack(_mm256_srli_epi32(bits, 16), _mm256_srli_epi32(next_bits, 16));
+  const __m256i rest = pack(_mm256_and_si256(bits, mask), _mm256_and_si256(next_bits, mask));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), round_up(top, rest));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), rest);
+}
 
 #else
 
@@ -69,6 +136,51 @@ static inline Floats load(const Float16* from) {
 }
 static inline Doubles low_half(Floats floats) { return Doubles{floats[0], floats[1]}; }
 static inline Doubles high_half(Floats floats) { return Doubles{floats[2], floats[3]}; }
+static inline Floats all(float value) { return Floats{value, value, value, value}; }
+static inline Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }  // rounded twice: no instruction
+static inline Floats square_root(Floats floats) {
+  for (int i = 0; i < 4; ++i) floats[i] = __builtin_sqrtf(floats[i]);
+  return floats;
+}
+static inline Floats sign(Floats floats) {
+  const Words one = reinterpret_cast<Words>(all(1)), minus_one = reinterpret_cast<Words>(all(-1));
+  return reinterpret_cast<Floats>((reinterpret_cast<Words>(floats > 0.0f) & one) |
+                                  (reinterpret_cast<Words>(floats < 0.0f) & minus_one));
+}
+static inline void store(float* to, Floats floats) { memcpy(to, &floats, sizeof floats); }
+static inline void store_half_words(void* to, Words words) {
+  const HalfWords bits = __builtin_convertvector(words & 0xffffu, HalfWords);
+  memcpy(to, &bits, sizeof bits);
+}
+static inline void store(Float16* to, Floats floats) {
+  const Words bits = reinterpret_cast<Words>(floats), magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
+  // Normal: rebias, and round to even by adding just under half and the lowest bit that stays.
+  const Words normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // Subnormal: added to a half, whose last place is that of the smallest float16, it is rounded to even by the addition.
+  const Words half = Words{} + (126u << 23);
+  const Words subnormal =
+      reinterpret_cast<Words>(reinterpret_cast<Floats>(magnitude) + reinterpret_cast<Floats>(half)) - half;
+  const Words is_subnormal = reinterpret_cast<Words>(magnitude < (113u << 23));
+  const Words is_large = reinterpret_cast<Words>(magnitude >= 0x477ff000u);  // rounds to infinity, or is one
+  const Words is_nan = reinterpret_cast<Words>(magnitude > 0x7f800000u);
+  const Words large = 0x7c00u | (is_nan & (0x200u | ((magnitude >> 13) & 0x3ffu)));
+  const Words finite = (is_subnormal & subnormal) | (~is_subnormal & normal);
+  store_half_words(to, sign | (is_large & large) | (~is_large & finite));
+}
+static inline Floats join(const Bfloat16* high, const int16_t* low) {
+  const Words rest = load_words(low);
+  return reinterpret_cast<Floats>((load_words(high) << 16) + ((rest ^ 0x8000u) - 0x8000u));
+}
+static inline void split(Bfloat16* high, int16_t* low, Floats floats) {
+  const Words bits = reinterpret_cast<Words>(floats), top = bits >> 16;
+  const Words may_carry = reinterpret_cast<Words>((top & 0x7fffu) != 0x7fffu);  // else it is a NaN, and stays
+  store_half_words(high, top + ((bits >> 15) & 1u & may_carry));
+  store_half_words(low, bits);
+}
+static inline void split(Bfloat16* high, int16_t* low, Floats floats, Floats next) {
+  split(high, low, floats);
+  split(high + 4, low + 4, next);
+}
 
 #endif
 

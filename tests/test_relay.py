@@ -15,6 +15,8 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from ferryman.engine import Engine
 from ferryman.lanes import Lane, Lanes
 from ferryman.relay.slots import GradientSlots, WeightSlots, count_fetches
+from ferryman.server.precision import Scale
+from ferryman.server.server import Server, Settings
 from ferryman.server.store import RamStore
 from ferryman.trace import Trace
 from ferryman.units import find_units
@@ -58,7 +60,8 @@ def test_gradients_go_to_the_slot_whose_flush_is_longest_ago(virtual):
     # With the one that was flushed just now, every visit of the backward would wait for the link.
     with Lanes(virtual) as lanes:
         units, _ = find_units(Toy())
-        slots = GradientSlots(virtual, 2, RamStore(units, virtual), lanes.device("h2d"), lanes.device("d2h"))
+        server = Server(RamStore(units, virtual), None, lanes, virtual, Settings(), Scale())
+        slots = GradientSlots(virtual, 2, server, lanes.device("h2d"), lanes.device("d2h"))
         slots.make_room_for(units)
         used = []
         for unit in units:
@@ -211,6 +214,7 @@ def test_a_step_leaves_nothing_on_the_device(used, virtual):
         try:
             for _ in range(3):
                 engine.forward_backward(text(8), 4)
+                torch_virtual.synchronize(virtual)  # the loss that it returned goes when its streams are done
                 left.append(torch_virtual.memory_allocated(virtual))
         finally:
             gc.enable()
@@ -254,19 +258,18 @@ def test_caches_are_off_in_a_step_and_as_they_were_after_it(device):
 WAITS = {
     "for fetched weights": (Lane, "follow", lambda real: lambda self, *marks: None),
     "for a free slot": (WeightSlots, "leave", lambda real: lambda self, slot, end: None),
-    "for the sums": (GradientSlots, "_flush", lambda real: lambda self, slot: _forget(self._used, slot, real, self)),
-    "for the flush": (GradientSlots, "_flush", lambda real: lambda self, slot: _forget(self._free, slot, real, self)),
+    "for the sums": (GradientSlots, "_flush", lambda real: lambda *args, **how: _forget("_used", real, *args, **how)),
+    "for the flush": (GradientSlots, "_flush", lambda real: lambda *args, **how: _forget("_free", real, *args, **how)),
     "for landed gradients": (GradientSlots, "wait", lambda real: lambda self: None),
 }
 
 
-def _forget(marks, slot, real, slots):
-    if marks is slots._used:
-        marks[slot] = None
-        real(slots, slot)
-    else:
-        real(slots, slot)
-        marks[slot] = None
+def _forget(marks, real, slots, slot, *, for_good):
+    if marks == "_used":
+        slots._used[slot] = None
+    real(slots, slot, for_good=for_good)
+    if marks == "_free":
+        slots._free[slot] = None
 
 
 @pytest.mark.parametrize("wait", WAITS)

@@ -26,6 +26,11 @@ def split(batch: Any, micro_batches: int | None) -> list[Part]:
     if isinstance(batch, list):
         if micro_batches is not None and micro_batches != len(batch):
             raise ValueError(f"micro_batches={micro_batches}, but the batch is a list of {len(batch)} micro-batches")
+        if batch and all(isinstance(part, torch.Tensor) for part in batch):
+            raise ValueError(
+                f"the batch is a list of {len(batch)} tensors, and a list is taken as micro-batches that are ready. If "
+                "these are the parts of one batch (inputs, labels), give a tuple: engine.step((inputs, labels))"
+            )
         parts = batch
     else:
         parts = _cut(batch, 1 if micro_batches is None else micro_batches)

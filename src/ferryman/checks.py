@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from ferryman.cost.sizes import show_bytes
-from ferryman.units import Unit
+from ferryman.server.precision import PRECISIONS
+from ferryman.takeover import is_taken
+from ferryman.units import Item, Unit
 
 
-def check_arguments(model: Any, *, units: Any, resident: Any, stash: Any, slots: Any) -> None:
+def arguments(model: Any, *, loss: Any, units: Any, resident: Any, stash: Any, slots: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model must be a torch.nn.Module, this is a {type(model).__name__}")
     if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
@@ -21,34 +23,43 @@ def check_arguments(model: Any, *, units: Any, resident: Any, stash: Any, slots:
         raise ValueError(
             f"stash={stash!r}: it is kept on the 'device' or on the 'host', or where there is room: 'auto'"
         )
+    if not callable(loss) or isinstance(loss, nn.Module):
+        raise ValueError(
+            f"loss= must be a function of the model and a micro-batch that returns the loss, this is a "
+            f"{type(loss).__name__}; for example loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
+        )
+    if units is not None and not units:
+        raise ValueError(f"units={units!r} names no module; leave it out, and the units are found")
     for name, given in (("units", units), ("resident", resident)):
+        if given is None and name == "resident":
+            raise ValueError("resident=None: give a list of names or patterns, or leave it out")
         if isinstance(given, str):
             raise ValueError(f"{name}={given!r} is a string; give a list of names or patterns: {name}=[{given!r}]")
 
 
-def check_on_host(model: nn.Module) -> None:
+def on_host(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type not in ("cpu", "meta"):
             raise ValueError(f"the model must be on the host, and {name!r} is on {tensor.device}; use model.cpu()")
 
 
-def check_free(model: nn.Module) -> None:
-    check_on_host(model)
-    if any(getattr(module.__dict__.get("forward"), "of_an_engine", False) for module in model.modules()):
+def free(model: nn.Module) -> None:
+    on_host(model)
+    if any(is_taken(module) for module in model.modules()):
         raise ValueError("the model has an engine already; close it first (engine.close())")
 
 
-def check_block(block: Any, model: nn.Module) -> None:
+def block(block: Any, model: nn.Module) -> None:
     """That it can be inserted into the model."""
     if not isinstance(block, nn.Module):
         raise ValueError(f"a block must be a torch.nn.Module, this is a {type(block).__name__}")
     mine = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     if any(id(tensor) in mine for tensor in (*block.parameters(), *block.buffers())):
         raise ValueError("the block shares a parameter or buffer with the model already; insert one of its own")
-    check_free(block)
+    free(block)
 
 
-def check_apart(blocks: nn.Module, units: Sequence[Unit]) -> None:
+def apart(blocks: nn.Module, units: Sequence[Unit]) -> None:
     """That the blocks of a list can come and go one by one."""
     for unit in units:
         if any(blocks in set(module.modules()) for module in unit.modules):
@@ -58,7 +69,7 @@ def check_apart(blocks: nn.Module, units: Sequence[Unit]) -> None:
             )
 
 
-def check_own(block: nn.Module, position: int | str, units: Sequence[Unit], residents: Unit) -> None:
+def own(block: nn.Module, position: int | str, units: Sequence[Unit], residents: Unit) -> None:
     """That nothing of a block is used elsewhere, so that it can be removed."""
     inside = set(block.modules())
     for unit in (*units, residents):
@@ -95,7 +106,7 @@ def _count() -> int:
     return torch.accelerator.device_count()
 
 
-def check_loss(loss: Any) -> None:
+def loss(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = (
             f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
@@ -105,7 +116,7 @@ def check_loss(loss: Any) -> None:
         raise ValueError("the loss does not require a gradient: nothing that trains has a part in it")
 
 
-def check_budget(budget: int | None, device: torch.device) -> None:
+def budget(budget: int | None, device: torch.device) -> None:
     if budget is None:
         return
     if device.type == "cpu":
@@ -120,7 +131,42 @@ def check_budget(budget: int | None, device: torch.device) -> None:
         raise ValueError(f"memory={show_bytes(budget)} is more than {str(device)!r} has ({show_bytes(total)})")
 
 
-def check_can_step(model: nn.Module) -> None:
+def update_arguments(
+    optimizer: Any, precision: Any, max_grad_norm: Any, on_nonfinite: Any, deferred: Any, host_threads: Any
+) -> None:
+    if precision not in (None, *PRECISIONS):
+        raise ValueError(f"precision={precision!r}: there are {', '.join(map(repr, PRECISIONS))}")
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
+        raise ValueError(f"max_grad_norm={max_grad_norm!r}: a number above 0 is needed, or None for no clipping")
+    if on_nonfinite not in ("raise", "skip"):
+        raise ValueError(f"on_nonfinite={on_nonfinite!r}: it is 'raise' or 'skip'")
+    if host_threads is not None and (type(host_threads) is not int or host_threads < 1):
+        raise ValueError(f"host_threads={host_threads!r}: a whole number is needed, at least 1")
+    asked = {"precision": precision, "max_grad_norm": max_grad_norm, "deferred": deferred or None}
+    wrong = [name for name, value in asked.items() if value is not None]
+    if optimizer is None and wrong:
+        raise ValueError(f"{wrong[0]}= is about updates, so the engine needs the optimizer: Engine(model, optimizer)")
+
+
+def unchanged(unit: Unit, flat: torch.Tensor, trained: dict[Item, bool]) -> None:
+    """The model is the one that the engine was made for; `flat` is the unit's memory."""
+    for item in unit.items:
+        if any(place.current() is not item.tensor for place in item.places) or (
+            item.tensor.data_ptr() != flat.data_ptr() + item.offset and item.nbytes
+        ):
+            raise ValueError(
+                f"the memory of {item.name!r} was replaced while the model was in the engine (by .to(), "
+                ".data = or load_state_dict(assign=True)), so the engine would train the old one. Change "
+                "weights in place (copy_, load_state_dict), or close the engine and make a new one"
+            )
+        if item.trains != trained[item]:
+            raise ValueError(
+                f"{item.name!r} has been {'unfrozen' if item.trains else 'frozen'} since the engine was made, which "
+                "has memory for the gradients of those that trained then; close it and make a new one"
+            )
+
+
+def can_step(model: nn.Module) -> None:
     if not torch.is_grad_enabled():
         raise ValueError("a step needs gradients, and they are switched off here (torch.no_grad or inference_mode)")
     for name, module in model.named_modules():

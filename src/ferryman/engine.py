@@ -2,7 +2,8 @@
 
 `Engine.forward_backward` cuts a batch into micro-batches (`batch.py`) and gives them to the relay (`relay/relay.py`),
 which runs the user's code and moves units (`units.py`) between the server's store (`server/store.py`) and the device's
-slots (`relay/slots.py`), on lanes (`lanes.py`). A budget of device memory is kept by the plan (`cost/plan.py`) and by
+slots (`relay/slots.py`), on lanes (`lanes.py`). `Engine.step` has the server (`server/server.py`) update the weights,
+as the user's optimizer says (`server/panel.py`). A budget of device memory is kept by the plan (`cost/plan.py`) and by
 the size of micro-batches (`relay/fit.py`). Blocks come and go between steps (`blocks.py`).
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -19,45 +21,35 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ferryman import checks
 from ferryman.batch import samples_in, split
 from ferryman.blocks import Blocks, Position
-from ferryman.checks import (
-    check_apart,
-    check_arguments,
-    check_block,
-    check_budget,
-    check_can_step,
-    check_free,
-    check_loss,
-    check_own,
-    real_device,
-)
 from ferryman.cost.plan import Need, Plan, make_plan
 from ferryman.cost.sizes import parse_bytes, show_bytes
+from ferryman.gradients import Gradients
 from ferryman.lanes import Lanes
 from ferryman.relay.fit import Choice, Fit, TooLargeError, Trial
 from ferryman.relay.relay import Relay
-from ferryman.server.store import RamStore
+from ferryman.server import memory as host_memory
+from ferryman.server.panel import Panel
+from ferryman.server.precision import dtype_of, scale_for
+from ferryman.server.server import Server, Settings, is_eager
+from ferryman.server.store import RamStore, account
+from ferryman.takeover import Takeover
 from ferryman.trace import Trace
-from ferryman.units import Unit, gradient_views, rename, units_of_block
-
-Loss = Callable[[nn.Module, Any], torch.Tensor]
-
-
-def model_loss(model: nn.Module, micro_batch: Any) -> torch.Tensor:
-    """The default: what the model itself calls its loss."""
-    output = model(*micro_batch) if isinstance(micro_batch, tuple) else model(**micro_batch)
-    loss = getattr(output, "loss", None)
-    if loss is None:
-        raise ValueError(
-            f"the model returned a {type(output).__name__} without a loss. If it computes one from labels, put them "
-            "into the batch; else pass loss=, a function of the model and a micro-batch that returns the loss"
-        )
-    return loss  # type: ignore[no-any-return]
+from ferryman.units import Unit, hint, rename, units_of_block
+from ferryman.work import Loss, caches_off, model_loss, to_device
 
 
 class Engine:
     """Trains a model that may be larger than the device.
+
+    `optimizer` is a torch optimizer over the model's parameters. Its groups are read in every step, so learning rates
+    and schedulers work as ever; its rule runs on the host, where its state is. `precision` ("fp32", "bf16", "fp16") is
+    that of compute and of the link, with float32 masters on the host; without it, what the model has. `max_grad_norm`
+    clips by the global norm. `on_nonfinite` says what happens to a step whose gradients are inf or NaN: "raise" or
+    "skip". `deferred` has updates wait for all gradients also where nothing else asks for it. `host_threads` is for
+    updates, all CPUs by default.
 
     `memory` is a budget of device memory ("8GiB"): blocks are cut, and slots, the stash's place and the size of
     micro-batches chosen, such that it is kept. `units` names the modules that travel, by name or pattern; without it
@@ -70,9 +62,15 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
         *,
         device: torch.device | str | None = None,
         memory: int | str | None = None,
+        precision: str | None = None,
+        max_grad_norm: float | None = None,
+        on_nonfinite: str = "raise",
+        deferred: bool = False,
+        host_threads: int | None = None,
         loss: Loss = model_loss,
         units: Sequence[str] | None = None,
         resident: Sequence[str] = (),
@@ -80,22 +78,32 @@ class Engine:
         slots: int | None = None,
         trace: Trace | None = None,
     ) -> None:
-        check_arguments(model, units=units, resident=resident, stash=stash, slots=slots)
-        self.device = real_device(device)
+        checks.arguments(model, loss=loss, units=units, resident=resident, stash=stash, slots=slots)
+        self.device = checks.real_device(device)
         self._budget = None if memory is None else parse_bytes(memory, "memory")
-        check_budget(self._budget, self.device)
-        check_free(model)
+        checks.budget(self._budget, self.device)
+        checks.free(model)
+        checks.update_arguments(optimizer, precision, max_grad_norm, on_nonfinite, deferred, host_threads)
         self._model = model
         self._loss = loss
         self._stash = stash
         self._trace = trace
+        self._panel = None if optimizer is None else Panel(optimizer, model)
+        self._dtype_of = dtype_of(model, precision)
+        self._settings = Settings(max_grad_norm, on_nonfinite, deferred, host_threads)
         self._make_plan = functools.partial(
-            make_plan, model, budget=self._budget, slots=slots, units=units, resident=resident
+            make_plan,
+            model,
+            budget=self._budget,
+            slots=slots,
+            units=units,
+            resident=resident,
+            updates=optimizer is not None,
+            dtype_of=self._dtype_of,
         )
         self._blocks = Blocks(model, self.device)
         self._to_skip: frozenset[nn.Module] = frozenset()  # in the next step
-        # What instances had for `forward` of their own, to be put back; usually nothing.
-        self._forwards: dict[nn.Module, Callable[..., Any] | None] = {}
+        self._takeover = Takeover(self.wait)
         self.choice: Choice | None = None  # of the last step: how many micro-batches, and where the stash was
         self._stepping = False
         self._closed = False
@@ -107,32 +115,117 @@ class Engine:
         Without `micro_batches` the batch is cut into as few as the memory budget allows; without a budget, it is one.
         A model that averages over tokens (padding, labels of -100) averages within each micro-batch, as in any loop.
         """
+        loss = self._run(batch, micro_batches, for_good=False)
+        self._relay.finish()
+        self._gradients.show(self._all_units())
+        for unit, items in self._relay.kept.items():
+            self._server.keep(unit, items)
+        return loss
+
+    def step(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
+        """Forward, backward and update; returns the mean loss. Gradients that were kept before are part of it.
+
+        Returns when it is certain that the step is good. The update itself goes on beside what follows; all that the
+        engine and the model's `state_dict` show of the weights waits for it.
+        """
+        panel = self._need_optimizer()
+        panel.look(self._model.named_parameters())
+        self._store.follow_edits()
+        loss = self._run(batch, micro_batches, for_good=True)
+        self._finish()
+        return loss
+
+    def update(self) -> None:
+        """Updates the weights with the gradients that `forward_backward` has left; they are cleared."""
+        panel = self._need_optimizer()
+        panel.look(self._model.named_parameters())
+        self._store.follow_edits()
+        self._gradients.take(self._all_units())
+        self._finish()
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of all gradients, before clipping: of those that `forward_backward` has left, as they are now, else
+        of the last update; None before the first."""
+        return self._server.grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """By which losses are multiplied in float16; 1 in other precisions."""
+        return self._server.scale.value
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """A parameter's gradient in float32, on the host, between `forward_backward` and `update`; may be edited."""
+        parameters = dict(self._model.named_parameters())
+        if name not in parameters:
+            raise ValueError(f"the model has no parameter {name!r}{hint(name, parameters)}")
+        return parameters[name].grad
+
+    @property
+    def host_account(self) -> dict[str, int]:
+        """Bytes of host memory that the server takes, by what they are for."""
+        return account(self._all_units(), self._panel, landing=not self._server.is_eager)
+
+    def wait(self) -> None:
+        """Blocks until the weights are those of the last update, for those who read them past `state_dict`."""
+        self._server.settle()
+
+    def _run(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
         self._check_model()
         choice = self.choice = self._choose(batch, micro_batches)
         parts = split(batch, choice.micro_batches)
         seed = int(torch.randint(0, 2**62, ()).item())
-        # As with plain autograd: what the user has cleared starts anew.
-        cleared = [item for unit in self._all_units() for item in unit.trained if item.tensor.grad is None]
-        self._relay.clear_gradients_of(cleared)
+        self._gradients.take(self._all_units())
+        self._server.forget_gradients()
         self._blocks.skipped, self._to_skip = self._to_skip, frozenset()
         without = [unit for unit in self.units if self._is_skipped(unit)]
+        scale = self._server.scale.value
         try:
             with self._step():
-                works = [self._work(part.content, part.weight) for part in parts]
-                total = self._relay.run(works, seed, stash_on_host=choice.stash_on_host, without=without)
-        except torch.OutOfMemoryError as error:
-            error.add_note(self._about_memory(choice))
+                works = [self._work(part.content, part.weight * scale) for part in parts]
+                total = self._relay.run(
+                    works, seed, stash_on_host=choice.stash_on_host, for_good=for_good, without=without
+                )
+        except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                error.add_note(self._about_memory(choice))
+            if for_good:
+                self._recover()
             raise
         finally:
             self._blocks.skipped = frozenset()
-        self._relay.finish()
-        for unit in self._all_units():
-            for item, view in gradient_views(unit, self._store.gradients(unit)).items():
-                item.tensor.grad = view.to(item.tensor.dtype) if self._relay.has_gradient(item) else None
-        return total
+        return total if scale == 1 else total / scale
+
+    def _finish(self) -> None:
+        """Gradients are there, or on their way: has them used up."""
+        panel = self._need_optimizer()
+        try:
+            for unit, items in self._relay.kept.items():
+                self._server.keep(unit, items)
+            # In the order in which the next step fetches them.
+            self._server.finish((self.plan.residents, *self.plan.units), list(self._relay.kept))
+        except BaseException:
+            self._recover()
+            raise
+        self.zero_grad()
+        panel.stepped()
+
+    def _recover(self) -> None:
+        """Work that came after a failure was not done; nothing waits for it any more."""
+        self._lanes.drain()
+        self.zero_grad()
+        self._relay.recover()
+        self._server.recover()
+
+    def _need_optimizer(self) -> Panel:
+        self._check_open()
+        if self._panel is None:
+            raise ValueError("the engine has no optimizer: ferryman.Engine(model, optimizer), with one of torch.optim")
+        return self._panel
 
     def skip(self, blocks: Position | Iterable[Position]) -> None:
         """In the next step these blocks hand their input on: they are neither fetched nor do they get gradients."""
+        self._check_open()
         positions = [blocks] if isinstance(blocks, int | str) else blocks
         self._to_skip = frozenset(self._blocks.at(position) for position in positions)
 
@@ -143,10 +236,10 @@ class Engine:
         (`layer_idx`) learn the new one.
         """
         self._check_open()
-        check_block(block, self._model)
-        check_apart(self._blocks.list_at(position), self.units)
+        checks.block(block, self._model)
+        checks.apart(self._blocks.list_at(position), self.units)
         self._blocks.insert(position, block)
-        added = units_of_block(self._model, block, self.plan.limit)
+        added = units_of_block(self._model, block, self.plan.limit, self._dtype_of)
         order = {module: i for i, module in enumerate(self._model.modules())}
         units = sorted((*self.units, *added), key=lambda unit: min(order[module] for module in unit.modules))
         plan = dataclasses.replace(self.plan, units=tuple(units))
@@ -156,19 +249,27 @@ class Engine:
                 f"with this block {show_bytes(plan.fixed)} would always be on the device, where "
                 f"memory={show_bytes(self._budget)}: {plan.explain()}"
             )
+        if self._panel is not None:
+            try:
+                self._panel.look(self._model.named_parameters())
+            except ValueError:
+                self._blocks.remove(block)
+                raise
+        self._lanes.wait()
         for unit in added:
             self._store.add(unit)
+            self._trains.update((item, item.trains) for item in unit.items)
         self._serve(plan)
         self._take_over(added)
-        self._replace(block, self._blocks.skippable(block, block.forward))
+        self._take_over_block(block)
 
     def remove(self, position: Position) -> nn.Module:
         """Takes the block out of the model, and returns it with its weights as they are now."""
         self._check_open()
         block = self._blocks.at(position)
         inside = set(block.modules())
-        check_apart(self._blocks.list_at(position), self.units)
-        check_own(block, position, self.units, self.plan.residents)
+        checks.apart(self._blocks.list_at(position), self.units)
+        checks.own(block, position, self.units, self.plan.residents)
         gone = [unit for unit in self.units if inside.issuperset(unit.modules)]
         if len(gone) == len(self.units):
             raise ValueError(f"the block {position!r} is the last one that travels; nothing would be left to train")
@@ -176,8 +277,7 @@ class Engine:
         self._serve(dataclasses.replace(self.plan, units=tuple(unit for unit in self.units if unit not in gone)))
         for unit in gone:
             self._store.remove(unit)
-        for module in inside & set(self._forwards):
-            self._give_back(module)
+        self._takeover.give_back(inside)
         return block
 
     @property
@@ -187,6 +287,7 @@ class Engine:
     def zero_grad(self) -> None:
         """Forgets all gradients."""
         self._relay.clear_gradients()
+        self._server.forget_gradients()
         for parameter in self._model.parameters():
             parameter.grad = None
 
@@ -201,22 +302,34 @@ class Engine:
 
     def _build(self, plan: Plan) -> None:
         self.plan = plan
-        self._store = RamStore(self._all_units(), self.device)
+        units = self._all_units()
+        scale = scale_for({item.dtype for unit in units for item in unit.trained} if self._panel is not None else set())
+        eager = is_eager(self._settings, scale)
+        host_memory.check(
+            account(units, self._panel, landing=not eager),
+            already=sum(item.tensor.nbytes for unit in units for item in unit.items if not item.tensor.is_meta),
+        )
+        self._store = RamStore(units, self.device, self._panel)
+        host_memory.trim()
         self._lanes = Lanes(self.device, trace=self._trace)
-        self._relay = Relay(plan, self.device, self._store, self._lanes)
+        self._server = Server(self._store, self._panel, self._lanes, self.device, self._settings, scale)
+        self._relay = Relay(plan, self.device, self._server, self._lanes)
+        self._gradients = Gradients(self._relay, self._store, wide=self._panel is not None)
+        self._trains = {item: item.trains for unit in units for item in unit.items}
         self._fit = self._new_fit()
         self._take_over(plan.units)
         for block in self._blocks:
-            self._replace(block, self._blocks.skippable(block, block.forward))
-        self._replace(self._model, self._outside_steps(self._model.forward))
+            self._take_over_block(block)
+        self._takeover.replace(self._model, self._outside_steps(self._model.forward))
+        self._takeover.watch(self._model.modules())
 
     def _tear_down(self) -> None:
         try:
             self._lanes.close()
         finally:
-            for module in list(self._forwards):
-                self._give_back(module)
+            self._takeover.end()
             self._relay.close()
+            self._server.close()
             self._store.close()
 
     def _serve(self, plan: Plan) -> None:
@@ -233,25 +346,18 @@ class Engine:
     def _take_over(self, units: Iterable[Unit]) -> None:
         for unit in units:
             for module in unit.modules:
-                self._replace(module, self._relay.intercept(unit, module, module.forward))
+                self._takeover.replace(module, self._relay.intercept(unit, module, module.forward))
 
-    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._forwards.setdefault(module, module.__dict__.get("forward"))
-        forward.of_an_engine = True  # type: ignore[attr-defined]  # so that a second engine is refused
-        module.__dict__["forward"] = forward
-
-    def _give_back(self, module: nn.Module) -> None:
-        own = self._forwards.pop(module)
-        module.__dict__.pop("forward", None)
-        if own is not None:
-            module.__dict__["forward"] = own
+    def _take_over_block(self, block: nn.Module) -> None:
+        self._takeover.replace(block, self._blocks.skippable(block, block.forward))
+        self._takeover.watch(block.modules())
 
     def _work(self, content: Any, weight: float) -> Callable[[], torch.Tensor]:
         def run() -> torch.Tensor:
-            here = _to(content, self.device)
+            here = to_device(content, self.device)
             self._relay.adopt([x for x in pytree.tree_leaves(here) if isinstance(x, torch.Tensor)])
             loss = self._loss(self._model, here)
-            check_loss(loss)
+            checks.loss(loss)
             return loss * weight
 
         return run
@@ -272,30 +378,38 @@ class Engine:
         count = len(parts) if ready else micro_batches
         while True:
             try:
-                if not ready:
-                    return self._fit.choose(sample, size, count, self.plan.fixed)
-                return self._fit.choose(sample, size * len(parts), count, self.plan.fixed)
+                return self._fit.choose(sample, size * len(parts) if ready else size, count, self.plan.fixed)
             except TooLargeError as error:
-                self._make_room(error.need)
+                needed = error.need
+            gc.collect()  # what the trial had is on the device as long as anything of its exception lives
+            self._make_room(needed, sample, size)
 
-    def _try_out(self, contents: list[Any]) -> Trial:
-        assert self._budget is not None
+    def _try_out(self, contents: list[Any], room: int) -> Trial:
         try:
             with self._step():
-                return self._relay.try_out([self._work(content, 1 / len(contents)) for content in contents])
-        except torch.OutOfMemoryError as error:
-            room = self._budget - self.plan.fixed
-            raise TooLargeError(Need(room + 1, f"a trial of {len(contents)} micro-batches")) from error
+                return self._relay.try_out([self._work(content, 1 / len(contents)) for content in contents], room)
+        except torch.OutOfMemoryError:
+            pass
+        raise TooLargeError(Need(room + 1, f"a trial of {len(contents)} micro-batches", is_all=False))
 
-    def _make_room(self, needed: Need) -> None:
+    def _make_room(self, needed: Need, sample: Any, size: int) -> None:
         """A smaller plan, now that it is known what one sample needs; a ValueError if there is none."""
         assert self._budget is not None
-        plan = self._make_plan(needed=needed)
-        if any(self._relay.has_gradient(item) for unit in self._all_units() for item in unit.trained):
+        assert self._fit is not None
+        least = self._make_plan(smallest=True)
+        try:
+            plan = self._make_plan(needed=needed)
+        except ValueError:
+            plan = least  # finer units may need less while they run
+            if least.fixed == self.plan.fixed:
+                if not needed.is_all:  # to be able to say what would do, one trial may take what it takes
+                    self._make_plan(needed=self._fit.whole_need(sample, size))
+                raise
+        if self._server.has_stepped or self._relay.kept:
             raise ValueError(
                 f"a micro-batch of one sample needs {show_bytes(needed.nbytes)} in {needed.where!r} beside "
                 f"{show_bytes(self.plan.fixed)} that are always there; memory={show_bytes(self._budget)} is too small "
-                "for it while gradients are being accumulated. Update or clear them (engine.zero_grad()) first"
+                "for it, and units cannot be cut any more once training has begun. Begin with the longest batch"
             )
         self._tear_down()
         self._build(plan)
@@ -318,24 +432,15 @@ class Engine:
         if (item := self._store.without_values()) is not None:
             raise ValueError(
                 f"{item.name!r} was on the meta device and has not been given values yet: load weights first "
-                "(model.load_state_dict(...)). Buffers that are not in a state_dict have to be set, too, in place"
+                "in place (model.load_state_dict(...), not assign=True). Buffers that no state_dict has need some, too"
             )
 
     def _check_model(self) -> None:
         self._check_open()
         self._check_values()
         for unit in self._all_units():
-            flat = self._store.weights(unit)
-            for item in unit.items:
-                if any(place.current() is not item.tensor for place in item.places) or (
-                    item.tensor.data_ptr() != flat.data_ptr() + item.offset and item.nbytes
-                ):
-                    raise ValueError(
-                        f"the memory of {item.name!r} was replaced while the model was in the engine (by .to(), "
-                        ".data = or load_state_dict(assign=True)), so the engine would train the old one. Change "
-                        "weights in place (copy_, load_state_dict), or close the engine and make a new one"
-                    )
-        check_can_step(self._model)
+            checks.unchanged(unit, self._store.weights(unit), self._trains)
+        checks.can_step(self._model)
 
     def _is_skipped(self, unit: Unit) -> bool:
         inside = {module for block in self._blocks.skipped for module in block.modules()}
@@ -343,18 +448,12 @@ class Engine:
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
-        """Caches are off within: running a unit again in the backward would fill them twice."""
-        configs: list[Any] = [getattr(module, "config", None) for module in self._model.modules()]
-        before = [(config, config.use_cache) for config in configs if hasattr(config, "use_cache")]
         self._stepping = True
         try:
-            for config, _ in before:
-                config.use_cache = False
-            yield
+            with caches_off(self._model):
+                yield
         finally:
             self._stepping = False
-            for config, use_cache in reversed(before):
-                config.use_cache = use_cache
 
     def _outside_steps(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The model's own forward; outside steps, on a device, its units come over as it calls them."""
@@ -363,6 +462,7 @@ class Engine:
             if self._stepping:
                 return forward(*args, **kwargs)
             self._check_values()
+            self.wait()
             if self.device.type == "cpu":
                 return forward(*args, **kwargs)
             if torch.is_grad_enabled():
@@ -372,9 +472,9 @@ class Engine:
                 )
             home = next((x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), None)
             with self._relay.evaluating():
-                args, kwargs = _to((args, kwargs), self.device)
+                args, kwargs = to_device((args, kwargs), self.device)
                 result = forward(*args, **kwargs)
-            return result if home is None else _to(result, home)
+            return result if home is None else to_device(result, home)
 
         return streamed
 
@@ -387,7 +487,3 @@ class Engine:
         # A failure of closing must not hide the exception that is on its way.
         with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
             self.close()
-
-
-def _to(part: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, part)

@@ -120,6 +120,10 @@ class Mark:
         self._group._witness.learn(self._instant)
         return True
 
+    def issued(self) -> bool:
+        """Whether the work is over or, on a stream, in its queue: what the host does from now on comes after it."""
+        return self._settled.is_set()
+
     def precede_caller(self) -> None:
         """Has what the calling thread launches on its own stream from now on come after this mark."""
         self._settled.wait()
@@ -428,6 +432,14 @@ class Lanes:
         """Blocks until all that was submitted so far to any lane is over; raises as `Lane.wait` does."""
         for lane in self._lanes:
             lane.wait()
+
+    def drain(self) -> None:
+        """Blocks until all that was submitted so far is over, or was cancelled; raises nothing."""
+        for lane in self._lanes:
+            if lane._last is not None:
+                lane._last._block()
+            if isinstance(lane, DeviceLane):
+                lane.stream.synchronize()  # if the last was cancelled, what came before may still be under way
 
     def close(self) -> None:
         """Finishes what was submitted, ends the threads, raises a failure that nobody has seen yet."""

@@ -9,6 +9,23 @@ PATH = Path(__file__).with_name("libferryman.so")
 # In the order of native/isa.h: each set includes those before it.
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
+
+class Piece(ctypes.Structure):
+    """As in native/update.cpp."""
+
+    _fields_ = [
+        ("count", ctypes.c_int64),
+        ("gradient", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("master", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("second", ctypes.c_void_p),
+        ("gradient_dtype", ctypes.c_int32),
+        ("weight_dtype", ctypes.c_int32),
+        ("numbers", ctypes.c_float * 10),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[type, list[type]]] = {
     "ferryman_best_isa": (ctypes.c_int, []),
     "ferryman_amx_permitted": (ctypes.c_int, []),
@@ -16,6 +33,10 @@ _SIGNATURES: dict[str, tuple[type, list[type]]] = {
     "ferryman_sum_of_squares": (
         ctypes.c_double,
         [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int],
+    ),
+    "ferryman_update": (
+        ctypes.c_int,
+        [ctypes.c_int, ctypes.POINTER(Piece), ctypes.c_int64, ctypes.c_int, ctypes.c_int],
     ),
 }
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -23,6 +23,8 @@ import torch
 from torch import nn
 
 GRADIENT = torch.float32  # gradients of all micro-batches are added up in this
+
+GRAIN = 16  # elements, between tensors in flat memories of gradients and optimizer state: the widest register
 
 ALIGNMENT = 256  # bytes, between tensors in a unit's flat memory; enough for any vector load
 
@@ -34,6 +36,13 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential)
 _UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # Modules that use their children's parameters without calling them.
 _WHOLE = (nn.MultiheadAttention, nn.RNNBase)
+
+
+DtypeOf = Callable[[str, torch.Tensor], torch.dtype]  # of a tensor by this name: in which dtype it travels
+
+
+def own_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
+    return tensor.dtype
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,7 @@ class Item:
     tensor: torch.Tensor
     places: tuple[Place, ...]  # several, if modules share it
     offset: int
+    dtype: torch.dtype  # in which it travels; the tensor's own, once the server has it
 
     @property
     def name(self) -> str:
@@ -71,7 +81,7 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.numel() * self.tensor.itemsize
+        return self.tensor.numel() * self.dtype.itemsize
 
     @property
     def trains(self) -> bool:
@@ -80,7 +90,7 @@ class Item:
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """This tensor's part of a unit's flat memory."""
         part = flat[self.offset : self.offset + self.nbytes]
-        return part.view(self.tensor.dtype).view(self.tensor.shape)
+        return part.view(self.dtype).view(self.tensor.shape)
 
 
 @dataclass(eq=False)
@@ -107,18 +117,37 @@ class Unit:
         return f"<Unit {' + '.join(self.names)}: {len(self.items)} tensors, {self.nbytes} bytes>"
 
 
-def gradient_bytes(unit: Unit) -> int:
-    return sum(item.tensor.numel() for item in unit.trained) * GRADIENT.itemsize
-
-
-def gradient_views(unit: Unit, flat: torch.Tensor) -> dict[Item, torch.Tensor]:
-    """Each trained tensor's part of a flat memory for the unit's gradients."""
-    views, offset = {}, 0
-    wide = flat[: gradient_bytes(unit)].view(GRADIENT)
+def trained_offsets(unit: Unit) -> dict[Item, int]:
+    """Where each trained tensor begins, in elements, in flat memories of gradients and of optimizer state."""
+    offsets, end = {}, 0
     for item in unit.trained:
-        views[item] = wide[offset : offset + item.tensor.numel()].view(item.tensor.shape)
-        offset += item.tensor.numel()
-    return views
+        offsets[item] = end
+        end += -(-item.tensor.numel() // GRAIN) * GRAIN
+    return offsets
+
+
+def trained_elements(unit: Unit) -> int:
+    """The length of such a flat memory."""
+    return sum(-(-item.tensor.numel() // GRAIN) * GRAIN for item in unit.trained)
+
+
+def gradient_bytes(unit: Unit) -> int:
+    return trained_elements(unit) * GRADIENT.itemsize
+
+
+def gradient_views(unit: Unit, flat: torch.Tensor, dtype: torch.dtype = GRADIENT) -> dict[Item, torch.Tensor]:
+    """Each trained tensor's part of a flat memory for the unit's gradients."""
+    elements = flat[: trained_elements(unit) * dtype.itemsize].view(dtype)
+    return {
+        item: elements[start : start + item.tensor.numel()].view(item.tensor.shape)
+        for item, start in trained_offsets(unit).items()
+    }
+
+
+def landing_dtype(unit: Unit) -> torch.dtype:
+    """In which the unit's gradients cross to the host: that of its weights, if they have one."""
+    dtypes = {item.dtype for item in unit.trained}
+    return dtypes.pop() if len(dtypes) == 1 else GRADIENT
 
 
 def _aligned(nbytes: int) -> int:
@@ -131,17 +160,26 @@ class _Candidate:
 
     name: str
     module: nn.Module
+    dtype_of: DtypeOf
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for _, tensor in _tensors(self.name, self.module):
             yield tensor
 
     def nbytes(self) -> int:
-        return sum(t.numel() * t.itemsize for t in {id(t): t for t in self.tensors()}.values())
+        found = {id(tensor): (place.name, tensor) for place, tensor in _tensors(self.name, self.module)}
+        return sum(self._nbytes_of(name, tensor) for name, tensor in found.values())
+
+    def own_nbytes(self) -> int:
+        """Of the parameters that it owns itself."""
+        return sum(self._nbytes_of(name, p) for name, p in self.module.named_parameters(self.name, recurse=False))
 
     def children(self) -> Iterator[_Candidate]:
         for name, child in self.module.named_children():
-            yield _Candidate(f"{self.name}.{name}" if self.name else name, child)
+            yield _Candidate(f"{self.name}.{name}" if self.name else name, child, self.dtype_of)
+
+    def _nbytes_of(self, name: str, tensor: torch.Tensor) -> int:
+        return tensor.numel() * self.dtype_of(name, tensor).itemsize
 
 
 def _tensors(prefix: str, module: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
@@ -172,7 +210,7 @@ def _large_owners(top: _Candidate, taken: set[nn.Module], least: int) -> Iterato
     for child in top.children():
         if child.module in taken:
             continue
-        own = sum(p.numel() * p.itemsize for p in child.module.parameters(recurse=False))
+        own = child.own_nbytes()
         called = not isinstance(child.module, _UNCALLED)
         inside = any(module in taken for module in child.module.modules())
         if called and not inside and (own >= least or (isinstance(child.module, _WHOLE) and child.nbytes() >= least)):
@@ -187,7 +225,7 @@ def _cut(candidate: _Candidate, limit: int | None) -> Iterator[_Candidate]:
         return
     children = list(candidate.children())
     # What a module owns itself would be resident if it were cut: then nothing is won.
-    own = sum(p.numel() * p.itemsize for p in candidate.module.parameters(recurse=False))
+    own = candidate.own_nbytes()
     whole = isinstance(candidate.module, _WHOLE) or not children or own > _LARGE * candidate.nbytes()
     fits = limit is None or candidate.nbytes() <= limit
     if (fits or whole) and not isinstance(candidate.module, _UNCALLED):
@@ -197,17 +235,17 @@ def _cut(candidate: _Candidate, limit: int | None) -> Iterator[_Candidate]:
         yield from _cut(child, limit)
 
 
-def _named(model: nn.Module, patterns: Sequence[str]) -> list[_Candidate]:
+def _named(model: nn.Module, patterns: Sequence[str], dtype_of: DtypeOf) -> list[_Candidate]:
     """The modules that the user named, outermost first."""
     found: dict[nn.Module, str] = {}
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
         matches = fnmatch.filter(names, pattern)
         if not matches:
-            raise ValueError(f"units=[...]: no module of the model matches {pattern!r}{_hint(pattern, names)}")
+            raise ValueError(f"units=[...]: no module of the model matches {pattern!r}{hint(pattern, names)}")
         found.update((model.get_submodule(name), name) for name in matches)
     outermost = [
-        _Candidate(name, module)
+        _Candidate(name, module, dtype_of)
         for module, name in found.items()
         if not any(module is not other and module in set(other.modules()) for other in found)
     ]
@@ -230,11 +268,15 @@ def _merge(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
     return sorted(groups, key=lambda group: min(order[id(member)] for member in group))
 
 
-def _lay_out(tensors: Iterable[torch.Tensor], places: dict[int, tuple[Place, ...]]) -> tuple[Item, ...]:
+def _lay_out(
+    tensors: Iterable[torch.Tensor], places: dict[int, tuple[Place, ...]], dtype_of: DtypeOf
+) -> tuple[Item, ...]:
     """Gives each distinct tensor its place in a flat memory."""
-    items, offset = [], 0
+    items: list[Item] = []
+    offset = 0
     for tensor in {id(t): t for t in tensors}.values():
-        items.append(Item(tensor, places[id(tensor)], offset))
+        where = places[id(tensor)]
+        items.append(Item(tensor, where, offset, dtype_of(where[0].name, tensor)))
         offset = _aligned(offset + items[-1].nbytes)
     return tuple(items)
 
@@ -255,13 +297,14 @@ def _resident(places: dict[int, tuple[Place, ...]], patterns: Sequence[str]) -> 
         matches = fnmatch.filter(names, pattern)
         if not matches:
             raise ValueError(
-                f"resident=[...]: no parameter or buffer of the model matches {pattern!r}{_hint(pattern, names)}"
+                f"resident=[...]: no parameter or buffer of the model matches {pattern!r}{hint(pattern, names)}"
             )
         wanted.update(names[name] for name in matches)
     return wanted
 
 
-def _hint(pattern: str, names: Iterable[str]) -> str:
+def hint(pattern: str, names: Iterable[str]) -> str:
+    """To be added to an error: the nearest name that there is."""
     known = list(names)
     near = difflib.get_close_matches(pattern, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known[:8])}, ..."
@@ -273,15 +316,16 @@ def find_units(
     limit: int | None = None,
     units: Sequence[str] | None = None,
     resident: Sequence[str] = (),
+    dtype_of: DtypeOf = own_dtype,
 ) -> tuple[tuple[Unit, ...], Unit]:
     """The units in the order of the model, and the residents, which have no module to intercept.
 
     `limit`: bytes beyond which a block is cut. `units`: names or patterns of the modules that shall be units instead.
     `resident`: names or patterns of parameters that stay on the device whatever unit they are found in.
     """
-    top = _Candidate("", model)
+    top = _Candidate("", model, dtype_of)
     if units is not None:
-        candidates = [part for named in _named(model, units) for part in _cut(named, limit)]
+        candidates = [part for named in _named(model, units, dtype_of) for part in _cut(named, limit)]
         if not candidates:
             raise ValueError(f"units={list(units)}: these modules have no parameters, so there is nothing to travel")
     else:
@@ -305,21 +349,24 @@ def find_units(
     travelling: set[int] = set()
     for group in _merge(distinct):
         tensors = (tensor for candidate in group for tensor in candidate.tensors() if id(tensor) not in staying)
-        items = _lay_out(tensors, places)
+        items = _lay_out(tensors, places, dtype_of)
         travelling.update(id(item.tensor) for item in items)
         found.append(Unit(tuple(c.name for c in group), tuple(c.module for c in group), items))
     rest = (tensor for _, tensor in _tensors("", model) if id(tensor) not in travelling)
-    return tuple(found), Unit((), (), _lay_out(rest, places))
+    return tuple(found), Unit((), (), _lay_out(rest, places, dtype_of))
 
 
-def units_of_block(model: nn.Module, block: nn.Module, limit: int | None) -> tuple[Unit, ...]:
+def units_of_block(
+    model: nn.Module, block: nn.Module, limit: int | None, dtype_of: DtypeOf = own_dtype
+) -> tuple[Unit, ...]:
     """The units of a block that has come into the model after its units were found."""
     name = next(name for name, module in model.named_modules() if module is block)
     places = _places(model)
-    parts = list(_cut(_Candidate(name, block), limit))
-    if {id(t) for part in parts for t in part.tensors()} != {id(t) for t in _Candidate(name, block).tensors()}:
-        parts = [_Candidate(name, block)]  # the cut would leave a resident behind, and those are settled
-    return tuple(Unit((part.name,), (part.module,), _lay_out(part.tensors(), places)) for part in parts)
+    whole = _Candidate(name, block, dtype_of)
+    parts = list(_cut(whole, limit))
+    if {id(t) for part in parts for t in part.tensors()} != {id(t) for t in whole.tensors()}:
+        parts = [whole]  # the cut would leave a resident behind, and those are settled
+    return tuple(Unit((part.name,), (part.module,), _lay_out(part.tensors(), places, dtype_of)) for part in parts)
 
 
 def rename(model: nn.Module, units: Iterable[Unit]) -> None:
@@ -334,11 +381,11 @@ def rename(model: nn.Module, units: Iterable[Unit]) -> None:
 
 def block_lists(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost lists of repeated modules, by name."""
-    parents = [block.name.rpartition(".")[0] for block in _blocks(_Candidate("", model))]
+    parents = [block.name.rpartition(".")[0] for block in _blocks(_Candidate("", model, own_dtype))]
     return {name: model.get_submodule(name) for name in dict.fromkeys(parents)}
 
 
-def module_sizes(model: nn.Module) -> list[int]:
+def module_sizes(model: nn.Module, dtype_of: DtypeOf = own_dtype) -> list[int]:
     """The sizes of all modules with parameters, the largest first: where a limit makes a difference."""
-    modules = (_Candidate(name, module) for name, module in model.named_modules())
+    modules = (_Candidate(name, module, dtype_of) for name, module in model.named_modules())
     return sorted({candidate.nbytes() for candidate in modules if _has_parameters(candidate.module)}, reverse=True)

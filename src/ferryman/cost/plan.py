@@ -19,7 +19,17 @@ from typing import NamedTuple
 from torch import nn
 
 from ferryman.cost.sizes import show_bytes
-from ferryman.units import Unit, find_units, gradient_bytes, module_sizes
+from ferryman.units import (
+    GRADIENT,
+    DtypeOf,
+    Unit,
+    find_units,
+    gradient_bytes,
+    landing_dtype,
+    module_sizes,
+    own_dtype,
+    trained_elements,
+)
 
 # Of a budget, at first only this much for what is always there; more if it cannot be done with less.
 _SHARES = (0.5, 0.75)
@@ -30,6 +40,7 @@ class Need(NamedTuple):
 
     nbytes: int
     where: str
+    is_all: bool = True  # False: it was stopped there, and takes more
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,7 @@ class Plan:
     residents: Unit
     weight_slots: int
     gradient_slots: int
+    updates: bool = False  # whether the engine updates the weights, so that gradients cross in their dtype
     limit: int | None = None  # bytes beyond which blocks were cut
     budget: int | None = None
 
@@ -48,8 +60,8 @@ class Plan:
         """Bytes that are on the device all the time, by what they are for."""
         return {
             "weight slots": self.weight_slots * max(unit.nbytes for unit in self.units),
-            "gradient slots": self.gradient_slots * max(gradient_bytes(unit) for unit in self.units),
-            "residents": self.residents.nbytes + gradient_bytes(self.residents),
+            "gradient slots": self.gradient_slots * slot_bytes(self.units, self.updates),
+            "residents": self.residents.nbytes + slot_bytes([self.residents], self.updates),
         }
 
     @property
@@ -59,11 +71,11 @@ class Plan:
     def explain(self) -> str:
         """The account in words, with what dominates it."""
         largest = max(self.units, key=lambda unit: unit.nbytes)
-        widest = max(self.units, key=gradient_bytes)
         sizes = {
             "weight slots": f"{self.weight_slots} x {show_bytes(largest.nbytes)} for weights "
             f"(the largest unit is {largest.name!r})",
-            "gradient slots": f"{self.gradient_slots} x {show_bytes(gradient_bytes(widest))} for gradients in float32",
+            "gradient slots": f"{self.gradient_slots} x {show_bytes(slot_bytes(self.units, self.updates))} "
+            "for gradients",
             "residents": f"{show_bytes(self.account['residents'])} for what stays on the device",
         }
         order = sorted(sizes, key=lambda part: -self.account[part])
@@ -77,52 +89,66 @@ def make_plan(
     slots: int | None,
     units: Sequence[str] | None,
     resident: Sequence[str],
+    updates: bool = False,
+    dtype_of: DtypeOf = own_dtype,
     needed: Need | None = None,
+    smallest: bool = False,
 ) -> Plan:
     """The coarsest plan that leaves room in the budget; a ValueError with the smallest budget if there is none.
 
-    `needed`: what a micro-batch of one sample takes, once that is known.
+    `needed`: what a micro-batch of one sample takes, once that is known. `smallest`: the one that takes least instead.
     """
-    grades = _grades(model, budget, slots, units, resident)
+    limits = [None] if budget is None else [None, *module_sizes(model, dtype_of)]
+    cuts = (
+        (*find_units(model, limit=limit, units=units, resident=resident, dtype_of=dtype_of), limit) for limit in limits
+    )
+    grades = _grades([Plan(found, rest, slots or 2, 2, updates, limit, budget) for found, rest, limit in cuts], slots)
+    least = min(itertools.chain(*grades), key=lambda plan: plan.fixed)
     if budget is None:
         return grades[0][0]
+    if smallest:
+        return least
     rooms = [int(share * budget) for share in _SHARES] if needed is None else [budget - needed.nbytes]
     for grade in grades:
         for room in rooms:
             for plan in grade:
                 if plan.fixed <= room:
                     return _with_more_slots(plan, rooms[0]) if slots is None else plan
-    least = min(itertools.chain(*grades), key=lambda plan: plan.fixed)
+    if needed is None and least.fixed <= budget:
+        return least
+    raise ValueError(f"memory={show_bytes(budget)} is too small for this model: {_what_would_do(least, needed)}")
+
+
+def _what_would_do(least: Plan, needed: Need | None) -> str:
     if needed is None:
-        if least.fixed <= budget:
-            return least
-        smallest, beside = least.fixed, "and what micro-batches need while they run comes on top"
-    else:
-        smallest = least.fixed + needed.nbytes
-        beside = f"and {show_bytes(needed.nbytes)} for a micro-batch of one sample (the most in {needed.where!r})"
-    raise ValueError(
-        f"memory={show_bytes(budget)} is too small for this model: {show_bytes(smallest)} is the smallest that would "
-        f"do, {least.explain()}, {beside}"
+        return (
+            f"{show_bytes(least.fixed)} is the smallest that would do, {least.explain()}; and what micro-batches need "
+            "while they run comes on top"
+        )
+    total = show_bytes(least.fixed + needed.nbytes)
+    return (
+        f"{f'{total} would do' if needed.is_all else f'more than {total} is needed'}, {least.explain()}, and "
+        f"{show_bytes(needed.nbytes)} for a micro-batch of one sample (the most in {needed.where!r})"
     )
 
 
-def _grades(
-    model: nn.Module, budget: int | None, slots: int | None, units: Sequence[str] | None, resident: Sequence[str]
-) -> list[list[Plan]]:
+def slot_bytes(units: Sequence[Unit], updates: bool) -> int:
+    """Of a slot for the gradients of any of these units: in float32, and in the dtype in which they cross."""
+    wide = max(gradient_bytes(unit) for unit in units)
+    narrow = [trained_elements(u) * landing_dtype(u).itemsize for u in units if landing_dtype(u) != GRADIENT]
+    return wide + (max(narrow, default=0) if updates else 0)
+
+
+def _grades(cuts: Sequence[Plan], slots: int | None) -> list[list[Plan]]:
     """All plans: those of one grade have as many slots and overlap alike; the best grade, and the coarsest, first."""
-    cuts: dict[tuple[str, ...], Plan] = {}
-    for limit in [None] if budget is None else [None, *module_sizes(model)]:
-        found, residents = find_units(model, limit=limit, units=units, resident=resident)
-        # A unit with several modules holds its slot through the whole backward.
-        shared = sum(len(unit.modules) > 1 for unit in found)
-        cuts.setdefault(
-            tuple(unit.name for unit in found), Plan(found, residents, slots or 2, 2 + shared, limit, budget)
-        )
+    distinct = list({tuple(unit.name for unit in plan.units): plan for plan in reversed(cuts)}.values())[::-1]
+    # A unit with several modules holds its slot through the whole backward.
+    best = [replace(plan, gradient_slots=2 + sum(len(u.modules) > 1 for u in plan.units)) for plan in distinct]
     lesser = [
-        [replace(plan, weight_slots=slots or weights, gradient_slots=gradients) for plan in cuts.values()]
+        [replace(plan, weight_slots=slots or weights, gradient_slots=gradients) for plan in distinct]
         for weights, gradients in ((2, 2), (2, 1), (1, 1))
     ]
-    return [list(cuts.values()), *lesser]
+    return [best, *lesser]
 
 
 def _with_more_slots(plan: Plan, room: int) -> Plan:

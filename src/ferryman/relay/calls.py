@@ -77,7 +77,7 @@ class Call:
             # The anchor makes it a node also where no input requires a gradient.
             outputs = _Node.apply(self, self._relay.anchor if trains else None, *tensors)  # type: ignore[no-untyped-call]
         else:
-            self.batch.park(self.unit, Direction.FORWARD)
+            self.batch.park(self.unit, Direction.FORWARD, tensors)
             with torch.no_grad(), _disable_current_modes():
                 self._results = self._compute([t.detach() for t in tensors])
                 outputs = self._results.tensors
@@ -89,7 +89,7 @@ class Call:
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         self._wants = [t.requires_grad for t in tensors]
-        self.batch.park(self.unit, Direction.FORWARD)
+        self.batch.park(self.unit, Direction.FORWARD, tensors)
         randomness = self._relay.randomness
         before, versions = randomness.state(), [t._version for t in tensors]
         buffers = self._relay.buffer_versions()
@@ -125,7 +125,7 @@ class Call:
                 "the relay forgets a call's inputs after its backward"
             )
         self._went_backward = True
-        self.batch.park(self.unit, Direction.BACKWARD)
+        self.batch.park(self.unit, Direction.BACKWARD, [g for g in gradients if g is not None])
         self._relay.goes_backward(self)
         with torch.enable_grad():
             if self._kept is not None:

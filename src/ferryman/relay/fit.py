@@ -2,12 +2,14 @@
 
 What a micro-batch needs while it runs cannot be read off a model, so it is measured: a trial, whose gradients are
 thrown away, runs micro-batches of one sample and of two, and notes the peak of each stretch between two parks. Each
-stretch's peak grows by the same amount with each sample, so the largest micro-batch that fits follows. This happens
-once for each shape of batch; a batch that is no longer in any dimension than one seen before needs no trial.
+stretch's peak grows by the same amount with each sample, so the largest micro-batch that fits follows. Where two
+might not fit they are not tried, and taken to need twice what one does, which is not too little. This happens once for
+each shape of batch; a batch that is no longer in any dimension than one seen before needs no trial.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ from ferryman.cost.sizes import show_bytes
 TRIAL = 3
 
 # Copies between device and host end when the link pleases, so the peak varies by a little.
-_SLACK = 0.02
+_SLACK = 0.04
 
 
 class Stretch(NamedTuple):
@@ -81,7 +83,7 @@ def _line(one: int, two: int, samples: int) -> int:
 class Fit:
     """Chooses the number of micro-batches and the stash's place. `stash` is "auto", "device" or "host"."""
 
-    def __init__(self, budget: int, stash: str, measure: Callable[[list[Any]], Trial]) -> None:
+    def __init__(self, budget: int, stash: str, measure: Callable[[list[Any], int], Trial]) -> None:
         self._budget = budget
         self._stash = stash
         self._measure = measure
@@ -89,8 +91,8 @@ class Fit:
 
     def choose(self, batch: Any, size: int, count: int | None, fixed: int) -> Choice:
         """For `size` samples in `count` micro-batches, or as few as will do; `fixed` bytes are always on the device."""
-        needs = self._needs_of(batch)
         room = self._budget - fixed
+        needs = self._needs_of(batch, room)
         if count is not None:
             per_part = -(-size // count)
             on_host = self._place(needs, per_part, count, room)
@@ -110,8 +112,19 @@ class Fit:
             on_host = self._place(needs, -(-size // count), count, room)
             if on_host is not None and len(range(0, size, -(-size // count))) == count:
                 return Choice(count, on_host)
-        most = needs.most(1)
-        raise TooLargeError(Need(_padded(most.peak), most.where))
+        raise TooLargeError(self._need_of_one(needs.one, size))
+
+    def whole_need(self, batch: Any, size: int) -> Need:
+        """What micro-batches of one sample need, measured to the end; more than the device has if there is no end."""
+        try:
+            return self._need_of_one(self._measure([take(batch, 1)] * TRIAL, sys.maxsize), size)
+        except TooLargeError:
+            return Need(self._budget, "a trial", is_all=False)
+
+    def _need_of_one(self, one: Trial, size: int) -> Need:
+        most = _highest(one.stretches)
+        stashed = size * one.stash if self._stash == "device" else 0
+        return Need(_padded(most.peak + stashed), most.where)
 
     def _place(self, needs: Needs, samples: int, count: int, room: int) -> bool | None:
         """Whether the stash is on the host; None if it does not fit either way."""
@@ -120,13 +133,17 @@ class Fit:
             return False
         return True if self._stash != "device" and _padded(peak) <= room else None
 
-    def _needs_of(self, batch: Any) -> Needs:
+    def _needs_of(self, batch: Any, room: int) -> Needs:
         shape = shape_of(batch)
         for known, needs in self._known.items():
             if shape.within(known):
                 return needs
-        trials = [self._measure([take(batch, samples)] * TRIAL) for samples in (1, 2)]
-        self._known[shape] = Needs(*trials)
+        one = self._measure([take(batch, 1)] * TRIAL, room)
+        if 2 * _padded(_highest(one.stretches).peak) <= room:
+            two = self._measure([take(batch, 2)] * TRIAL, room)
+        else:
+            two = Trial([Stretch(where, 2 * peak) for where, peak in one.stretches], 2 * one.stash)
+        self._known[shape] = Needs(one, two)
         return self._known[shape]
 
 

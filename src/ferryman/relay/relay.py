@@ -16,45 +16,56 @@ from typing import Any
 import torch
 from torch import nn
 
-from ferryman.cost.plan import Plan
-from ferryman.lanes import Lanes, Mark
+from ferryman.cost.plan import Need, Plan
+from ferryman.lanes import DeviceLane, Lanes, Mark
 from ferryman.relay.absent import Absent
 from ferryman.relay.calls import Call, Forward, refuse_mutable
-from ferryman.relay.fit import Stretch, Trial
+from ferryman.relay.fit import Stretch, TooLargeError, Trial
 from ferryman.relay.randomness import Randomness
 from ferryman.relay.rendezvous import Direction, MicroBatch, Surroundings
 from ferryman.relay.slots import GradientSlots, WeightSlots, bind
 from ferryman.relay.stash import DeviceStash, HostStash, Stash
-from ferryman.server.store import RamStore
+from ferryman.server.server import Server
 from ferryman.units import Item, Unit
+
+# A trial may go this far beyond its room, to know what is needed if that is only a little too much.
+_BEYOND = 1.1
 
 
 class Relay:
     """Owns what is on the device: slots, residents, and what the last step has taught."""
 
-    def __init__(self, plan: Plan, device: torch.device, store: RamStore, lanes: Lanes) -> None:
+    def __init__(self, plan: Plan, device: torch.device, server: Server, lanes: Lanes) -> None:
         self.randomness = Randomness(device)
         self.kinds = sorted({"cpu", device.type})  # of devices that autocast may be on for
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._device = device
         self._units: list[Unit] = []
         self._residents = plan.residents
+        self._server = server
         self._lanes = lanes
         self._compute, h2d, d2h = lanes.device("compute"), lanes.device("h2d"), lanes.device("d2h")
         self._d2h = d2h
-        self._weights = WeightSlots(device, plan.weight_slots, store, h2d, self._collect)
-        self._gradients = GradientSlots(device, plan.gradient_slots, store, h2d, d2h)
-        self._resident_weights = WeightSlots(device, 1, store, h2d, self._collect_resident)
-        self._resident_gradients = GradientSlots(device, 1, store, h2d, d2h)
+        self._weights = WeightSlots(device, plan.weight_slots, server, h2d, self._collect)
+        self._gradients = GradientSlots(device, plan.gradient_slots, server, h2d, d2h)
+        self._resident_weights = WeightSlots(device, 1, server, h2d, self._collect_resident)
+        self._resident_gradients = GradientSlots(device, 1, server, h2d, d2h)
         self._resident_weights.make_room_for([self._residents])
         self._resident_gradients.make_room_for([self._residents])
         self._on_device = DeviceStash()
-        self._on_host = HostStash(device, self._compute, h2d, d2h) if device.type != "cpu" else None
+        self._on_host = None
+        if device.type != "cpu":
+            # On lanes of its own: those of units wait for the host at times, and compute must not wait with them.
+            self._on_host = HostStash(device, self._compute, lanes.device("stash in"), lanes.device("stash out"))
         self.stash: Stash = self._on_device
         self._absent: dict[Unit, list[tuple[Item, Absent]]] = {}
         # Of the step that runs.
         self._running: MicroBatch | None = None
+        self._batches: list[MicroBatch] = []
+        self._for_good = False  # gradients cross for an update
+        self._is_last = False  # the call that goes backward is the unit's last
         self._buffers: list[tuple[Item, torch.Tensor]] = []  # of the unit on visit
+        self._visited: Unit | None = None  # whose gradients are being added up
         self._sums: dict[Item, torch.Tensor] = {}  # where gradients of the unit on visit are added up
         self._resident_sums: dict[Item, torch.Tensor] = {}
         self._open: dict[Unit, int] = {}  # calls whose backward is still to come
@@ -68,6 +79,7 @@ class Relay:
         self._evaluation_order: list[Unit] = []
         # Of a trial.
         self._stretches: list[Stretch] | None = None
+        self._floor = self._ceiling = 0  # of the device's memory: at its start, and as far as it may go
         self.serve(plan.units)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
@@ -99,6 +111,7 @@ class Relay:
                 return Call(self, self._running, unit, module, forward, (args, kwargs)).run()
             if self._evaluated is not None:
                 return self._evaluate(unit, lambda: forward(*args, **kwargs))
+            self._server.settle()
             return forward(*args, **kwargs)  # by itself, outside a step: on the host, with the host's weights
 
         return relayed
@@ -109,27 +122,34 @@ class Relay:
         seed: int,
         *,
         stash_on_host: bool,
+        for_good: bool = False,
         without: Collection[Unit] = (),
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches, each of which returns its loss; returns the sum.
 
-        `without`: units that will not be asked for this time. The gradients are on their way to the host when it
-        returns.
+        `for_good`: the server updates weights with the gradients, else they are kept. `without`: units that will not
+        be asked for this time. The gradients are on their way to the host when it returns.
         """
+        self._for_good = for_good
+        for slots in (self._gradients, self._resident_gradients):
+            slots.begin(for_good=for_good)
         self.stash = self._on_host if stash_on_host and self._on_host is not None else self._on_device
         losses: dict[int, torch.Tensor] = {}
 
         def work(batch: MicroBatch) -> None:
             with self.stash.watch(batch):
                 loss = works[batch.number]()
-                losses[batch.number] = loss.detach()
+                losses[batch.number] = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+                if for_good:
+                    self._send_loss(losses[batch.number])
+                batch.turned = True
                 loss.backward()
 
         surroundings = Surroundings(self._device, self.randomness, self._compute, seed)
         visited: list[Unit] = []
         order = [unit for unit in self._order if unit not in without]
-        with self._bound(), contextlib.ExitStack() as stack:
-            batches = [MicroBatch(number, work, surroundings) for number in range(len(works))]
+        with self._bound(), self._adding_up(), contextlib.ExitStack() as stack:
+            batches = self._batches = [MicroBatch(number, work, surroundings) for number in range(len(works))]
             for batch in batches:
                 stack.callback(batch.abandon)
             self._turning.clear()
@@ -142,19 +162,27 @@ class Relay:
                 self._visit(unit, batches, _after(order, visited))
             with self._compute.occupy("add up losses"):
                 total = functools.reduce(torch.add, (losses[number] for number in range(len(works))))
-        self._gradients.flush_all()
+                for unit in self._gradients.held():
+                    self._gradients.complete(unit)
+                self._resident_gradients.complete(self._residents)
         if not without:
             self._order, self._turns = visited, set(self._turning)
+        if self._device.type != "cpu":
+            total.record_stream(torch.accelerator.current_stream(self._device))  # where the caller will use it
         return total
 
-    def try_out(self, works: Sequence[Callable[[], torch.Tensor]]) -> Trial:
-        """A step that leaves nothing behind, but what it has needed on the device; the stash is on the host."""
+    def try_out(self, works: Sequence[Callable[[], torch.Tensor]], room: int) -> Trial:
+        """A step that leaves nothing behind, but what it has needed on the device; the stash is on the host.
+
+        It is given up, with a TooLargeError, when it has needed more than `room`.
+        """
         assert self._on_host is not None, "the host itself has no budget"
         known = self._order
         for _ in range(2):  # the second knows where the turn is, and keeps its graph
             self._on_host.reset_peak()
             self._stretches = []
             before = torch.accelerator.memory_allocated(self._device)
+            self._floor, self._ceiling = before, before + int(room * _BEYOND)
             try:
                 with self._gradients.discarding(), self._resident_gradients.discarding():
                     self.run(works, seed=0, stash_on_host=True)
@@ -177,8 +205,24 @@ class Relay:
         assert self._running is not None
         self.stash.know(self._running, tensors)
 
+    def recover(self) -> None:
+        """After a failure, when no lane has work any more: what failed is not waited for."""
+        self._weights.forget()
+        self._resident_weights.forget()
+        self._gradients.forget_marks()
+        self._resident_gradients.forget_marks()
+
+    @property
+    def kept(self) -> dict[Unit, list[Item]]:
+        """Units whose gradients are on the host in float32, and which of their tensors have some."""
+        return {**self._gradients.kept, **self._resident_gradients.kept}
+
     def has_gradient(self, item: Item) -> bool:
         return self._gradients.has(item) or self._resident_gradients.has(item)
+
+    def take_gradient(self, unit: Unit, item: Item) -> None:
+        """The user has put a gradient into the store's memory."""
+        (self._resident_gradients if unit is self._residents else self._gradients).take(unit, item, self._lanes.here())
 
     def clear_gradients_of(self, items: Sequence[Item]) -> None:
         self._gradients.clear_of(items)
@@ -246,13 +290,19 @@ class Relay:
     def goes_backward(self, call: Call) -> None:
         if self._latest is call:
             self._turning.add(call.module)
+        self._is_last = self._open[call.unit] == 1 and self._all_turned()
         if not self._sums and call.unit.trained:
+            self._visited = call.unit
             self._sums, ready = self._gradients.enter(call.unit)
             if ready is not None:
                 self._compute.follow(ready)
 
     def went_backward(self, call: Call) -> None:
         self._open[call.unit] -= 1
+
+    def _all_turned(self) -> bool:
+        """Whether no micro-batch will go forward any more."""
+        return all(batch.turned or batch.done for batch in self._batches)
 
     # The driver.
 
@@ -266,7 +316,10 @@ class Relay:
         finally:
             self._running = None
         if self._stretches is not None:
-            self._stretches.append(Stretch(where, torch.accelerator.max_memory_allocated(self._device)))
+            peak = torch.accelerator.max_memory_allocated(self._device)
+            if peak > self._ceiling:
+                raise TooLargeError(Need(peak - self._floor, where, is_all=False))
+            self._stretches.append(Stretch(where, peak))
 
     def _pick(self, live: Sequence[MicroBatch]) -> Unit:
         wishes = [batch.wish for batch in live if batch.wish is not None]
@@ -277,6 +330,7 @@ class Relay:
 
     def _visit(self, unit: Unit, batches: Sequence[MicroBatch], upcoming: Sequence[Unit]) -> None:
         slot, ready = self._weights.enter(unit, upcoming)
+        finished = False
         try:
             with self._compute.occupy(f"visit {unit.name}", after=[ready] if ready is not None else []):
                 tensors = self._weights.tensors(unit, slot)
@@ -291,6 +345,8 @@ class Relay:
                     while batch.wish is not None and batch.wish.unit is unit:
                         self._resume(batch)
                     self.stash.stow(batch)
+                if finished := not self._open.get(unit) and (not self._for_good or self._all_turned()):
+                    self._gradients.complete(unit)
         finally:
             bind(self._absent[unit])
             self._sums = {}
@@ -299,7 +355,7 @@ class Relay:
                 self._latest = None
             end = self._compute.here()  # also of a visit that failed: what it launched still uses the slots
             self._weights.leave(slot, end)
-            self._gradients.leave(unit, end, finished=not self._open.get(unit))
+            self._gradients.leave(unit, end, finished=finished)
 
     @contextlib.contextmanager
     def _bound(self) -> Iterator[None]:
@@ -308,10 +364,8 @@ class Relay:
         self._resident_weights.forget()
         self._compute.follow(self._lanes.here())
         slot, ready = self._resident_weights.enter(self._residents, ())
-        self._resident_sums, sums_ready = self._resident_gradients.enter(self._residents)
-        for mark in (ready, sums_ready):
-            if mark is not None:
-                self._compute.follow(mark)
+        if ready is not None:
+            self._compute.follow(ready)
         present = self._resident_weights.tensors(self._residents, slot)
         versions = [tensor._version for _, tensor in present]
         try:
@@ -327,11 +381,36 @@ class Relay:
             edited = [pair for pair, version in zip(present, versions, strict=True) if pair[1]._version != version]
             self._write_back(edited, end)
             self._resident_weights.leave(slot, end)
-            self._resident_gradients.leave(self._residents, end, finished=True)
             self._open.clear()
             self._latest = None
             self.stash.forget()
+
+    @contextlib.contextmanager
+    def _adding_up(self) -> Iterator[None]:
+        """For a step: residents have a slot for their gradients; afterwards all gradients are on their way."""
+        self._resident_sums, ready = self._resident_gradients.enter(self._residents)
+        if ready is not None:
+            self._compute.follow(ready)
+        try:
+            yield
+        except BaseException:
+            for slots in (self._gradients, self._resident_gradients):
+                slots.begin(for_good=False)  # what a step that failed has added up changes no weight
+            raise
+        finally:
             self._resident_sums = {}
+            for slots in (self._gradients, self._resident_gradients):
+                slots.flush_all(self._compute.here())
+
+    def _send_loss(self, loss: torch.Tensor) -> None:
+        """To the server, which refuses to update with gradients of a loss that is not finite."""
+        target, source = self._server.receive_loss(), loss.float().view(1)
+        if isinstance(self._d2h, DeviceLane):
+            source.record_stream(self._d2h.stream)
+        mark = self._d2h.submit(
+            lambda: target.copy_(source, non_blocking=True), after=[self._compute.here()], label="loss", nbytes=4
+        )
+        self._server.expect_loss(target, mark)
 
     def _write_back(self, edited: Sequence[tuple[Item, torch.Tensor]], end: Mark) -> None:
         """What the user's code has changed in residents, such as a count in a buffer, goes to the host."""
@@ -346,10 +425,11 @@ class Relay:
             ).wait()
 
     def _collect(self, item: Item, parameter: torch.Tensor) -> None:
-        self._gradients.add(item, self._sums[item], _take(parameter))
+        assert self._visited is not None
+        self._gradients.add(self._visited, item, self._sums[item], _take(parameter), last=self._is_last)
 
     def _collect_resident(self, item: Item, parameter: torch.Tensor) -> None:
-        self._resident_gradients.add(item, self._resident_sums[item], _take(parameter))
+        self._resident_gradients.add(self._residents, item, self._resident_sums[item], _take(parameter), last=False)
 
 
 def _after(order: Sequence[Unit], visited: Sequence[Unit]) -> Sequence[Unit]:

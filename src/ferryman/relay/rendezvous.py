@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -42,6 +42,8 @@ class MicroBatch:
     def __init__(self, number: int, work: Callable[[MicroBatch], None], surroundings: Surroundings) -> None:
         self.number = number
         self.wish: Wish | None = None
+        self.needs: Sequence[torch.Tensor] = ()  # by the call that it is parked in
+        self.turned = False  # its loss is there, and it goes backward from now on
         self.done = False
         self._error: BaseException | None = None
         self._abandoned = False
@@ -69,11 +71,13 @@ class MicroBatch:
             self.done = True
             self._drivers.release()
 
-    def park(self, unit: Unit, direction: Direction) -> None:
-        """Called by the micro-batch: waits until the driver has the unit's weights in place."""
+    def park(self, unit: Unit, direction: Direction, needs: Sequence[torch.Tensor]) -> None:
+        """Called by the micro-batch: waits until the driver has the unit's weights, and what is needed, in place."""
         self.wish = Wish(unit, direction)
+        self.needs = needs
         self._drivers.release()
         self._mine.acquire()
+        self.needs = ()
         if self._abandoned:
             raise Abandoned
 

@@ -4,7 +4,8 @@ On the device (`DeviceStash`) it stays where it is: fastest, and it grows with d
 
 On the host (`HostStash`) nothing of a parked micro-batch is left on the device: its boundary tensors are *stowed*, that
 is, copied to pinned memory and their device memory given back, and *restored* before it runs again. Then device memory
-depends neither on depth nor on the number of micro-batches.
+depends neither on depth nor on the number of micro-batches. What the call needs that it waits for comes back ahead of
+time; other things, such as what autograd has saved between units, when an operator asks for them.
 
 Note [Emptied storages]
 The user's code holds tensors while its micro-batch is parked, and they must be the same tensors when it goes on. So
@@ -57,7 +58,7 @@ class Stash(Protocol):
         """The micro-batch is parked, and others run now."""
 
     def restore(self, batch: MicroBatch) -> None:
-        """The micro-batch will run soon: begins to bring back what it holds."""
+        """The micro-batch will run soon: begins to bring back what its call needs."""
 
     def follow(self, batch: MicroBatch) -> None:
         """The micro-batch runs now: compute comes after what is being brought back."""
@@ -212,17 +213,23 @@ class HostStash:
                 continue
             storage = tensor.untyped_storage()
             if storage.nbytes() >= _SMALL and storage._cdata not in self._owners and storage._cdata not in self._apart:
+                cargo = _Cargo(tensor)  # an operator, which is watched too
+                self._cargo.setdefault(batch, {})[storage._cdata] = cargo
                 self._owners[storage._cdata] = batch
-                self._cargo.setdefault(batch, {})[storage._cdata] = _Cargo(tensor)
 
     def use(self, batch: MicroBatch, tensor: torch.Tensor) -> None:
-        """The micro-batch is about to use a tensor, which may be another one's."""
+        """The micro-batch is about to use a tensor, which may be on the host, or another one's."""
         key = tensor.untyped_storage()._cdata
         owner = self._owners.get(key)
-        if owner is None or owner is batch:
+        if owner is None:
             return
-        cargo = self._drop(owner, key)
-        self._apart[key] = cargo  # for the rest of the step nobody's
+        if owner is batch:
+            cargo = self._cargo[batch][key]
+            if cargo.present and cargo.ready is None:
+                return
+        else:
+            cargo = self._drop(owner, key)
+            self._apart[key] = cargo  # for the rest of the step nobody's
         if not cargo.present:
             self._fill(cargo)
         if cargo.ready is not None:
@@ -248,9 +255,10 @@ class HostStash:
                 self._empty(cargo)
 
     def restore(self, batch: MicroBatch) -> None:
-        for cargo in self._cargo.get(batch, {}).values():
-            if not cargo.present and cargo.is_held():
-                self._fill(cargo)
+        mine = self._cargo.get(batch, {})
+        for key in {tensor.untyped_storage()._cdata for tensor in batch.needs}:
+            if key in mine and not mine[key].present:
+                self._fill(mine[key])
 
     def follow(self, batch: MicroBatch) -> None:
         for cargo in self._cargo.get(batch, {}).values():
@@ -307,8 +315,15 @@ class HostStash:
         return copy.fetched
 
     def _empty(self, cargo: _Cargo) -> None:
-        cargo.storage().resize_(0)
+        """Gives its device memory back, once the copy of it is issued; the allocator waits for the copy's end."""
+        copy = cargo.copy
+        assert copy is not None, "what is emptied was copied before"
+        assert copy.landed is not None
         cargo.present = False
+        if copy.landed.issued():
+            cargo.storage().resize_(0)
+        else:
+            self._d2h.submit(lambda: cargo.storage().resize_(0), after=[copy.landed], label="empty stash")
 
     def _copy_of(self, cargo: _Cargo) -> _Copy:
         """The host's copy of what the storage has now."""

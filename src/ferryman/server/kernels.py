@@ -7,10 +7,14 @@ Every function takes `threads` (default: the CPUs that this process may use, wha
 import functools
 import logging
 import os
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from ferryman import native
+from ferryman.server import rules
+from ferryman.server.rules import Numbers, Rule
 
 _logger = logging.getLogger("ferryman")
 
@@ -61,6 +65,103 @@ def sum_of_squares(tensor: torch.Tensor, *, threads: int | None = None, path: st
         threads or default_threads(),
     )
     return result
+
+
+class Piece(NamedTuple):
+    """A stretch of one tensor, and all that an update of it reads and writes. Flat and contiguous, on the host."""
+
+    gradient: torch.Tensor
+    weights: torch.Tensor  # the working copy
+    master: torch.Tensor | None  # what float32 has beyond it: see `master_dtype`
+    states: Sequence[torch.Tensor]  # in float32
+    numbers: Numbers  # of the rule; the first is what the gradient is multiplied by
+
+
+def master_dtype(weights: torch.dtype) -> torch.dtype | None:
+    """What is kept beside weights of this dtype: the low 16 bits of float32, float32 itself, or nothing."""
+    return {torch.float32: None, torch.bfloat16: torch.int16, torch.float16: torch.float32}[weights]
+
+
+def join(weights: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
+    """The weights in float32: new memory, or the memory itself where it is float32."""
+    if weights.dtype == torch.float32:
+        return weights
+    assert master is not None, "narrow weights have a master"
+    if weights.dtype == torch.float16:
+        return master
+    return ((weights.view(torch.int16).to(torch.int32) << 16) + master).view(torch.float32)
+
+
+def split(values: torch.Tensor, weights: torch.Tensor, master: torch.Tensor | None) -> None:
+    """Stores weights given in float32: the working copy, and what it lacks."""
+    if weights.dtype != torch.bfloat16:
+        weights.copy_(values)
+        if master is not None:
+            master.copy_(values)
+        return
+    assert master is not None, "narrow weights have a master"
+    # Rounding would carry some NaNs on to infinity or zero: all become the common one.
+    bits = torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32))
+    weights.view(torch.int16).copy_((bits + 0x8000) >> 16)
+    master.copy_(bits)  # the low half, which is that of the difference
+
+
+def update(rule: Rule, pieces: Sequence[Piece], *, threads: int | None = None, path: str | None = None) -> None:
+    """One step of an optimizer, in one pass over everything. Elementwise, so threads make no difference."""
+    for piece in pieces:
+        path = _check_piece(rule, piece, threads, path)
+    if path is None:
+        return
+    if path == "torch":
+        for piece in pieces:
+            for start in range(0, piece.gradient.numel(), _CHUNK):
+                _update_in_torch(rule, piece, slice(start, start + _CHUNK))
+        return
+    library = native.library()
+    assert library is not None, "a path other than torch comes from the library"
+    table = (native.Piece * len(pieces))(*(_raw(piece) for piece in pieces))
+    isa = native.INSTRUCTION_SETS.index(path)
+    library.ferryman_update(rules.NATIVE.index(rule), table, len(pieces), isa, threads or default_threads())
+
+
+def _raw(piece: Piece) -> native.Piece:
+    states = [state.data_ptr() for state in piece.states]
+    return native.Piece(
+        piece.gradient.numel(),
+        piece.gradient.data_ptr(),
+        piece.weights.data_ptr(),
+        None if piece.master is None else piece.master.data_ptr(),
+        *(*states, None, None)[:2],
+        _DTYPES[piece.gradient.dtype],
+        _DTYPES[piece.weights.dtype],
+        piece.numbers,
+    )
+
+
+def _update_in_torch(rule: Rule, piece: Piece, at: slice) -> None:
+    weights, master = piece.weights[at], None if piece.master is None else piece.master[at]
+    values = join(weights, master)
+    gradient = piece.gradient[at].to(torch.float32)
+    if piece.numbers[0] != 1:
+        gradient = gradient * piece.numbers[0]
+    rule.step(values, gradient, [state[at] for state in piece.states], piece.numbers)
+    if values is not weights:
+        split(values, weights, master)
+
+
+def _check_piece(rule: Rule, piece: Piece, threads: int | None, path: str | None) -> str:
+    path = _check(piece.gradient, threads, path)
+    _check(piece.weights, threads, path)
+    count, wanted = piece.gradient.numel(), master_dtype(piece.weights.dtype)
+    others = [piece.weights, *piece.states, *([] if piece.master is None else [piece.master])]
+    assert (piece.master is None) == (wanted is None), "there is a master beside narrow weights, and only there"
+    assert piece.master is None or piece.master.dtype == wanted
+    assert len(piece.states) == len(rule.states)
+    assert all(state.dtype == torch.float32 for state in piece.states)
+    assert all(tensor.numel() == count and tensor.is_contiguous() and tensor.is_cpu for tensor in others)
+    assert all(tensor.dim() == 1 for tensor in (piece.gradient, *others)), "pieces are flat"
+    assert len(piece.numbers) == len(native.Piece().numbers)
+    return path
 
 
 def _check(tensor: torch.Tensor, threads: int | None, path: str | None) -> str:

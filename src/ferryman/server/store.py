@@ -7,49 +7,82 @@ from collections.abc import Iterable
 import torch
 
 from ferryman.pinned import PinnedMemory
-from ferryman.units import Item, Unit, gradient_bytes
+from ferryman.server.panel import Panel
+from ferryman.server.state import UnitState, master_bytes, state_bytes
+from ferryman.units import GRADIENT, Item, Unit, landing_dtype, trained_elements
 
 _NOTHING = 0xFF  # each byte of what came without values: in any floating-point format not a number
 
 
 class RamStore:
-    """A flat memory for each unit's tensors, and one for the gradients of those that train.
+    """A flat memory for each unit's tensors; and, where the engine updates them, what the optimizer keeps.
 
-    The model's own tensors become views of the first, so the model always shows what the server has.
+    The model's own tensors become views of the first, so the model always shows what the server has. Memory for
+    gradients is made when it is first asked for.
     """
 
-    def __init__(self, units: Iterable[Unit], device: torch.device) -> None:
+    def __init__(self, units: Iterable[Unit], device: torch.device, panel: Panel | None = None) -> None:
         self._device = device
+        self._panel = panel
         self._weights: dict[Unit, PinnedMemory] = {}
-        self._gradients: dict[Unit, PinnedMemory] = {}
+        self._states: dict[Unit, UnitState] = {}
+        self._gradients: dict[tuple[Unit, torch.dtype], PinnedMemory] = {}
+        self._came_as: dict[Item, torch.dtype] = {}
         self._empty: dict[Item, int] = {}  # tensors that came without values, and their version then
         for unit in units:
             self.add(unit)
 
     def add(self, unit: Unit) -> None:
         memory = self._weights[unit] = PinnedMemory(unit.nbytes, self._device)
+        state = None if self._panel is None else UnitState(unit, self._panel, self._device)
+        if state is not None:
+            self._states[unit] = state
         for item in unit.items:
+            self._came_as[item] = item.tensor.dtype
             view = item.view(memory.bytes)
+            trains = state is not None and item.trains
             if item.tensor.is_meta:
                 memory.bytes[item.offset : item.offset + item.nbytes].fill_(_NOTHING)
                 _give_memory(item.tensor, view)
                 self._empty[item] = item.tensor._version
             else:
-                view.copy_(item.tensor.detach())
+                if trains:
+                    assert state is not None
+                    state.take(item, item.tensor, view)
+                else:
+                    view.copy_(item.tensor.detach())
                 item.tensor.data = view
-        self._gradients[unit] = PinnedMemory(gradient_bytes(unit), self._device)
+            if trains:
+                assert state is not None
+                state.taken(item)
 
     def remove(self, unit: Unit) -> None:
         """Its tensors keep their values, in memory that is no longer pinned."""
         self._empty = {item: version for item, version in self._empty.items() if item not in unit.items}
-        for memory in (self._weights.pop(unit), self._gradients.pop(unit)):
+        self._give_back(unit)
+        for memory in (self._weights.pop(unit), *self._gradients_of(unit).values()):
             memory.close()
+        if (state := self._states.pop(unit, None)) is not None:
+            state.close()
+        self._gradients = {key: memory for key, memory in self._gradients.items() if key[0] is not unit}
 
     def weights(self, unit: Unit) -> torch.Tensor:
         return self._weights[unit].bytes
 
-    def gradients(self, unit: Unit) -> torch.Tensor:
-        return self._gradients[unit].bytes
+    def state(self, unit: Unit) -> UnitState:
+        return self._states[unit]
+
+    def gradients(self, unit: Unit, dtype: torch.dtype = GRADIENT) -> torch.Tensor:
+        """Flat memory for the unit's gradients."""
+        if (unit, dtype) not in self._gradients:
+            memory = PinnedMemory(trained_elements(unit) * dtype.itemsize, self._device)
+            self._gradients[unit, dtype] = memory
+        return self._gradients[unit, dtype].bytes
+
+    def follow_edits(self) -> None:
+        """The user may have changed weights in place, between steps."""
+        for state in self._states.values():
+            state.follow_edits()
 
     def without_values(self) -> Item | None:
         """A tensor that was on meta, and has not been given values since."""
@@ -61,8 +94,34 @@ class RamStore:
         return next(iter(self._empty), None)
 
     def close(self) -> None:
-        for memory in (*self._weights.values(), *self._gradients.values()):
-            memory.close()
+        for unit in list(self._weights):
+            self.remove(unit)
+
+    def _gradients_of(self, unit: Unit) -> dict[torch.dtype, PinnedMemory]:
+        return {dtype: memory for (of, dtype), memory in self._gradients.items() if of is unit}
+
+    def _give_back(self, unit: Unit) -> None:
+        """Tensors get the dtype back that they came in."""
+        for item in unit.items:
+            dtype = self._came_as.pop(item)
+            if dtype != item.dtype:
+                master = self._states[unit].in_float32(item) if item.trains and unit in self._states else item.tensor
+                item.tensor.grad = None
+                item.tensor.data = master.detach().to(dtype)
+
+
+def account(units: Iterable[Unit], panel: Panel | None, *, landing: bool) -> dict[str, int]:
+    """Bytes of host memory, by what they are for; `landing`: gradients of all units are there at once."""
+    units = list(units)
+    found = {"weights": sum(unit.nbytes for unit in units)}
+    if panel is not None:
+        found["the float32 master's rest"] = sum(master_bytes(unit) for unit in units)
+        found["optimizer state"] = sum(state_bytes(unit, panel) for unit in units)
+        if landing:
+            found["gradients"] = sum(trained_elements(unit) * landing_dtype(unit).itemsize for unit in units)
+    else:
+        found["gradients"] = sum(trained_elements(unit) * GRADIENT.itemsize for unit in units)
+    return found
 
 
 def _give_memory(tensor: torch.Tensor, view: torch.Tensor) -> None:

@@ -1,0 +1,65 @@
+#include <cstdint>
+
+namespace ferryman {
+
+// A stretch of one tensor and all that belongs to it. Shared with src/ferryman/server/kernels.py.
+struct Piece {
+  int64_t count;
+  const void* gradient;
+  void* weights;  // the working copy
+  void* master;   // what float32 has beyond it: the low 16 bits (bfloat16), a float32 copy (float16), nothing (float32)
+  float* first;   // the optimizer's state, or nothing
+  float* second;
+  int32_t gradient_dtype;
+  int32_t weight_dtype;
+  float hyper[10];  // by rule; the first is what the gradient is multiplied by
+};
+
+}  // namespace ferryman
+
+#define FERRYMAN_KERNEL "update.inl"
+#include "every_isa.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "pool.h"
+
+namespace ferryman {
+namespace {
+
+// Large against the cost of handing a block out, small enough that the last one does not keep the others waiting.
+constexpr int64_t kBlock = 1 << 14;
+
+constexpr int kMasterWidth[] = {0, 2, 4};  // by the weights' dtype
+
+Piece cut(const Piece& whole, int64_t start, int64_t count) {
+  Piece piece = whole;
+  piece.count = count;
+  piece.gradient = static_cast<const char*>(whole.gradient) + start * (whole.gradient_dtype == kFloat32 ? 4 : 2);
+  piece.weights = static_cast<char*>(whole.weights) + start * (whole.weight_dtype == kFloat32 ? 4 : 2);
+  if (whole.master) piece.master = static_cast<char*>(whole.master) + start * kMasterWidth[whole.weight_dtype];
+  if (whole.first) piece.first = whole.first + start;
+  if (whole.second) piece.second = whole.second + start;
+  return piece;
+}
+
+using UpdateFor = void (*(*)(int, int, int))(const Piece&);
+constexpr UpdateFor kUpdateFor[] = FERRYMAN_EVERY_ISA(update_for);
+
+}  // namespace
+}  // namespace ferryman
+
+// Elementwise: the result depends neither on the number of threads nor on where pieces begin.
+FERRYMAN_EXPORT int ferryman_update(int rule, const ferryman::Piece* pieces, int64_t count, int isa, int threads) {
+  using namespace ferryman;
+  std::vector<Piece> blocks;
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t start = 0; start < pieces[i].count; start += kBlock)
+      blocks.push_back(cut(pieces[i], start, std::min(kBlock, pieces[i].count - start)));
+  parallel(threads, static_cast<int64_t>(blocks.size()), [&](int64_t block) {
+    const Piece& piece = blocks[block];
+    kUpdateFor[isa](rule, piece.gradient_dtype, piece.weight_dtype)(piece);
+  });
+  return 0;
+}

@@ -1,0 +1,56 @@
+"""Gradients that a step has left, as the parameters' `.grad`, with the meaning they have in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ferryman.relay.relay import Relay
+from ferryman.server.store import RamStore
+from ferryman.units import GRADIENT, Item, Unit, gradient_views
+
+
+class Gradients:
+    """Shows gradients to the user, and takes notice of what the user has done with them.
+
+    `wide`: always in float32, the very memory that an update will read. Torch's own optimizers, where the user steps
+    one, want them in the parameters' dtype.
+    """
+
+    def __init__(self, relay: Relay, store: RamStore, *, wide: bool) -> None:
+        self._relay = relay
+        self._store = store
+        self._wide = wide
+        self._shown: dict[Item, tuple[torch.Tensor, int]] = {}  # and in which version
+
+    def show(self, units: Iterable[Unit]) -> None:
+        self._shown.clear()
+        for unit in units:
+            views = gradient_views(unit, self._store.gradients(unit)) if unit in self._relay.kept else {}
+            for item in unit.trained:
+                item.tensor.grad = None
+                if self._relay.has_gradient(item):
+                    self._show(item, views[item])
+
+    def take(self, units: Iterable[Unit]) -> None:
+        """What the user has cleared starts anew; what they have edited or put there counts."""
+        for unit in units:
+            for item in unit.trained:
+                gradient = item.tensor.grad
+                shown, version = self._shown.get(item, (None, 0))
+                if gradient is None:
+                    self._relay.clear_gradients_of([item])
+                elif gradient is not shown or (gradient._version != version and gradient.dtype != GRADIENT):
+                    gradient_views(unit, self._store.gradients(unit))[item].copy_(gradient)
+                    self._relay.take_gradient(unit, item)
+
+    def _show(self, item: Item, gradient: torch.Tensor) -> None:
+        if item.tensor.dtype != GRADIENT:
+            if self._wide:
+                item.tensor.grad_dtype = GRADIENT
+            else:
+                gradient = gradient.to(item.tensor.dtype)
+        item.tensor.grad = gradient
+        assert item.tensor.grad is not None
+        self._shown[item] = (item.tensor.grad, gradient._version)

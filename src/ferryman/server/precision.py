@@ -1,0 +1,60 @@
+"""Precision: in which dtype weights are computed with and cross the link, and the scale of losses in float16."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+from ferryman.units import DtypeOf, own_dtype
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_of(model: nn.Module, precision: str | None) -> DtypeOf:
+    """The dtype of each tensor in a precision; without one, what the model has.
+
+    Buffers stay as they are. So do, in float32, the modules that a model of transformers wants to keep so.
+    """
+    if precision is None:
+        return own_dtype
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r}: there are {', '.join(map(repr, PRECISIONS))}")
+    wide = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if precision == "fp16":
+        wide += list(getattr(model, "_keep_in_fp32_modules", None) or ())
+    kept = re.compile("|".join(rf"(^|\.){name}($|\.)" for name in wide)) if wide else None
+
+    def of(name: str, tensor: torch.Tensor) -> torch.dtype:
+        if not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+            return tensor.dtype
+        return torch.float32 if kept is not None and kept.search(name) else PRECISIONS[precision]
+
+    return of
+
+
+class Scale:
+    """By which losses are multiplied, so that gradients in float16 do not vanish; it moves as torch's GradScaler's."""
+
+    def __init__(self, value: float = 1.0, *, moves: bool = False) -> None:
+        self.value = value
+        self.moves = moves
+        self._good_steps = 0  # since it changed last
+
+    def went(self, *, finite: bool) -> None:
+        """A step is over; not `finite`: its gradients overflowed."""
+        if not self.moves:
+            return
+        if not finite:
+            self.value *= 0.5
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps == 2000:
+            self.value *= 2.0
+            self._good_steps = 0
+
+
+def scale_for(dtypes: set[torch.dtype]) -> Scale:
+    return Scale(2.0**16, moves=True) if torch.float16 in dtypes else Scale()

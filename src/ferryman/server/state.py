@@ -1,0 +1,166 @@
+"""What an optimizer keeps of a unit: the float32 master of its weights, moments, and how often each was stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ferryman.pinned import PinnedMemory
+from ferryman.server import kernels
+from ferryman.server.kernels import Piece
+from ferryman.server.panel import Panel
+from ferryman.server.rules import Group, Numbers, Rule
+from ferryman.units import ALIGNMENT, GRADIENT, Item, Unit, trained_elements, trained_offsets
+
+_CHUNK = 1 << 20  # elements
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be done to one tensor: decided when an update is asked for, whatever its group says later."""
+
+    item: Item
+    rule: Rule | None  # None: torch's own
+    numbers: Numbers
+    group: Group
+
+
+def master_bytes(unit: Unit) -> int:
+    return sum(_master_bytes(item) for item in unit.trained)
+
+
+def state_bytes(unit: Unit, panel: Panel) -> int:
+    return _arrays(unit, panel) * trained_elements(unit) * GRADIENT.itemsize
+
+
+def _master_bytes(item: Item) -> int:
+    dtype = kernels.master_dtype(item.dtype)
+    return 0 if dtype is None else -(-item.tensor.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def _arrays(unit: Unit, panel: Panel) -> int:
+    """How many numbers are kept of each element; what torch itself keeps is torch's."""
+    ruled = [rule for item in unit.trained if (rule := panel.rule(item)) is not None]
+    return max((len(rule.states) for rule in ruled), default=0)
+
+
+class UnitState:
+    """The optimizer's memory of one unit."""
+
+    def __init__(self, unit: Unit, panel: Panel, device: torch.device) -> None:
+        self._panel = panel
+        self._offsets = trained_offsets(unit)
+        self._masters = PinnedMemory(master_bytes(unit), device)
+        arrays = _arrays(unit, panel)
+        self._states = [PinnedMemory(trained_elements(unit) * GRADIENT.itemsize, device) for _ in range(arrays)]
+        self._steps = dict.fromkeys(unit.trained, 0)
+        self._versions: dict[Item, int] = {}
+        self._torch: dict[Item, torch.optim.Optimizer] = {}
+        self._master: dict[Item, torch.Tensor | None] = {}
+        at = 0
+        for item in unit.trained:
+            dtype, length = kernels.master_dtype(item.dtype), _master_bytes(item)
+            part = self._masters.bytes[at : at + length]
+            self._master[item] = None if dtype is None else part.view(dtype)[: item.tensor.numel()]
+            at += length
+            rule = panel.rule(item)
+            if rule is not None and (start := rule.start(panel.group(item))) != 0:
+                for state in self._states_of(item, rule):
+                    state.fill_(start)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether tensors must be updated as wholes: torch's own optimizers count steps by tensor."""
+        return any(self._panel.rule(item) is None for item in self._offsets)
+
+    def take(self, item: Item, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Stores a tensor's weights, given in any dtype: the working copy and its master."""
+        flat, weights, master = values.detach().reshape(-1), into.view(-1), self._master[item]
+        for start in range(0, flat.numel(), _CHUNK):  # what is needed in between is small
+            at = slice(start, start + _CHUNK)
+            kernels.split(flat[at].to(torch.float32), weights[at], None if master is None else master[at])
+
+    def taken(self, item: Item) -> None:
+        self._versions[item] = item.tensor._version
+
+    def follow_edits(self) -> None:
+        """Weights that the user has changed in place since: what they lack in float32 is nothing."""
+        for item, version in self._versions.items():
+            if item.tensor._version != version and self._master[item] is not None:
+                self.take(item, item.tensor, item.tensor.detach())
+                self.taken(item)
+
+    def in_float32(self, item: Item) -> torch.Tensor:
+        return kernels.join(item.tensor.detach().view(-1), self._master[item]).view(item.tensor.shape)
+
+    def order(self, items: Collection[Item]) -> list[Order]:
+        """One step for these tensors: counts it, and reads the groups as they are now."""
+        orders = []
+        for item in items:
+            self._steps[item] += 1
+            rule, group = self._panel.rule(item), self._panel.group(item)
+            options = {name: value for name, value in group.items() if name != "params"}
+            numbers = rule.numbers(group, self._steps[item]) if rule is not None else ()
+            orders.append(Order(item, rule, numbers, options))
+        return orders
+
+    def update(
+        self, orders: Sequence[Order], gradients: torch.Tensor, start: int, factor: float, threads: int | None
+    ) -> None:
+        """Carries out the part of the orders whose gradients are given: flat, from the element `start` on."""
+        ruled: dict[str, tuple[Rule, list[Piece]]] = {}
+        for order in orders:
+            begin = self._offsets[order.item]
+            low, high = max(start, begin), min(start + gradients.numel(), begin + order.item.tensor.numel())
+            if low >= high:
+                continue
+            gradient = gradients[low - start : high - start]
+            if order.rule is None:
+                self._update_by_torch(order, gradient, factor)
+                continue
+            at = slice(low - begin, high - begin)
+            master = self._master[order.item]
+            piece = Piece(
+                gradient,
+                order.item.tensor.detach().view(-1)[at],
+                None if master is None else master[at],
+                [state[at] for state in self._states_of(order.item, order.rule)],
+                (factor, *order.numbers[1:]),
+            )
+            ruled.setdefault(order.rule.name, (order.rule, []))[1].append(piece)
+        for rule, pieces in ruled.values():
+            kernels.update(rule, pieces, threads=threads)
+
+    def close(self) -> None:
+        for memory in (self._masters, *self._states):
+            memory.close()
+
+    def _states_of(self, item: Item, rule: Rule) -> list[torch.Tensor]:
+        begin, count = self._offsets[item], item.tensor.numel()
+        return [memory.bytes.view(GRADIENT)[begin : begin + count] for memory in self._states[: len(rule.states)]]
+
+    def _update_by_torch(self, order: Order, gradient: torch.Tensor, factor: float) -> None:
+        item, optimizer = order.item, self._torch.get(order.item)
+        values = self.in_float32(item)
+        if optimizer is None:
+            kind: Any = type(self._panel.optimizer)
+            optimizer = self._torch[item] = kind([nn.Parameter(values)], **_for_constructor(order.group, kind))
+        (group,) = optimizer.param_groups
+        group.update(order.group)
+        (parameter,) = group["params"]
+        parameter.data = values
+        parameter.grad = gradient.to(torch.float32).view(values.shape) * factor
+        optimizer.step()
+        parameter.grad = None
+        if item.dtype != torch.float32:
+            self.take(item, values, item.tensor.detach())
+
+
+def _for_constructor(group: Group, kind: type) -> dict[str, Any]:
+    """Only what the class takes: groups also hold what schedulers and the class itself put there."""
+    known = kind.__init__.__code__.co_varnames  # type: ignore[misc]
+    return {name: value for name, value in group.items() if name in known}

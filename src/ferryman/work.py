@@ -1,0 +1,43 @@
+"""The user's code, as the engine runs it: the loss of a micro-batch, on the device, without caches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def model_loss(model: nn.Module, micro_batch: Any) -> torch.Tensor:
+    """The default: what the model itself calls its loss."""
+    output = model(*micro_batch) if isinstance(micro_batch, tuple) else model(**micro_batch)
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise ValueError(
+            f"the model returned a {type(output).__name__} without a loss. If it computes one from labels, put them "
+            "into the batch; else pass loss=, a function of the model and a micro-batch that returns the loss"
+        )
+    return loss  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def caches_off(model: nn.Module) -> Iterator[None]:
+    """For a step: running a unit again in the backward would fill them twice."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    before = [(config, config.use_cache) for config in configs if hasattr(config, "use_cache")]
+    try:
+        for config, _ in before:
+            config.use_cache = False
+        yield
+    finally:
+        for config, use_cache in reversed(before):
+            config.use_cache = use_cache
+
+
+def to_device(part: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, part)

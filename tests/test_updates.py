@@ -1,0 +1,287 @@
+"""Steps that update: weights, clip factors and schedules equal plain PyTorch's, eager and deferred."""
+
+import contextlib
+import copy
+import time
+import warnings
+
+import pytest
+import torch
+import torch_virtual
+from models import CASES, build, cut, model_loss, plain_step, text
+
+import ferryman
+from ferryman.engine import Engine
+from ferryman.server import kernels
+from ferryman.server.server import Server
+
+WAYS = {"eager": {}, "deferred": {"deferred": True}, "clipped": {"max_grad_norm": 0.3}}
+
+
+def adamw(model):
+    """With weight-decay groups, a rate of its own for some, and a warm-up."""
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": wide, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 5e-4}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+
+
+def plain_update(plain, optimizer, scheduler, parts, max_grad_norm=None):
+    result = plain_step(plain, parts)
+    norm = None
+    if max_grad_norm is not None:
+        norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), max_grad_norm))
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+    return result.loss, norm
+
+
+def assert_near(model, plain, limit=2e-6):
+    ours, theirs = model.state_dict(), plain.state_dict()
+    for name, value in theirs.items():
+        off = float((ours[name].float() - value.cpu().float()).abs().max())
+        assert off <= limit, f"{name} is off by {off}"
+
+
+def slow_link(device):
+    if device.type != "cpu":
+        torch_virtual.set_link(device, delay=0.01)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "skipping", "frozen"])
+def test_twenty_steps(name, way, device):
+    slow_link(device)
+    case = CASES[name]
+    model = build(case)
+    plain = copy.deepcopy(model)  # on the host: the update's arithmetic is the same, and so is the forward's
+    (optimizer, scheduler), (theirs, their_scheduler) = adamw(model), adamw(plain)
+    limit = WAYS[way].get("max_grad_norm")
+    with warnings.catch_warnings(), Engine(model, optimizer, device=device, **WAYS[way]) as engine:
+        warnings.simplefilter("error")  # of schedulers, that steps were in the wrong order
+        for seed in range(20):
+            batch = case.batch(8, seed=seed)
+            torch.manual_seed(seed)
+            loss = engine.step(batch, 4)
+            scheduler.step()
+            torch.manual_seed(seed)
+            expected, norm = plain_update(plain, theirs, their_scheduler, cut(batch, 4), limit)
+            assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+            if norm is not None:
+                assert engine.grad_norm == pytest.approx(norm, rel=1e-6)
+            assert all(p.grad is None for p in model.parameters())
+        assert_near(model, plain)
+    assert_near(model, plain)
+
+
+@pytest.mark.parametrize("stash", ["host", "device"])
+@pytest.mark.parametrize("way", WAYS)
+def test_under_delays_longer_than_a_visit(way, stash, virtual):
+    """Nothing is fetched before its update, and nothing lands on gradients that are still being used."""
+    torch_virtual.set_link(virtual, delay=0.06)
+    model, plain = build(CASES["toy"]), build(CASES["toy"])
+    (optimizer, scheduler), (theirs, their_scheduler) = adamw(model), adamw(plain)
+    with Engine(model, optimizer, device=virtual, stash=stash, **WAYS[way]) as engine:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            engine.step(text(4, seed), 2)
+            scheduler.step()
+            torch.manual_seed(seed)
+            plain_update(plain, theirs, their_scheduler, cut(text(4, seed), 2), WAYS[way].get("max_grad_norm"))
+    assert_near(model, plain)
+
+
+def slow_kernels(monkeypatch, seconds=0.02):
+    """The real update, but late."""
+    real = kernels.update
+
+    def late(*args, **kwargs):
+        time.sleep(seconds)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(kernels, "update", late)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whoever_reads_weights_sees_the_finished_update(way, device, monkeypatch):
+    slow_kernels(monkeypatch)
+    model, plain = build(CASES["toy"]), build(CASES["toy"])
+    (optimizer, _), (theirs, their_scheduler) = adamw(model), adamw(plain)
+    readers = {
+        "state_dict": lambda m: m.state_dict()["head.weight"].clone(),
+        "a part's": lambda m: m.blocks[2].state_dict()["up.weight"].clone(),
+        "evaluation": lambda m: m.eval()(**text(2)).logits.cpu(),
+        "a unit by itself": lambda m: m.eval().blocks[2](torch.ones(1, 2, 16)),
+    }
+
+    with Engine(model, optimizer, device=device, **WAYS[way]) as engine, torch.no_grad():
+        for seed, read in enumerate(readers.values()):
+            for m in (model, plain):
+                m.train()
+            with torch.enable_grad():
+                torch.manual_seed(seed)
+                engine.step(text(4, seed), 2)
+                torch.manual_seed(seed)
+                plain_update(plain, theirs, their_scheduler, cut(text(4, seed), 2), WAYS[way].get("max_grad_norm"))
+                for group in optimizer.param_groups:  # as the plain one's scheduler has done
+                    group["lr"] = theirs.param_groups[optimizer.param_groups.index(group)]["lr"]
+            torch.testing.assert_close(read(model), read(plain), atol=1e-5, rtol=0)
+    assert_near(model, plain)
+
+
+def test_a_missing_wait_for_an_update_is_found(virtual, monkeypatch):
+    """The negative control."""
+    slow_kernels(monkeypatch, 0.05)
+    monkeypatch.setattr(Server, "ready", lambda self, unit: None)
+    model = build(CASES["toy"])
+    engine = Engine(model, adamw(model)[0], device=virtual, deferred=True)
+
+    def train():
+        for seed in range(3):
+            engine.step(text(4, seed), 2)
+        engine.close()
+
+    with pytest.raises(RuntimeError, match=r"race: .*update"):
+        train()
+    monkeypatch.undo()
+    torch_virtual.synchronize()
+    with contextlib.suppress(RuntimeError):  # a second race, that nobody has seen yet
+        engine.close()
+    torch_virtual.clear_races()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_accumulation_over_calls_and_looking_at_gradients(way, device):
+    model, plain = build(CASES["toy"]), build(CASES["toy"])
+    (optimizer, scheduler), (theirs, their_scheduler) = adamw(model), adamw(plain)
+    limit = WAYS[way].get("max_grad_norm")
+    with Engine(model, optimizer, device=device, **WAYS[way]) as engine:
+        for seed in range(6):
+            for part in range(2):
+                torch.manual_seed(seed + part)
+                engine.forward_backward(text(4, seed + part), 2)
+                torch.manual_seed(seed + part)
+                plain_step(plain, cut(text(4, seed + part), 2))
+            norm = torch.stack([p.grad.norm() for p in plain.parameters()]).norm().item()
+            assert engine.grad_norm == pytest.approx(norm, rel=1e-6)
+            torch.testing.assert_close(engine.gradient("head.bias"), plain.head.bias.grad)
+            if seed % 2:
+                for m in (model, plain):
+                    m.head.weight.grad.mul_(0.1)  # edited in between
+            if seed == 4:  # the rest of the gradient comes with a step
+                torch.manual_seed(9)
+                engine.step(text(4, 9), 2)
+                torch.manual_seed(9)
+                plain_step(plain, cut(text(4, 9), 2))
+            else:
+                engine.update()
+            scheduler.step()
+            if limit is not None:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), limit)
+            theirs.step()
+            theirs.zero_grad()
+            their_scheduler.step()
+    assert_near(model, plain)
+
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "Adam with decay": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.1),
+    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+    "AdamW, maximize": lambda p: torch.optim.AdamW(p, lr=1e-3, maximize=True),
+    "AdamW, a tensor's rate": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3)),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "SGD, Nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, lr_decay=0.01, initial_accumulator_value=0.1),
+    "Lion": lambda p: ferryman.Lion(p, lr=1e-4, weight_decay=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-3),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(name, device):
+    model, plain = build(CASES["skipping"]), build(CASES["skipping"])  # some blocks have no gradient at times
+    optimizer, theirs = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](plain.parameters())
+    with Engine(model, optimizer, device=device) as engine:
+        for seed in range(6):
+            torch.manual_seed(seed)
+            engine.step(text(2, seed), 1)
+            torch.manual_seed(seed)
+            plain_step(plain, cut(text(2, seed), 1))
+            theirs.step()
+            theirs.zero_grad()
+    assert_near(model, plain, 1e-5 if name in ("Rprop", "RMSprop", "Adadelta") else 2e-6)
+
+
+def test_units_that_a_step_skips_are_not_updated(device):
+    model, plain = build(CASES["toy"]), build(CASES["toy"])
+    (optimizer, _), (theirs, _) = adamw(model), adamw(plain)
+    with Engine(model, optimizer, device=device) as engine:
+        engine.step(text(4), 2)
+        before = copy.deepcopy(model.blocks[1].state_dict())
+        engine.skip({1})
+        engine.step(text(4), 2)
+        after = model.blocks[1].state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        engine.step(text(4), 2)
+        assert not torch.equal(model.blocks[1].state_dict()["up.weight"], before["up.weight"])
+    del plain, theirs
+
+
+def test_inserted_blocks_train_and_removed_ones_rest(device):
+    model = build(CASES["toy"])
+    optimizer, _ = adamw(model)
+    block = type(model.blocks[0])()
+    with Engine(model, optimizer, device=device) as engine:
+        engine.step(text(4), 2)
+        with pytest.raises(ValueError, match=r"the optimizer does not have 'blocks\.1\."):
+            engine.insert(1, block)
+        assert len(model.blocks) == 3
+        optimizer.add_param_group({"params": list(block.parameters()), "lr": 1e-3, "weight_decay": 0.0})
+        engine.insert(1, block)
+        before = copy.deepcopy(block.state_dict())
+        engine.step(text(4), 2)
+        assert not torch.equal(block.state_dict()["up.weight"], before["up.weight"])
+        removed = engine.remove(1)
+        still = copy.deepcopy(removed.state_dict())
+        engine.step(text(4), 2)
+        assert all(torch.equal(value, still[name]) for name, value in removed.state_dict().items())
+
+
+def test_a_loss_of_the_users_and_a_budget(virtual):
+    model, plain = build(CASES["toy"]), build(CASES["toy"])
+    (optimizer, scheduler), (theirs, their_scheduler) = adamw(model), adamw(plain)
+    with Engine(model, optimizer, device=virtual, memory="96KiB", loss=model_loss) as engine:
+        for seed in range(4):
+            torch.manual_seed(seed)
+            engine.step(text(8, seed))
+            scheduler.step()
+            torch.manual_seed(seed)
+            plain_update(plain, theirs, their_scheduler, cut(text(8, seed), engine.choice.micro_batches))
+    assert_near(model, plain)
+
+
+def test_weights_changed_between_steps_count(device):
+    model, plain = build(CASES["toy"]), build(CASES["toy"])
+    (optimizer, scheduler), (theirs, their_scheduler) = adamw(model), adamw(plain)
+    with Engine(model, optimizer, device=device) as engine:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            engine.step(text(4, seed), 2)
+            scheduler.step()
+            torch.manual_seed(seed)
+            plain_update(plain, theirs, their_scheduler, cut(text(4, seed), 2))
+            engine.wait()
+            with torch.no_grad():
+                for m in (model, plain):
+                    m.head.weight.mul_(0.9)
+    assert_near(model, plain)
