@@ -2,18 +2,21 @@
 
     python benchmarks/relay.py [trace.json]
 
-The bound is per phase (docs/architecture.md): forward max(compute, bytes in) + backward max(compute, bytes in, bytes
-out). Compute is measured in the same run, round by round, with all weights already on the device; bytes are those that
-the step moved, over the bandwidth. Compute runs on one thread. Simulated copies are memcpy on the other core, so sizes
-and bandwidths (tens of MB/s) are chosen such that they take next to nothing of it.
+The bound is per phase (docs/architecture.md): forward max(compute, bytes in, host if updates are deferred) + backward
+max(compute, bytes in, bytes out, host if they are eager). Compute is measured in the same run, round by round, with all
+weights already on the device; bytes are those that the step moved, over the bandwidth. Compute runs on one thread.
+Simulated copies are memcpy on the other core, so sizes and bandwidths (tens of MB/s) are chosen such that they take
+next to nothing of it. For the same reason a slow host is simulated, too: it updates as ever, and then sleeps until the
+time is over that the elements take at its rate.
 """
 
+import contextlib
 import copy
 import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch_virtual
@@ -21,6 +24,8 @@ from _bench import machine, medians
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from ferryman.engine import Engine
+from ferryman.server import kernels
+from ferryman.server.rules import Rule
 from ferryman.trace import Span, Trace
 
 DEVICE = "virtual"
@@ -111,6 +116,77 @@ def against_the_bound(model: LlamaForCausalLM, path: str) -> None:
     print(f"trace of the equal setting: {path}")
 
 
+@contextlib.contextmanager
+def host_of(rate: float) -> Iterator[None]:
+    """A host that updates so many elements a second."""
+    real = kernels.update
+
+    def throttled(rule: Rule, pieces: Sequence[kernels.Piece], **options: int | None) -> None:
+        end = time.perf_counter() + sum(piece.gradient.numel() for piece in pieces) / rate
+        real(rule, pieces, **options)
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+    kernels.update = throttled
+    try:
+        yield
+    finally:
+        kernels.update = real
+
+
+def updating(model: LlamaForCausalLM, **options: object) -> Engine:
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    return Engine(model, optimizer, device=DEVICE, host_threads=1, **options)
+
+
+def against_the_bound_with_a_host(model: LlamaForCausalLM) -> None:
+    batch = batch_of(MICRO_BATCHES)
+    elements = sum(p.numel() for p in model.parameters())
+    free_trace = Trace()
+    free = Engine(copy.deepcopy(model), device=DEVICE, slots=LAYERS + 2, trace=free_trace)
+    for _ in range(2):
+        step(free, batch)
+    print("\nhost-bound: step over phase bound, with updates (eager at most 1.20, deferred at most 1.15)")
+    print(f"{'updates':16}{'compute':>16}{'host':>9}{'bound':>9}{'step':>9}{'ratio':>8}")
+    # Host against compute of the sweep that it runs beside.
+    for name, options, share in (("eager", {}, 1.5), ("deferred", {"deferred": True}, 2.0)):
+        with updating(model, **options) as engine:
+            ratios, bounds, times = [], [], []
+            engine.step(batch, MICRO_BATCHES)
+            for _ in range(ROUNDS):
+                start = free_trace.now()
+                step(free, batch)
+                forward, backward = visits(free_trace, start)
+                host = share * (backward if name == "eager" else forward)
+                bound = max(forward, host if name == "deferred" else 0) + max(backward, host if name == "eager" else 0)
+                with host_of(elements / host):
+                    engine.step(batch, MICRO_BATCHES)  # from here on there are updates left over from the step before
+                    begin = time.perf_counter()
+                    for _ in range(3):
+                        engine.step(batch, MICRO_BATCHES)
+                    took = (time.perf_counter() - begin) / 3
+                    engine.wait()
+                ratios.append(took / bound)
+                bounds.append(bound)
+                times.append(took)
+            print(
+                f"{name:16}{forward:>7.2f} +{backward:>5.2f} s{host:>7.2f} s{statistics.median(bounds):>7.2f} s"
+                f"{statistics.median(times):>7.2f} s{statistics.median(ratios):>8.3f}",
+                flush=True,
+            )
+    free.close()
+    with updating(model) as eager, updating(model, max_grad_norm=1.0) as clipped:
+
+        def steps(engine: Engine) -> None:
+            for _ in range(2):
+                engine.step(batch, MICRO_BATCHES)
+
+        took = medians({"eager": lambda: steps(eager), "deferred": lambda: steps(clipped)}, rounds=ROUNDS)
+    print("compute-bound, deferred with clipping against eager without (at most 1.05)")
+    ratio = took["deferred"] / took["eager"]
+    print("   ".join(f"{name} {s / 2:.2f} s" for name, s in took.items()) + f"   {ratio:.3f}")
+
+
 def against_micro_batch_major(model: LlamaForCausalLM) -> None:
     """The same engine, one micro-batch after the other: each streams all layers again, as ZeRO-3 offload does."""
     batch = batch_of(MICRO_BATCHES)
@@ -184,6 +260,7 @@ def main() -> None:
     print(f"virtual accelerator on {machine()}")
     model = make(LAYERS)
     against_the_bound(model, sys.argv[1] if len(sys.argv) > 1 else "trace.json")
+    against_the_bound_with_a_host(model)
     against_micro_batch_major(model)
     against_plain(model)
     memory()
