@@ -285,3 +285,27 @@ def test_weights_changed_between_steps_count(device):
                 for m in (model, plain):
                     m.head.weight.mul_(0.9)
     assert_near(model, plain)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_from_and_to_plain_pytorch(name, device):
+    """The optimizer's state is taken over from torch, given back at the end, and taken over again."""
+    model, plain = build(CASES["toy"]), build(CASES["toy"])
+    optimizer, theirs = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](plain.parameters())
+
+    def plainly(model, optimizer, seed):
+        torch.manual_seed(seed)
+        plain_step(model, cut(text(2, seed), 1))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for start in (0, 4):
+        for seed in range(start, start + 2):
+            plainly(model, optimizer, seed)
+        with Engine(model, optimizer, device=device) as engine:
+            for seed in range(start + 2, start + 4):
+                torch.manual_seed(seed)
+                engine.step(text(2, seed), 1)
+    for seed in range(8):
+        plainly(plain, theirs, seed)
+    assert_near(model, plain, 1e-5 if name in ("Rprop", "RMSprop", "Adadelta") else 2e-6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,6 +17,12 @@ from ferryman.server.rules import Group, Numbers, Rule
 from ferryman.units import ALIGNMENT, GRADIENT, Item, Unit, trained_elements, trained_offsets
 
 _CHUNK = 1 << 20  # elements
+
+
+class _Nothing:
+    """An optimizer that has not stepped."""
+
+    state: ClassVar[dict[Any, Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -68,14 +74,40 @@ class UnitState:
             self._master[item] = None if dtype is None else part.view(dtype)[: item.tensor.numel()]
             at += length
             rule = panel.rule(item)
-            if rule is not None and (start := rule.start(panel.group(item))) != 0:
-                for state in self._states_of(item, rule):
-                    state.fill_(start)
+            if rule is not None:
+                self._take_state(item, rule)
 
     @property
     def is_whole(self) -> bool:
         """Whether tensors must be updated as wholes: torch's own optimizers count steps by tensor."""
         return any(self._panel.rule(item) is None for item in self._offsets)
+
+    def _take_state(self, item: Item, rule: Rule) -> None:
+        """What torch's optimizer has of the tensor, from a checkpoint or from training without an engine."""
+        theirs = self._panel.optimizer.state.pop(item.tensor, {})
+        known = all(isinstance(theirs.get(name), torch.Tensor) for name in rule.states)
+        for name, state in zip(rule.states, self._states_of(item, rule), strict=True):
+            if theirs and known:
+                state.copy_(theirs[name].reshape(-1))
+            else:
+                state.fill_(rule.start(self._panel.group(item)))
+        if theirs and known:
+            self._steps[item] = int(theirs.get("step", 1))
+
+    def give_back(self) -> None:
+        """Training may go on without an engine: torch's optimizer gets its state."""
+        state = self._panel.optimizer.state
+        for item, steps in self._steps.items():
+            rule = self._panel.rule(item)
+            if rule is None:
+                for theirs in self._torch.get(item, _Nothing).state.values():
+                    state[item.tensor] = theirs
+            elif steps:
+                views = self._states_of(item, rule)
+                state[item.tensor] = {
+                    "step": torch.tensor(float(steps)),
+                    **{name: view.view(item.tensor.shape) for name, view in zip(rule.states, views, strict=True)},
+                }
 
     def take(self, item: Item, values: torch.Tensor, into: torch.Tensor) -> None:
         """Stores a tensor's weights, given in any dtype: the working copy and its master."""
@@ -148,7 +180,10 @@ class UnitState:
         values = self.in_float32(item)
         if optimizer is None:
             kind: Any = type(self._panel.optimizer)
-            optimizer = self._torch[item] = kind([nn.Parameter(values)], **_for_constructor(order.group, kind))
+            parameter = nn.Parameter(values)
+            optimizer = self._torch[item] = kind([parameter], **_for_constructor(order.group, kind))
+            if theirs := self._panel.optimizer.state.pop(item.tensor, None):
+                optimizer.state[parameter] = theirs
         (group,) = optimizer.param_groups
         group.update(order.group)
         (parameter,) = group["params"]

@@ -63,6 +63,7 @@ class RamStore:
         for memory in (self._weights.pop(unit), *self._gradients_of(unit).values()):
             memory.close()
         if (state := self._states.pop(unit, None)) is not None:
+            state.give_back()
             state.close()
         self._gradients = {key: memory for key, memory in self._gradients.items() if key[0] is not unit}
 
