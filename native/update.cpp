@@ -28,8 +28,15 @@ struct Piece {
 namespace ferryman {
 namespace {
 
-// Large against the cost of handing a block out, small enough that the last one does not keep the others waiting.
-constexpr int64_t kBlock = 1 << 14;
+// A block is large against the cost of handing it out, and memory is faster the longer it is read in a row; but each
+// thread has several, so that the last one does not keep the others waiting.
+constexpr int64_t kSmallestBlock = 1 << 14, kLargestBlock = 1 << 18, kBlocksPerThread = 8;
+
+int64_t block_size(const Piece* pieces, int64_t count, int threads) {
+  int64_t elements = 0;
+  for (int64_t i = 0; i < count; ++i) elements += pieces[i].count;
+  return std::clamp(elements / (threads * kBlocksPerThread), kSmallestBlock, kLargestBlock);
+}
 
 constexpr int kMasterWidth[] = {0, 2, 4};  // by the weights' dtype
 
@@ -53,10 +60,11 @@ constexpr UpdateFor kUpdateFor[] = FERRYMAN_EVERY_ISA(update_for);
 // Elementwise: the result depends neither on the number of threads nor on where pieces begin.
 FERRYMAN_EXPORT int ferryman_update(int rule, const ferryman::Piece* pieces, int64_t count, int isa, int threads) {
   using namespace ferryman;
+  const int64_t size = block_size(pieces, count, threads);
   std::vector<Piece> blocks;
   for (int64_t i = 0; i < count; ++i)
-    for (int64_t start = 0; start < pieces[i].count; start += kBlock)
-      blocks.push_back(cut(pieces[i], start, std::min(kBlock, pieces[i].count - start)));
+    for (int64_t start = 0; start < pieces[i].count; start += size)
+      blocks.push_back(cut(pieces[i], start, std::min(size, pieces[i].count - start)));
   parallel(threads, static_cast<int64_t>(blocks.size()), [&](int64_t block) {
     const Piece& piece = blocks[block];
     kUpdateFor[isa](rule, piece.gradient_dtype, piece.weight_dtype)(piece);

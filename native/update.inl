@@ -197,7 +197,8 @@ __attribute__((flatten)) static void update(const Piece& piece) {
 
 // By the gradient's dtype, then by the weights': both in the order of Dtype.
 typedef void (*Update)(const Piece&);
-#define FERRYMAN_FORMS(Rule, Number) {update<Rule, Number, Plain>, update<Rule, Number, Split>, update<Rule, Number, Half>}
+#define FERRYMAN_FORMS(Rule, Number) \
+  {update<Rule, Number, Plain>, update<Rule, Number, Split>, update<Rule, Number, Half>}
 #define FERRYMAN_RULE(Rule) \
   {FERRYMAN_FORMS(Rule, float), FERRYMAN_FORMS(Rule, Bfloat16), FERRYMAN_FORMS(Rule, Float16)}
 static inline Update update_for(int rule, int gradient, int weights) {
