@@ -309,3 +309,153 @@ def test_training_goes_on_from_and_to_plain_pytorch(name, device):
     for seed in range(8):
         plainly(plain, theirs, seed)
     assert_near(model, plain, 1e-5 if name in ("Rprop", "RMSprop", "Adadelta") else 2e-6)
+
+
+# What a reviewer found.
+
+
+def fresh(name="toy", **options):
+    model, plain = build(CASES[name]), build(CASES[name])
+    return model, plain, torch.optim.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(plain.parameters(), lr=1e-2)
+
+
+def plainly(plain, theirs, seed):
+    torch.manual_seed(seed)
+    plain_step(plain, cut(text(4, seed), 2))
+    theirs.step()
+    theirs.zero_grad()
+
+
+def ours(engine, seed):
+    torch.manual_seed(seed)
+    return engine.step(text(4, seed), 2)
+
+
+@pytest.mark.parametrize("make", [torch.optim.RMSprop, lambda p, lr: torch.optim.Adam(p, lr=lr, amsgrad=True)])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_masters_survive_updates_by_torch(make, precision, device):
+    """Steps too small for the narrow dtype add up all the same, and round nothing."""
+    model = build(CASES["toy"])
+    before = copy.deepcopy(model.state_dict())
+    with Engine(model, make(model.parameters(), lr=1e-7), device=device, precision=precision) as engine:
+        for seed in range(5):
+            ours(engine, seed)
+    moved = max(float((value - before[name]).abs().max()) for name, value in model.state_dict().items())
+    assert 0 < moved < 1e-5
+
+
+def test_refused_steps_do_not_count(device):
+    model, plain, optimizer, theirs = fresh()
+    with Engine(
+        model, optimizer, device=device, loss=lambda m, part: model_loss(m, part) * (float("nan") if bad[0] else 1)
+    ) as engine:
+        bad = [False]
+        for seed in range(4):
+            for bad[0] in (True, False):
+                if bad[0]:
+                    with pytest.raises(ferryman.NonFiniteError, match="No weight was changed"):
+                        ours(engine, seed)
+                else:
+                    ours(engine, seed)
+            plainly(plain, theirs, seed)
+    assert_near(model, plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_loading_weights_waits_for_the_update(way, device, monkeypatch):
+    slow_kernels(monkeypatch)
+    model, other, optimizer, _ = fresh()
+    with Engine(model, optimizer, device=device, **WAYS[way]) as engine:
+        ours(engine, 0)
+        model.load_state_dict(other.state_dict())
+        assert_near(model, other, 0)
+
+
+def test_gradients_set_right_after_a_step_wait_for_it(device, monkeypatch):
+    slow_kernels(monkeypatch, 0.05)
+    model, plain, optimizer, theirs = fresh()
+    with Engine(model, optimizer, device=device, deferred=True) as engine:
+        ours(engine, 0)
+        for parameter in (*model.parameters(), *plain.parameters()):
+            parameter.grad = None
+        plainly(plain, theirs, 0)
+        for parameter in (*model.parameters(), *plain.parameters()):
+            parameter.grad = torch.ones_like(parameter)
+        engine.update()
+        theirs.step()
+    assert_near(model, plain)
+
+
+def test_gradients_that_were_saved_stay_as_they_were(device):
+    model, plain, optimizer, theirs = fresh()
+    with Engine(model, optimizer, device=device) as engine:
+        saved = {}
+        for seed in range(2):
+            torch.manual_seed(seed)
+            engine.forward_backward(text(4, seed), 2)
+            torch.manual_seed(seed)
+            plain_step(plain, cut(text(4, seed), 2))
+            for m in (model, plain):
+                for name, parameter in m.named_parameters():
+                    saved.setdefault((m, name), []).append(parameter.grad)
+                    parameter.grad = None
+        for m in (model, plain):
+            for name, parameter in m.named_parameters():
+                parameter.grad = saved[m, name][0] + 2 * saved[m, name][1]
+        engine.update()
+        theirs.step()
+    assert_near(model, plain)
+
+
+def test_the_optimizers_own_checkpoint(device):
+    """Its state_dict is complete while the engine has it, and one that is loaded counts."""
+    model, plain, optimizer, theirs = fresh()
+    with Engine(model, optimizer, device=device) as engine:
+        for seed in range(2):
+            ours(engine, seed)
+            plainly(plain, theirs, seed)
+        state = copy.deepcopy(optimizer.state_dict())
+        expected = theirs.state_dict()
+        assert state["state"].keys() == expected["state"].keys()
+        for key, values in expected["state"].items():
+            for name, value in values.items():
+                torch.testing.assert_close(state["state"][key][name], value, atol=1e-6, rtol=1e-5)
+        for seed in range(2, 4):
+            ours(engine, seed)
+        optimizer.load_state_dict(state)
+        model.load_state_dict(plain.state_dict())
+        for seed in range(2, 4):
+            ours(engine, seed)
+            plainly(plain, theirs, seed)
+    assert_near(model, plain)
+
+
+def test_the_optimizer_itself_is_not_stepped(device):
+    model, _, optimizer, _ = fresh()
+    with Engine(model, optimizer, device=device) as engine:
+        engine.forward_backward(text(4), 2)
+        with pytest.raises(ValueError, match=r"optimizer.step\(\) was called while an engine has the optimizer"):
+            optimizer.step()
+    optimizer.step()
+
+
+def test_checkpointing_that_calls_units_in_the_backward_is_refused(device):
+    case = CASES["gpt2"]
+    model = build(case)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), device=device) as engine:
+        with pytest.raises(ValueError, match=r"'transformer.h.\d' is called in the backward.*use_reentrant=False"):
+            engine.step(case.batch(8), 4)
+        model.gradient_checkpointing_disable()
+        engine.step(case.batch(8), 4)
+
+
+def test_an_engine_that_cannot_be_made_leaves_the_optimizers_state(virtual):
+    model, _, optimizer, _ = fresh()
+    plainly(model, optimizer, 0)
+    entries = len(optimizer.state)
+    torch_virtual.set_capacity(torch.accelerator.memory_allocated(virtual) + 100, virtual)
+    with pytest.raises(torch.OutOfMemoryError):
+        Engine(model, optimizer, device=virtual)
+    assert len(optimizer.state) == entries
+    optimizer.step()

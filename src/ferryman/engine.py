@@ -28,7 +28,7 @@ from ferryman.cost.plan import Need, Plan, make_plan
 from ferryman.cost.sizes import parse_bytes, show_bytes
 from ferryman.gradients import Gradients
 from ferryman.lanes import Lanes
-from ferryman.relay.fit import Choice, Fit, TooLargeError, Trial
+from ferryman.relay.fit import Choice, Fit, TooLargeError, Trial, advice
 from ferryman.relay.relay import Relay
 from ferryman.server import memory as host_memory
 from ferryman.server.panel import Panel
@@ -129,8 +129,7 @@ class Engine:
         engine and the model's `state_dict` show of the weights waits for it.
         """
         panel = self._need_optimizer()
-        panel.look(self._model.named_parameters())
-        self._store.follow_edits()
+        self._follow_user(panel)
         loss = self._run(batch, micro_batches, for_good=True)
         self._finish()
         return loss
@@ -138,8 +137,7 @@ class Engine:
     def update(self) -> None:
         """Updates the weights with the gradients that `forward_backward` has left; they are cleared."""
         panel = self._need_optimizer()
-        panel.look(self._model.named_parameters())
-        self._store.follow_edits()
+        self._follow_user(panel)
         self._gradients.take(self._all_units())
         self._finish()
 
@@ -188,8 +186,9 @@ class Engine:
                 )
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
-                error.add_note(self._about_memory(choice))
+                error.add_note(advice(self.plan, choice))
             if for_good:
+                error.add_note(f"ferryman: {self._server.what_has_changed()}")
                 self._recover()
             raise
         finally:
@@ -213,9 +212,20 @@ class Engine:
     def _recover(self) -> None:
         """Work that came after a failure was not done; nothing waits for it any more."""
         self._lanes.drain()
-        self.zero_grad()
-        self._relay.recover()
         self._server.recover()
+        self._relay.recover()
+        self.zero_grad()
+
+    def _follow_user(self, panel: Panel) -> None:
+        """What has been changed since the last update: groups, weights, the optimizer's state."""
+        panel.look(self._model.named_parameters())
+        if panel.optimizer.state:
+            self.wait()
+        self._store.follow_edits()
+
+    def _show_states(self) -> None:
+        self.wait()
+        self._store.show_states()
 
     def _need_optimizer(self) -> Panel:
         self._check_open()
@@ -276,6 +286,7 @@ class Engine:
         self._blocks.remove(block)
         self._serve(dataclasses.replace(self.plan, units=tuple(unit for unit in self.units if unit not in gone)))
         for unit in gone:
+            self._server.forget_unit(unit)
             self._store.remove(unit)
         self._takeover.give_back(inside)
         return block
@@ -313,8 +324,13 @@ class Engine:
         host_memory.trim()
         self._lanes = Lanes(self.device, trace=self._trace)
         self._server = Server(self._store, self._panel, self._lanes, self.device, self._settings, scale)
-        self._relay = Relay(plan, self.device, self._server, self._lanes)
-        self._gradients = Gradients(self._relay, self._store, wide=self._panel is not None)
+        try:
+            self._relay = Relay(plan, self.device, self._server, self._lanes)
+        except BaseException:  # out of memory, on the device
+            self._lanes.close()
+            self._store.close()
+            raise
+        self._gradients = Gradients(self._relay, self._store, self.wait, wide=self._panel is not None)
         self._trains = {item: item.trains for unit in units for item in unit.items}
         self._fit = self._new_fit()
         self._take_over(plan.units)
@@ -322,12 +338,16 @@ class Engine:
             self._take_over_block(block)
         self._takeover.replace(self._model, self._outside_steps(self._model.forward))
         self._takeover.watch(self._model.modules())
+        if self._panel is not None:
+            self._panel.watch(self._show_states)
 
     def _tear_down(self) -> None:
         try:
             self._lanes.close()
         finally:
             self._takeover.end()
+            if self._panel is not None:
+                self._panel.release()
             self._relay.close()
             self._server.close()
             self._store.close()
@@ -358,7 +378,7 @@ class Engine:
             self._relay.adopt([x for x in pytree.tree_leaves(here) if isinstance(x, torch.Tensor)])
             loss = self._loss(self._model, here)
             checks.loss(loss)
-            return loss * weight
+            return loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight
 
         return run
 
@@ -413,14 +433,6 @@ class Engine:
             )
         self._tear_down()
         self._build(plan)
-
-    def _about_memory(self, choice: Choice) -> str:
-        place = "host" if choice.stash_on_host else "device"
-        return (
-            f"ferryman has {show_bytes(self.plan.fixed)} on the device all the time, {self.plan.explain()}; the stash "
-            f"is on the {place}, micro-batches: {choice.micro_batches}. memory='...' gives the engine a budget to "
-            "keep; stash='host' and more micro_batches need less"
-        )
 
     # What may be wrong.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -18,11 +19,12 @@ class Gradients:
     one, want them in the parameters' dtype.
     """
 
-    def __init__(self, relay: Relay, store: RamStore, *, wide: bool) -> None:
+    def __init__(self, relay: Relay, store: RamStore, settle: Callable[[], None], *, wide: bool) -> None:
         self._relay = relay
+        self._settle = settle
         self._store = store
         self._wide = wide
-        self._shown: dict[Item, tuple[torch.Tensor, int]] = {}  # and in which version
+        self._shown: dict[Item, tuple[weakref.ref[torch.Tensor], int]] = {}  # and in which version
 
     def show(self, units: Iterable[Unit]) -> None:
         self._shown.clear()
@@ -38,10 +40,16 @@ class Gradients:
         for unit in units:
             for item in unit.trained:
                 gradient = item.tensor.grad
-                shown, version = self._shown.get(item, (None, 0))
+                shown, version = self._shown.get(item, (_nothing, 0))
+                saved = shown()
+                if saved is not None and saved is not gradient:
+                    saved.data = saved.data.clone()  # somebody has kept it: it must not change with what comes
                 if gradient is None:
                     self._relay.clear_gradients_of([item])
-                elif gradient is not shown or (gradient._version != version and gradient.dtype != GRADIENT):
+                    continue
+                edited = gradient._version != version and gradient.dtype != GRADIENT
+                if gradient is not saved or edited or not self._relay.has_gradient(item):
+                    self._settle()  # an update may still read what is there
                     gradient_views(unit, self._store.gradients(unit))[item].copy_(gradient)
                     self._relay.take_gradient(unit, item)
 
@@ -53,4 +61,8 @@ class Gradients:
                 gradient = gradient.to(item.tensor.dtype)
         item.tensor.grad = gradient
         assert item.tensor.grad is not None
-        self._shown[item] = (item.tensor.grad, gradient._version)
+        self._shown[item] = (weakref.ref(item.tensor.grad), gradient._version)
+
+
+def _nothing() -> None:
+    return None

@@ -35,17 +35,20 @@ class Takeover:
         self._before_reading = before_reading
         # What instances had for `forward` of their own, to be put back; usually nothing.
         self._forwards: dict[nn.Module, Forward | None] = {}
-        self._hooks: dict[nn.Module, RemovableHandle] = {}
+        self._hooks: dict[nn.Module, tuple[RemovableHandle, ...]] = {}
 
     def replace(self, module: nn.Module, forward: Forward) -> None:
         self._forwards.setdefault(module, module.__dict__.get("forward"))
         module.__dict__["forward"] = _StandIn(module, forward)
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
-        """Whoever asks one of them for its state_dict waits for updates that are under way."""
+        """Whoever asks one of them for its state_dict, or loads one, waits for updates that are under way."""
         for module in modules:
             if module not in self._hooks:
-                self._hooks[module] = module.register_state_dict_pre_hook(lambda *_: self._before_reading())
+                self._hooks[module] = (
+                    module.register_state_dict_pre_hook(lambda *_: self._before_reading()),
+                    module.register_load_state_dict_pre_hook(lambda *_: self._before_reading()),
+                )
 
     def give_back(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:
@@ -54,7 +57,7 @@ class Takeover:
                 module.__dict__.pop("forward", None)
                 if own is not None:
                     module.__dict__["forward"] = own
-            if (hook := self._hooks.pop(module, None)) is not None:
+            for hook in self._hooks.pop(module, ()):
                 hook.remove()
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ferryman.batch import Shape, shape_of, take
-from ferryman.cost.plan import Need
+from ferryman.cost.plan import Need, Plan
 from ferryman.cost.sizes import show_bytes
 
 # A trial has this many micro-batches: while one runs, one comes back to the device and one leaves it.
@@ -149,3 +149,13 @@ class Fit:
 
 def _padded(nbytes: int) -> int:
     return int(nbytes * (1 + _SLACK))
+
+
+def advice(plan: Plan, choice: Choice) -> str:
+    """For who has run out of device memory."""
+    place = "host" if choice.stash_on_host else "device"
+    return (
+        f"ferryman has {show_bytes(plan.fixed)} on the device all the time, {plan.explain()}; the stash is on the "
+        f"{place}, micro-batches: {choice.micro_batches}. memory='...' gives the engine a budget to keep; stash='host' "
+        "and more micro_batches need less"
+    )

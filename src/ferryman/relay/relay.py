@@ -269,6 +269,11 @@ class Relay:
 
     # What calls tell.
 
+    @property
+    def updates(self) -> bool:
+        """Whether weights change as soon as a unit's backward is over."""
+        return self._for_good
+
     def turns_at(self, module: nn.Module) -> bool:
         return module in self._turns
 

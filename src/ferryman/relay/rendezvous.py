@@ -88,12 +88,25 @@ class MicroBatch:
         randomness.restore(self._random)
         self.wish = None
         self._mine.release()
-        self._drivers.acquire()
+        interrupt = self._await_parking()
         self._random = randomness.state()
         randomness.restore(outside)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        if interrupt is not None:
+            raise interrupt
+
+    def _await_parking(self) -> BaseException | None:
+        """A KeyboardInterrupt waits, too: nothing may be taken down beside a micro-batch that runs on."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self._drivers.acquire()
+            except BaseException as error:
+                interrupt = error
+            else:
+                return interrupt
 
     def abandon(self) -> None:
         """Called by the driver: ends the micro-batch wherever it is parked."""

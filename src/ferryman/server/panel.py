@@ -3,11 +3,12 @@ every update. Its own state stays empty; the server keeps it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ferryman.server import rules
 from ferryman.server.rules import Group, Rule
@@ -41,6 +42,7 @@ class Panel:
         self.optimizer = optimizer
         self._model = model
         self._groups: dict[int, int] = {}  # by parameter, as of the last look
+        self._hooks: list[RemovableHandle] = []
         self._rules = [_rule_of(optimizer, group) for group in optimizer.param_groups]
         self.look(model.named_parameters())
 
@@ -98,9 +100,29 @@ class Panel:
         """None: it is left to torch."""
         return self._rules[self._groups[id(item.tensor)]]
 
+    def watch(self, show: Callable[[], None]) -> None:
+        """While an engine has the optimizer: `show` puts its state where `state_dict` looks for it."""
+        self._hooks = [
+            self.optimizer.register_step_pre_hook(_refuse_step),
+            self.optimizer.register_state_dict_pre_hook(lambda _: show()),
+            self.optimizer.register_state_dict_post_hook(lambda optimizer, _: optimizer.state.clear()),
+        ]
+
+    def release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
     def stepped(self) -> None:
         """Tells torch's schedulers that a step was made, so that they do not warn of a wrong order."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _refuse_step(*_: Any) -> None:
+    raise ValueError(
+        "optimizer.step() was called while an engine has the optimizer, and would update the weights a second time; "
+        "engine.step() and engine.update() do it"
+    )
 
 
 def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule | None:
@@ -116,6 +138,9 @@ def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule | None:
     if kind is torch.optim.Adagrad:
         return rules.ADAGRAD if plain else None
     if kind.__name__ == "Lion" and {"lr", "betas", "weight_decay"} <= set(group):
+        known = ("params", "lr", "betas", "weight_decay", "initial_lr")
+        if strange := [name for name, value in group.items() if name not in known and value]:
+            raise ValueError(f"{kind.__module__}.Lion({strange[0]}=...) is not supported; use ferryman.Lion")
         return rules.LION
     if kind in _LEFT_TO_TORCH:
         return None

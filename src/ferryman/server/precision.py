@@ -34,6 +34,9 @@ def dtype_of(model: nn.Module, precision: str | None) -> DtypeOf:
     return of
 
 
+_LEAST = 2.0**-24  # no finite loss needs to be made smaller than this
+
+
 class Scale:
     """By which losses are multiplied, so that gradients in float16 do not vanish; it moves as torch's GradScaler's."""
 
@@ -49,6 +52,11 @@ class Scale:
         if not finite:
             self.value *= 0.5
             self._good_steps = 0
+            if self.value < _LEAST:
+                raise ValueError(
+                    f"the loss scale has fallen to {self.value}, and gradients in float16 are still not finite: the "
+                    "loss itself is inf or NaN, or far too large. Look at the data and the learning rate, or use bf16"
+                )
             return
         self._good_steps += 1
         if self._good_steps == 2000:

@@ -97,6 +97,7 @@ class Server:
         self._sums: dict[Item, float] = {}  # squares, as they stand on the host
         self._seen: list[Mark] = []  # the ends of looks at gradients
         self._losses: list[tuple[torch.Tensor, Mark]] = []
+        self._begun: set[Unit] = set()  # units with updates that were carried out, or begun
         self._norm: float | None = None
 
     @property
@@ -182,8 +183,7 @@ class Server:
         self._norm = self._norm_of_sums()
         if not finite and not self.scale.moves and self._settings.on_nonfinite == "raise":
             broken = next(item.name for item, total in self._sums.items() if not math.isfinite(total))
-            self._forget()
-            raise _non_finite(broken, "No weight was changed")
+            raise _non_finite(broken, self.what_has_changed())
         self.scale.went(finite=finite)
         if finite:
             clip = self._clip_factor(self._norm)
@@ -208,12 +208,26 @@ class Server:
     def forget_gradients(self) -> None:
         self._forget()
 
+    def what_has_changed(self) -> str:
+        """In the step that runs, for an error that ends it."""
+        if not self._begun:
+            return "No weight was changed"
+        return f"{len(self._begun)} units had been updated already, eagerly; deferred=True waits for all gradients"
+
+    def forget_unit(self, unit: Unit) -> None:
+        """It has left the model."""
+        self._sources.pop(unit, None)
+        self._ready.pop(unit, None)
+
     @property
     def has_stepped(self) -> bool:
         return bool(self._ready)
 
     def recover(self) -> None:
-        """After a failure, when no lane has work any more: what was not done is not waited for."""
+        """After a failure, when no lane has work any more: what was not done is not waited for, and does not count."""
+        for unit, orders in self._orders.items():
+            if unit not in self._begun:
+                self.store.state(unit).undo(orders)
         self._forget()
         self._ready.clear()
         for buffer in self._ring:
@@ -225,6 +239,7 @@ class Server:
 
     def _forget(self) -> None:
         self._orders.clear()
+        self._begun.clear()
         self._sources.clear()
         self._sums.clear()
         self._seen.clear()
@@ -250,15 +265,20 @@ class Server:
     ) -> None:
         for item, total in _squares(unit, gradients, start, items, self._settings.threads).items():
             if raises and not math.isfinite(total):
-                raise _non_finite(item.name, "Units after it have been updated already; deferred=True waits for all")
+                raise _non_finite(item.name, self.what_has_changed())
             self._sums[item] = self._sums.get(item, 0.0) + total
 
     def _submit_update(
         self, unit: Unit, orders: Sequence[Order], gradients: torch.Tensor, start: int, factor: float
     ) -> Mark:
         state, threads = self.store.state(unit), self._settings.threads
+
+        def update() -> None:
+            self._begun.add(unit)
+            state.update(orders, gradients, start, factor, threads)
+
         self._ready[unit] = self._host.submit(
-            lambda: state.update(orders, gradients, start, factor, threads),
+            update,
             label=f"update {unit.name}",
             nbytes=gradients.nbytes,
             reads=[gradients],

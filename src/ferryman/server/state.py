@@ -94,6 +94,20 @@ class UnitState:
         if theirs and known:
             self._steps[item] = int(theirs.get("step", 1))
 
+    def take_loaded(self) -> None:
+        """The user may have given the optimizer another state (load_state_dict)."""
+        for item in self._steps:
+            if (rule := self._panel.rule(item)) is None:
+                if item.tensor in self._panel.optimizer.state:
+                    self._torch.pop(item, None)
+            elif item.tensor in self._panel.optimizer.state:
+                self._take_state(item, rule)
+
+    def undo(self, orders: Sequence[Order]) -> None:
+        """These were not carried out."""
+        for order in orders:
+            self._steps[order.item] -= 1
+
     def give_back(self) -> None:
         """Training may go on without an engine: torch's optimizer gets its state."""
         state = self._panel.optimizer.state
@@ -106,7 +120,10 @@ class UnitState:
                 views = self._states_of(item, rule)
                 state[item.tensor] = {
                     "step": torch.tensor(float(steps)),
-                    **{name: view.view(item.tensor.shape) for name, view in zip(rule.states, views, strict=True)},
+                    **{
+                        n: v.view(item.tensor.shape).to(item.tensor.dtype)
+                        for n, v in zip(rule.states, views, strict=True)
+                    },
                 }
 
     def take(self, item: Item, values: torch.Tensor, into: torch.Tensor) -> None:
@@ -123,11 +140,12 @@ class UnitState:
         """Weights that the user has changed in place since: what they lack in float32 is nothing."""
         for item, version in self._versions.items():
             if item.tensor._version != version and self._master[item] is not None:
-                self.take(item, item.tensor, item.tensor.detach())
+                self.take(item, item.tensor, item.tensor.data)
                 self.taken(item)
 
     def in_float32(self, item: Item) -> torch.Tensor:
-        return kernels.join(item.tensor.detach().view(-1), self._master[item]).view(item.tensor.shape)
+        # Through `.data`: what is written there does not count as an edit of the user's.
+        return kernels.join(item.tensor.data.view(-1), self._master[item]).view(item.tensor.shape)
 
     def order(self, items: Collection[Item]) -> list[Order]:
         """One step for these tensors: counts it, and reads the groups as they are now."""
@@ -158,7 +176,7 @@ class UnitState:
             master = self._master[order.item]
             piece = Piece(
                 gradient,
-                order.item.tensor.detach().view(-1)[at],
+                order.item.tensor.data.view(-1)[at],
                 None if master is None else master[at],
                 [state[at] for state in self._states_of(order.item, order.rule)],
                 (factor, *order.numbers[1:]),
@@ -192,7 +210,7 @@ class UnitState:
         optimizer.step()
         parameter.grad = None
         if item.dtype != torch.float32:
-            self.take(item, values, item.tensor.detach())
+            self.take(item, values, item.tensor.data)
 
 
 def _for_constructor(group: Group, kind: type) -> dict[str, Any]:

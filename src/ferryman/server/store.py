@@ -81,9 +81,15 @@ class RamStore:
         return self._gradients[unit, dtype].bytes
 
     def follow_edits(self) -> None:
-        """The user may have changed weights in place, between steps."""
+        """The user may have changed weights in place, or the optimizer's state, between steps."""
         for state in self._states.values():
             state.follow_edits()
+            state.take_loaded()
+
+    def show_states(self) -> None:
+        """Puts the optimizer's state where torch looks for it."""
+        for state in self._states.values():
+            state.give_back()
 
     def without_values(self) -> Item | None:
         """A tensor that was on meta, and has not been given values since."""
