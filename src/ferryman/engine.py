@@ -27,6 +27,7 @@ from ferryman.blocks import Blocks, Position
 from ferryman.cost.plan import Need, Plan, make_plan
 from ferryman.cost.sizes import parse_bytes, show_bytes
 from ferryman.gradients import Gradients
+from ferryman.interrupts import Interrupts
 from ferryman.lanes import Lanes
 from ferryman.relay.fit import Choice, Fit, TooLargeError, Trial, advice
 from ferryman.relay.relay import Relay
@@ -179,17 +180,21 @@ class Engine:
         without = [unit for unit in self.units if self._is_skipped(unit)]
         scale = self._server.scale.value
         try:
-            with self._step():
-                works = [self._work(part.content, part.weight * scale) for part in parts]
+            with self._step(), Interrupts() as interrupts:
                 total = self._relay.run(
-                    works, seed, stash_on_host=choice.stash_on_host, for_good=for_good, without=without
+                    [self._work(part.content, part.weight * scale) for part in parts],
+                    seed,
+                    stash_on_host=choice.stash_on_host,
+                    for_good=for_good,
+                    without=without,
+                    between=interrupts.check,
                 )
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
                 error.add_note(advice(self.plan, choice))
             if for_good:
                 error.add_note(f"ferryman: {self._server.what_has_changed()}")
-                self._recover()
+            self._recover(forget=for_good)
             raise
         finally:
             self._blocks.skipped = frozenset()
@@ -198,23 +203,25 @@ class Engine:
     def _finish(self) -> None:
         """Gradients are there, or on their way: has them used up."""
         panel = self._need_optimizer()
-        try:
-            for unit, items in self._relay.kept.items():
-                self._server.keep(unit, items)
-            # In the order in which the next step fetches them.
-            self._server.finish((self.plan.residents, *self.plan.units), list(self._relay.kept))
-        except BaseException:
-            self._recover()
-            raise
-        self.zero_grad()
-        panel.stepped()
+        with Interrupts():
+            try:
+                for unit, items in self._relay.kept.items():
+                    self._server.keep(unit, items)
+                # In the order in which the next step fetches them.
+                self._server.finish((self.plan.residents, *self.plan.units), list(self._relay.kept))
+            except BaseException:
+                self._recover(forget=True)
+                raise
+            self.zero_grad()
+            panel.stepped()
 
-    def _recover(self) -> None:
-        """Work that came after a failure was not done; nothing waits for it any more."""
+    def _recover(self, *, forget: bool) -> None:
+        """Work that came after a failure was not done; nothing waits for it any more. `forget`: nor for gradients."""
         self._lanes.drain()
         self._server.recover()
         self._relay.recover()
-        self.zero_grad()
+        if forget:
+            self.zero_grad()
 
     def _follow_user(self, panel: Panel) -> None:
         """What has been changed since the last update: groups, weights, the optimizer's state."""

@@ -124,6 +124,10 @@ class Mark:
         """Whether the work is over or, on a stream, in its queue: what the host does from now on comes after it."""
         return self._settled.is_set()
 
+    def failed(self) -> bool:
+        """Whether the work was not done, or not to its end."""
+        return self._settled.is_set() and self._failure is not None
+
     def precede_caller(self) -> None:
         """Has what the calling thread launches on its own stream from now on come after this mark."""
         self._settled.wait()
@@ -434,12 +438,17 @@ class Lanes:
             lane.wait()
 
     def drain(self) -> None:
-        """Blocks until all that was submitted so far is over, or was cancelled; raises nothing."""
+        """Blocks until all that was submitted so far is over, or was cancelled. An exception is on its way already, so
+        none is raised, and failures that nobody has seen are forgotten."""
         for lane in self._lanes:
             if lane._last is not None:
                 lane._last._block()
             if isinstance(lane, DeviceLane):
                 lane.stream.synchronize()  # if the last was cancelled, what came before may still be under way
+        with self._lock:
+            while self._failures:
+                self._failures_seen += 1
+                self._failures.popleft().let_out(self._failures_seen)
 
     def close(self) -> None:
         """Finishes what was submitted, ends the threads, raises a failure that nobody has seen yet."""

@@ -124,11 +124,13 @@ class Relay:
         stash_on_host: bool,
         for_good: bool = False,
         without: Collection[Unit] = (),
+        between: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches, each of which returns its loss; returns the sum.
 
         `for_good`: the server updates weights with the gradients, else they are kept. `without`: units that will not
-        be asked for this time. The gradients are on their way to the host when it returns.
+        be asked for this time. `between` is called between visits and may raise. The gradients are on their way to the
+        host when it returns.
         """
         self._for_good = for_good
         for slots in (self._gradients, self._resident_gradients):
@@ -160,6 +162,7 @@ class Relay:
                 unit = self._pick(live)
                 visited.append(unit)
                 self._visit(unit, batches, _after(order, visited))
+                between()
             with self._compute.occupy("add up losses"):
                 total = functools.reduce(torch.add, (losses[number] for number in range(len(works))))
                 for unit in self._gradients.held():

@@ -317,7 +317,9 @@ class GradientSlots:
         self._held = [None] * len(self._held)
 
     def forget_marks(self) -> None:
-        """No lane has work any more: there is nothing to wait for."""
+        """No lane has work any more: there is nothing to wait for, and what has not arrived is lost."""
+        self._kept = {unit: mark for unit, mark in self._kept.items() if not mark.failed()}
+        self._added.intersection_update(item for unit in self._kept for item in unit.items)
         self._free = [None] * len(self._free)
         self._used = [None] * len(self._used)
 

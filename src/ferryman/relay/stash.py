@@ -333,6 +333,8 @@ class HostStash:
         spare = self._spare.setdefault(cargo.nbytes, [])
         if spare:
             memory, free = spare.pop()
+            if free is not None and free.failed():
+                free = None  # of a step that was given up: nothing uses the memory any more
         else:
             self._memory.append(PinnedMemory(cargo.nbytes, self._device))
             memory, free = self._memory[-1].bytes, None

@@ -1,0 +1,40 @@
+"""Ctrl-C in the middle of a step: it comes out as itself, and the next step is as if nothing had been."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+import torch_virtual
+from models import CASES, assert_same, build, cut, plain_step, step, text
+
+from ferryman.engine import Engine
+
+
+@pytest.mark.parametrize("options", [{}, {"deferred": True}, {"stash": "host", "slots": 1}], ids=str)
+def test_the_next_step_is_right(options, device):
+    if device.type != "cpu":
+        torch_virtual.set_link(device, delay=0.005)
+    model, plain = build(CASES["toy"]), build(CASES["toy"])
+    with Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-2), device=device, **options) as engine:
+        engine.step(text(8), 4)
+        interrupted = 0
+        for number in range(8):
+            timer = threading.Timer(0.004 * number + 0.001, os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                timer.start()
+                for seed in range(20):
+                    engine.step(text(8, seed), 4)
+                timer.join()
+            except KeyboardInterrupt:
+                interrupted += 1
+            timer.join()
+            plain.load_state_dict(model.state_dict())
+            plain.zero_grad()
+            torch.manual_seed(number)
+            result = step(engine, model, text(8, number), 4)
+            torch.manual_seed(number)
+            assert_same(result, plain_step(plain, cut(text(8, number), 4)))
+            engine.zero_grad()
+    assert interrupted >= 4
