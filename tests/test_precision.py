@@ -44,7 +44,7 @@ class Reference:
         with torch.random.fork_rng(devices=[]):
             for number, part in enumerate(cut(batch, count)):
                 torch.manual_seed(seed + number)
-                loss = self.plain(**part).loss * (self.scale / count)
+                loss = self.plain(**part).loss.float() * (self.scale / count)
                 losses.append(loss.detach().float())
                 loss.backward()
                 for name, p in self.plain.named_parameters():

@@ -156,9 +156,9 @@ class Engine:
     def gradient(self, name: str) -> torch.Tensor | None:
         """A parameter's gradient in float32, on the host, between `forward_backward` and `update`; may be edited."""
         parameters = dict(self._model.named_parameters())
-        if name not in parameters:
-            raise ValueError(f"the model has no parameter {name!r}{hint(name, parameters)}")
-        return parameters[name].grad
+        if name in parameters:
+            return parameters[name].grad
+        raise ValueError(f"the model has no parameter {name!r}{hint(name, parameters)}")
 
     @property
     def host_account(self) -> dict[str, int]:
@@ -322,9 +322,8 @@ class Engine:
         self.plan = plan
         units = self._all_units()
         scale = scale_for({item.dtype for unit in units for item in unit.trained} if self._panel is not None else set())
-        eager = is_eager(self._settings, scale)
         host_memory.check(
-            account(units, self._panel, landing=not eager),
+            account(units, self._panel, landing=not is_eager(self._settings, scale)),
             already=sum(item.tensor.nbytes for unit in units for item in unit.items if not item.tensor.is_meta),
         )
         self._store = RamStore(units, self.device, self._panel)
@@ -447,23 +446,15 @@ class Engine:
         if self._closed:
             raise ValueError("the engine is closed; make a new one to train the model further")
 
-    def _check_values(self) -> None:
-        if (item := self._store.without_values()) is not None:
-            raise ValueError(
-                f"{item.name!r} was on the meta device and has not been given values yet: load weights first "
-                "in place (model.load_state_dict(...), not assign=True). Buffers that no state_dict has need some, too"
-            )
-
     def _check_model(self) -> None:
         self._check_open()
-        self._check_values()
+        self._store.check_values()
         for unit in self._all_units():
             checks.unchanged(unit, self._store.weights(unit), self._trains)
         checks.can_step(self._model)
 
     def _is_skipped(self, unit: Unit) -> bool:
-        inside = {module for block in self._blocks.skipped for module in block.modules()}
-        return inside.issuperset(unit.modules)
+        return {m for block in self._blocks.skipped for m in block.modules()}.issuperset(unit.modules)
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
@@ -480,7 +471,7 @@ class Engine:
         def streamed(*args: Any, **kwargs: Any) -> Any:
             if self._stepping:
                 return forward(*args, **kwargs)
-            self._check_values()
+            self._store.check_values()
             self.wait()
             if self.device.type == "cpu":
                 return forward(*args, **kwargs)

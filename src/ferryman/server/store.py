@@ -91,14 +91,18 @@ class RamStore:
         for state in self._states.values():
             state.give_back()
 
-    def without_values(self) -> Item | None:
-        """A tensor that was on meta, and has not been given values since."""
+    def check_values(self) -> None:
+        """Refuses tensors that were on meta, and have not been given values since."""
         self._empty = {
             item: version
             for item, version in self._empty.items()
             if item.tensor._version == version and _is_untouched(item.tensor)
         }
-        return next(iter(self._empty), None)
+        for item in self._empty:
+            raise ValueError(
+                f"{item.name!r} was on the meta device and has not been given values yet: load weights first in place "
+                "(model.load_state_dict(...), not assign=True). Buffers that no state_dict has need some, too"
+            )
 
     def close(self) -> None:
         for unit in list(self._weights):
