@@ -2,29 +2,16 @@
 
 import contextlib
 import copy
-import time
 import warnings
 
 import pytest
 import torch
 import torch_virtual
 from models import CASES, build, cut, model_loss, plain_step, text
+from updates import OPTIMIZERS, WAYS, adamw, assert_near, slow_kernels
 
-import ferryman
 from ferryman.engine import Engine
-from ferryman.server import kernels
 from ferryman.server.server import Server
-
-WAYS = {"eager": {}, "deferred": {"deferred": True}, "clipped": {"max_grad_norm": 0.3}}
-
-
-def adamw(model):
-    """With weight-decay groups, a rate of its own for some, and a warm-up."""
-    wide = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": wide, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 5e-4}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
 
 
 def plain_update(plain, optimizer, scheduler, parts, max_grad_norm=None):
@@ -36,13 +23,6 @@ def plain_update(plain, optimizer, scheduler, parts, max_grad_norm=None):
     optimizer.zero_grad()
     scheduler.step()
     return result.loss, norm
-
-
-def assert_near(model, plain, limit=2e-6):
-    ours, theirs = model.state_dict(), plain.state_dict()
-    for name, value in theirs.items():
-        off = float((ours[name].float() - value.cpu().float()).abs().max())
-        assert off <= limit, f"{name} is off by {off}"
 
 
 def slow_link(device):
@@ -91,17 +71,6 @@ def test_under_delays_longer_than_a_visit(way, stash, virtual):
             torch.manual_seed(seed)
             plain_update(plain, theirs, their_scheduler, cut(text(4, seed), 2), WAYS[way].get("max_grad_norm"))
     assert_near(model, plain)
-
-
-def slow_kernels(monkeypatch, seconds=0.02):
-    """The real update, but late."""
-    real = kernels.update
-
-    def late(*args, **kwargs):
-        time.sleep(seconds)
-        real(*args, **kwargs)
-
-    monkeypatch.setattr(kernels, "update", late)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -186,27 +155,6 @@ def test_accumulation_over_calls_and_looking_at_gradients(way, device):
     assert_near(model, plain)
 
 
-OPTIMIZERS = {
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
-    "Adam with decay": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.1),
-    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
-    "AdamW, maximize": lambda p: torch.optim.AdamW(p, lr=1e-3, maximize=True),
-    "AdamW, a tensor's rate": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3)),
-    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2),
-    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.01),
-    "SGD, Nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, lr_decay=0.01, initial_accumulator_value=0.1),
-    "Lion": lambda p: ferryman.Lion(p, lr=1e-4, weight_decay=0.1),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
-    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-3),
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
-}
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name, device):
     model, plain = build(CASES["skipping"]), build(CASES["skipping"])  # some blocks have no gradient at times
@@ -223,9 +171,8 @@ def test_every_optimizer(name, device):
 
 
 def test_units_that_a_step_skips_are_not_updated(device):
-    model, plain = build(CASES["toy"]), build(CASES["toy"])
-    (optimizer, _), (theirs, _) = adamw(model), adamw(plain)
-    with Engine(model, optimizer, device=device) as engine:
+    model = build(CASES["toy"])
+    with Engine(model, adamw(model)[0], device=device) as engine:
         engine.step(text(4), 2)
         before = copy.deepcopy(model.blocks[1].state_dict())
         engine.skip({1})
@@ -234,7 +181,6 @@ def test_units_that_a_step_skips_are_not_updated(device):
         assert all(torch.equal(after[name], value) for name, value in before.items())
         engine.step(text(4), 2)
         assert not torch.equal(model.blocks[1].state_dict()["up.weight"], before["up.weight"])
-    del plain, theirs
 
 
 def test_inserted_blocks_train_and_removed_ones_rest(device):
@@ -309,153 +255,3 @@ def test_training_goes_on_from_and_to_plain_pytorch(name, device):
     for seed in range(8):
         plainly(plain, theirs, seed)
     assert_near(model, plain, 1e-5 if name in ("Rprop", "RMSprop", "Adadelta") else 2e-6)
-
-
-# What a reviewer found.
-
-
-def fresh(name="toy", **options):
-    model, plain = build(CASES[name]), build(CASES[name])
-    return model, plain, torch.optim.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(plain.parameters(), lr=1e-2)
-
-
-def plainly(plain, theirs, seed):
-    torch.manual_seed(seed)
-    plain_step(plain, cut(text(4, seed), 2))
-    theirs.step()
-    theirs.zero_grad()
-
-
-def ours(engine, seed):
-    torch.manual_seed(seed)
-    return engine.step(text(4, seed), 2)
-
-
-@pytest.mark.parametrize("make", [torch.optim.RMSprop, lambda p, lr: torch.optim.Adam(p, lr=lr, amsgrad=True)])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_masters_survive_updates_by_torch(make, precision, device):
-    """Steps too small for the narrow dtype add up all the same, and round nothing."""
-    model = build(CASES["toy"])
-    before = copy.deepcopy(model.state_dict())
-    with Engine(model, make(model.parameters(), lr=1e-7), device=device, precision=precision) as engine:
-        for seed in range(5):
-            ours(engine, seed)
-    moved = max(float((value - before[name]).abs().max()) for name, value in model.state_dict().items())
-    assert 0 < moved < 1e-5
-
-
-def test_refused_steps_do_not_count(device):
-    model, plain, optimizer, theirs = fresh()
-    with Engine(
-        model, optimizer, device=device, loss=lambda m, part: model_loss(m, part) * (float("nan") if bad[0] else 1)
-    ) as engine:
-        bad = [False]
-        for seed in range(4):
-            for bad[0] in (True, False):
-                if bad[0]:
-                    with pytest.raises(ferryman.NonFiniteError, match="No weight was changed"):
-                        ours(engine, seed)
-                else:
-                    ours(engine, seed)
-            plainly(plain, theirs, seed)
-    assert_near(model, plain)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_loading_weights_waits_for_the_update(way, device, monkeypatch):
-    slow_kernels(monkeypatch)
-    model, other, optimizer, _ = fresh()
-    with Engine(model, optimizer, device=device, **WAYS[way]) as engine:
-        ours(engine, 0)
-        model.load_state_dict(other.state_dict())
-        assert_near(model, other, 0)
-
-
-def test_gradients_set_right_after_a_step_wait_for_it(device, monkeypatch):
-    slow_kernels(monkeypatch, 0.05)
-    model, plain, optimizer, theirs = fresh()
-    with Engine(model, optimizer, device=device, deferred=True) as engine:
-        ours(engine, 0)
-        for parameter in (*model.parameters(), *plain.parameters()):
-            parameter.grad = None
-        plainly(plain, theirs, 0)
-        for parameter in (*model.parameters(), *plain.parameters()):
-            parameter.grad = torch.ones_like(parameter)
-        engine.update()
-        theirs.step()
-    assert_near(model, plain)
-
-
-def test_gradients_that_were_saved_stay_as_they_were(device):
-    model, plain, optimizer, theirs = fresh()
-    with Engine(model, optimizer, device=device) as engine:
-        saved = {}
-        for seed in range(2):
-            torch.manual_seed(seed)
-            engine.forward_backward(text(4, seed), 2)
-            torch.manual_seed(seed)
-            plain_step(plain, cut(text(4, seed), 2))
-            for m in (model, plain):
-                for name, parameter in m.named_parameters():
-                    saved.setdefault((m, name), []).append(parameter.grad)
-                    parameter.grad = None
-        for m in (model, plain):
-            for name, parameter in m.named_parameters():
-                parameter.grad = saved[m, name][0] + 2 * saved[m, name][1]
-        engine.update()
-        theirs.step()
-    assert_near(model, plain)
-
-
-def test_the_optimizers_own_checkpoint(device):
-    """Its state_dict is complete while the engine has it, and one that is loaded counts."""
-    model, plain, optimizer, theirs = fresh()
-    with Engine(model, optimizer, device=device) as engine:
-        for seed in range(2):
-            ours(engine, seed)
-            plainly(plain, theirs, seed)
-        state = copy.deepcopy(optimizer.state_dict())
-        expected = theirs.state_dict()
-        assert state["state"].keys() == expected["state"].keys()
-        for key, values in expected["state"].items():
-            for name, value in values.items():
-                torch.testing.assert_close(state["state"][key][name], value, atol=1e-6, rtol=1e-5)
-        for seed in range(2, 4):
-            ours(engine, seed)
-        optimizer.load_state_dict(state)
-        model.load_state_dict(plain.state_dict())
-        for seed in range(2, 4):
-            ours(engine, seed)
-            plainly(plain, theirs, seed)
-    assert_near(model, plain)
-
-
-def test_the_optimizer_itself_is_not_stepped(device):
-    model, _, optimizer, _ = fresh()
-    with Engine(model, optimizer, device=device) as engine:
-        engine.forward_backward(text(4), 2)
-        with pytest.raises(ValueError, match=r"optimizer.step\(\) was called while an engine has the optimizer"):
-            optimizer.step()
-    optimizer.step()
-
-
-def test_checkpointing_that_calls_units_in_the_backward_is_refused(device):
-    case = CASES["gpt2"]
-    model = build(case)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), device=device) as engine:
-        with pytest.raises(ValueError, match=r"'transformer.h.\d' is called in the backward.*use_reentrant=False"):
-            engine.step(case.batch(8), 4)
-        model.gradient_checkpointing_disable()
-        engine.step(case.batch(8), 4)
-
-
-def test_an_engine_that_cannot_be_made_leaves_the_optimizers_state(virtual):
-    model, _, optimizer, _ = fresh()
-    plainly(model, optimizer, 0)
-    entries = len(optimizer.state)
-    torch_virtual.set_capacity(torch.accelerator.memory_allocated(virtual) + 100, virtual)
-    with pytest.raises(torch.OutOfMemoryError):
-        Engine(model, optimizer, device=virtual)
-    assert len(optimizer.state) == entries
-    optimizer.step()

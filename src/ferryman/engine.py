@@ -132,7 +132,7 @@ class Engine:
         panel = self._need_optimizer()
         self._follow_user(panel)
         loss = self._run(batch, micro_batches, for_good=True)
-        self._finish()
+        self._finish(panel)
         return loss
 
     def update(self) -> None:
@@ -140,7 +140,7 @@ class Engine:
         panel = self._need_optimizer()
         self._follow_user(panel)
         self._gradients.take(self._all_units())
-        self._finish()
+        self._finish(panel)
 
     @property
     def grad_norm(self) -> float | None:
@@ -190,6 +190,7 @@ class Engine:
                     between=interrupts.check,
                 )
         except BaseException as error:
+            self._lanes.drain()
             if isinstance(error, torch.OutOfMemoryError):
                 error.add_note(advice(self.plan, choice))
             if for_good:
@@ -200,24 +201,21 @@ class Engine:
             self._blocks.skipped = frozenset()
         return total if scale == 1 else total / scale
 
-    def _finish(self) -> None:
+    def _finish(self, panel: Panel) -> None:
         """Gradients are there, or on their way: has them used up."""
-        panel = self._need_optimizer()
         with Interrupts():
             try:
-                for unit, items in self._relay.kept.items():
-                    self._server.keep(unit, items)
                 # In the order in which the next step fetches them.
-                self._server.finish((self.plan.residents, *self.plan.units), list(self._relay.kept))
+                self._server.finish((self.plan.residents, *self.plan.units), self._relay.kept)
             except BaseException:
+                self._lanes.drain()
                 self._recover(forget=True)
                 raise
             self.zero_grad()
             panel.stepped()
 
     def _recover(self, *, forget: bool) -> None:
-        """Work that came after a failure was not done; nothing waits for it any more. `forget`: nor for gradients."""
-        self._lanes.drain()
+        """The lanes are drained; what came after a failure was not done, and is not waited for any more."""
         self._server.recover()
         self._relay.recover()
         if forget:
@@ -225,13 +223,14 @@ class Engine:
 
     def _follow_user(self, panel: Panel) -> None:
         """What has been changed since the last update: groups, weights, the optimizer's state."""
-        panel.look(self._model.named_parameters())
+        panel.look()
         if panel.optimizer.state:
             self.wait()
         self._store.follow_edits()
 
     def _show_states(self) -> None:
         self.wait()
+        self._store.follow_edits()  # what was loaded since is shown, too
         self._store.show_states()
 
     def _need_optimizer(self) -> Panel:
@@ -268,7 +267,7 @@ class Engine:
             )
         if self._panel is not None:
             try:
-                self._panel.look(self._model.named_parameters())
+                self._panel.look()
             except ValueError:
                 self._blocks.remove(block)
                 raise

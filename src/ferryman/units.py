@@ -150,6 +150,23 @@ def landing_dtype(unit: Unit) -> torch.dtype:
     return dtypes.pop() if len(dtypes) == 1 else GRADIENT
 
 
+def landing_bytes(unit: Unit) -> int:
+    """Of the unit's gradients as they cross."""
+    return trained_elements(unit) * landing_dtype(unit).itemsize
+
+
+def narrow_bytes(unit: Unit) -> int:
+    """The same, where that is not in float32, in which they are added up; else nothing."""
+    return 0 if landing_dtype(unit) == GRADIENT else landing_bytes(unit)
+
+
+def overlap(item: Item, begin: int, start: int, count: int) -> tuple[slice, slice] | None:
+    """Of a tensor that begins at the element `begin` of a flat memory, and a stretch of it of `count` elements from
+    `start` on: what they share, counted from the tensor's start and from the stretch's."""
+    low, high = max(start, begin), min(start + count, begin + item.tensor.numel())
+    return (slice(low - begin, high - begin), slice(low - start, high - start)) if low < high else None
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 

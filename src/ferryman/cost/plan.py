@@ -19,17 +19,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ferryman.cost.sizes import show_bytes
-from ferryman.units import (
-    GRADIENT,
-    DtypeOf,
-    Unit,
-    find_units,
-    gradient_bytes,
-    landing_dtype,
-    module_sizes,
-    own_dtype,
-    trained_elements,
-)
+from ferryman.units import DtypeOf, Unit, find_units, gradient_bytes, module_sizes, narrow_bytes, own_dtype
 
 # Of a budget, at first only this much for what is always there; more if it cannot be done with less.
 _SHARES = (0.5, 0.75)
@@ -53,7 +43,6 @@ class Plan:
     gradient_slots: int
     updates: bool = False  # whether the engine updates the weights, so that gradients cross in their dtype
     limit: int | None = None  # bytes beyond which blocks were cut
-    budget: int | None = None
 
     @property
     def account(self) -> dict[str, int]:
@@ -102,7 +91,7 @@ def make_plan(
     cuts = (
         (*find_units(model, limit=limit, units=units, resident=resident, dtype_of=dtype_of), limit) for limit in limits
     )
-    grades = _grades([Plan(found, rest, slots or 2, 2, updates, limit, budget) for found, rest, limit in cuts], slots)
+    grades = _grades([Plan(found, rest, slots or 2, 2, updates, limit) for found, rest, limit in cuts], slots)
     least = min(itertools.chain(*grades), key=lambda plan: plan.fixed)
     if budget is None:
         return grades[0][0]
@@ -135,8 +124,7 @@ def _what_would_do(least: Plan, needed: Need | None) -> str:
 def slot_bytes(units: Sequence[Unit], updates: bool) -> int:
     """Of a slot for the gradients of any of these units: in float32, and in the dtype in which they cross."""
     wide = max(gradient_bytes(unit) for unit in units)
-    narrow = [trained_elements(u) * landing_dtype(u).itemsize for u in units if landing_dtype(u) != GRADIENT]
-    return wide + (max(narrow, default=0) if updates else 0)
+    return wide + (max(narrow_bytes(unit) for unit in units) if updates else 0)
 
 
 def _grades(cuts: Sequence[Plan], slots: int | None) -> list[list[Plan]]:

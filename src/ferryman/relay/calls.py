@@ -70,7 +70,7 @@ class Call:
 
     def run(self) -> Any:
         """What the module's forward returns to the user's code."""
-        if self.batch.turned and self._relay.updates:
+        if self.batch.turned and self._relay.for_good:
             raise ValueError(
                 f"the unit {self.unit.name!r} is called in the backward, by checkpointing with use_reentrant=True. The "
                 "engine runs units again by itself: switch that off, or use use_reentrant=False"

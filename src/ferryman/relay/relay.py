@@ -62,7 +62,7 @@ class Relay:
         # Of the step that runs.
         self._running: MicroBatch | None = None
         self._batches: list[MicroBatch] = []
-        self._for_good = False  # gradients cross for an update
+        self.for_good = False  # gradients cross for an update
         self._is_last = False  # the call that goes backward is the unit's last
         self._buffers: list[tuple[Item, torch.Tensor]] = []  # of the unit on visit
         self._visited: Unit | None = None  # whose gradients are being added up
@@ -132,7 +132,7 @@ class Relay:
         be asked for this time. `between` is called between visits and may raise. The gradients are on their way to the
         host when it returns.
         """
-        self._for_good = for_good
+        self.for_good = for_good
         for slots in (self._gradients, self._resident_gradients):
             slots.begin(for_good=for_good)
         self.stash = self._on_host if stash_on_host and self._on_host is not None else self._on_device
@@ -272,11 +272,6 @@ class Relay:
 
     # What calls tell.
 
-    @property
-    def updates(self) -> bool:
-        """Whether weights change as soon as a unit's backward is over."""
-        return self._for_good
-
     def turns_at(self, module: nn.Module) -> bool:
         return module in self._turns
 
@@ -353,7 +348,7 @@ class Relay:
                     while batch.wish is not None and batch.wish.unit is unit:
                         self._resume(batch)
                     self.stash.stow(batch)
-                if finished := not self._open.get(unit) and (not self._for_good or self._all_turned()):
+                if finished := not self._open.get(unit) and (not self.for_good or self._all_turned()):
                     self._gradients.complete(unit)
         finally:
             bind(self._absent[unit])

@@ -15,7 +15,7 @@ from torch import nn
 
 from ferryman.lanes import Lane, Mark
 from ferryman.server.server import Server
-from ferryman.units import GRADIENT, Item, Unit, gradient_bytes, gradient_views, landing_dtype, trained_elements
+from ferryman.units import Item, Unit, gradient_bytes, gradient_views, landing_bytes, landing_dtype, narrow_bytes
 
 T = TypeVar("T")
 
@@ -160,7 +160,7 @@ def bind(tensors: Sequence[tuple[Item, torch.Tensor]]) -> None:
 class GradientSlots:
     """Where the gradients of a unit's micro-batches are added up in float32, until they cross to the host.
 
-    In a step that ends with an update they cross for good, in the dtype of the weights and piece by piece, when the
+    In a step that ends with an update they cross for good, in the dtype of the weights and by subgroups, when the
     unit's backward is over. Else they cross in float32 and are *kept* there; so are those of a unit whose slot is
     needed for another one before its backward is over. What is kept is fetched again when the unit is back.
     """
@@ -186,7 +186,7 @@ class GradientSlots:
         """Between steps: each slot can hold the gradients of any of these from now on."""
         assert not any(self._held), "between steps all gradients are on the host"
         wide = max(gradient_bytes(unit) for unit in units)
-        narrow = max(_narrow_bytes(unit) for unit in units) if self._server.updates else 0
+        narrow = max(narrow_bytes(unit) for unit in units) if self._server.updates else 0
         self._resize(self._memory, wide)
         self._resize(self._narrow, narrow)
         self._kept = {unit: mark for unit, mark in self._kept.items() if unit in units}
@@ -246,7 +246,7 @@ class GradientSlots:
                 into.copy_(gradient).mul_(1 / scale)
             else:
                 into.add_(gradient, alpha=1 / scale)
-        elif last and self._for_good and not self._discards and _narrow_bytes(unit):
+        elif last and self._for_good and not self._discards and narrow_bytes(unit):
             narrow = self._narrow_views(unit)[item]
             if first:
                 narrow.copy_(gradient)
@@ -260,7 +260,7 @@ class GradientSlots:
 
     def complete(self, unit: Unit) -> None:
         """The unit's backward is over: what is not yet as it will cross is made so, on the lane of the caller."""
-        if not self._for_good or self._discards or unit not in self._held or not _narrow_bytes(unit):
+        if not self._for_good or self._discards or unit not in self._held or not narrow_bytes(unit):
             return
         wide = gradient_views(unit, self._memory[self._held.index(unit)])
         for item, narrow in self._narrow_views(unit).items():
@@ -347,16 +347,16 @@ class GradientSlots:
             self._free[slot] = self._kept[unit] = self._copy(unit, source, target, before)
 
     def _send(self, unit: Unit, slot: int, after: list[Mark]) -> Mark | None:
-        """To the server, piece by piece."""
+        """To the server, subgroup by subgroup."""
         dtype = landing_dtype(unit)
-        memory = (self._narrow if _narrow_bytes(unit) else self._memory)[slot]
-        flat = memory[: trained_elements(unit) * dtype.itemsize].view(dtype)
+        memory = (self._narrow if narrow_bytes(unit) else self._memory)[slot]
+        flat = memory[: landing_bytes(unit)].view(dtype)
         items = [item for item in unit.trained if item in self._added]
         mark = self._used[slot]
-        for piece in self._server.pieces(unit):
-            target, before = self._server.receive(unit, piece)
-            mark = self._copy(unit, flat[piece.start : piece.stop], target, [*after, *before])
-            self._server.landed(unit, piece, target, mark, items)
+        for subgroup in self._server.subgroups(unit):
+            target, before = self._server.receive(unit, subgroup)
+            mark = self._copy(unit, flat[subgroup.start : subgroup.stop], target, [*after, *before])
+            self._server.landed(unit, subgroup, target, mark, items)
         return mark
 
     def _copy(self, unit: Unit, source: torch.Tensor, target: torch.Tensor, after: list[Mark]) -> Mark:
@@ -366,9 +366,3 @@ class GradientSlots:
             label=f"flush {unit.name}",
             nbytes=target.nbytes,
         )
-
-
-def _narrow_bytes(unit: Unit) -> int:
-    """Of the unit's gradients as they cross, if that is not in float32."""
-    dtype = landing_dtype(unit)
-    return 0 if dtype == GRADIENT else trained_elements(unit) * dtype.itemsize

@@ -3,7 +3,7 @@ every update. Its own state stays empty; the server keeps it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,9 +44,9 @@ class Panel:
         self._groups: dict[int, int] = {}  # by parameter, as of the last look
         self._hooks: list[RemovableHandle] = []
         self._rules = [_rule_of(optimizer, group) for group in optimizer.param_groups]
-        self.look(model.named_parameters())
+        self.look()
 
-    def look(self, trained: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def look(self) -> None:
         """Reads which group each parameter is in now, and refuses what cannot be followed."""
         optimizer = self.optimizer
         found: dict[int, int] = {}
@@ -71,7 +71,7 @@ class Panel:
                     f"group {number} of the optimizer has other options now, with which it needs other state "
                     "(momentum, amsgrad, maximize); set them before the engine is made"
                 )
-        missing = [name for name, p in trained if p.requires_grad and id(p) not in found]
+        missing = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in found]
         if missing:
             raise ValueError(
                 f"the optimizer does not have {missing[0]!r}"

@@ -19,8 +19,6 @@ def dtype_of(model: nn.Module, precision: str | None) -> DtypeOf:
     """
     if precision is None:
         return own_dtype
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r}: there are {', '.join(map(repr, PRECISIONS))}")
     wide = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if precision == "fp16":
         wide += list(getattr(model, "_keep_in_fp32_modules", None) or ())

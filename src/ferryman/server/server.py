@@ -1,7 +1,7 @@
 """The server: takes gradients in and updates weights, on the host lane, beside the sweeps.
 
-*Eager*: a piece of a unit's gradients is used as soon as it has landed, beside the backward of the units before it; a
-few small buffers are enough. *Deferred*: gradients wait until all have landed and their norm is known; then units are
+*Eager*: a subgroup of gradients is used as soon as it has landed, beside the backward of the units before; a few small
+buffers are enough. *Deferred*: gradients wait until all have landed and their norm is known; then units are
 updated in forward order, beside the next forward, each before it is fetched again. Where nothing needs the whole
 gradient first, updates are eager.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,10 +26,10 @@ from ferryman.server.panel import Panel
 from ferryman.server.precision import Scale
 from ferryman.server.state import Order
 from ferryman.server.store import RamStore
-from ferryman.units import GRADIENT, Item, Unit, landing_dtype, trained_elements, trained_offsets
+from ferryman.units import GRADIENT, Item, Unit, landing_dtype, overlap, trained_elements, trained_offsets
 
-# Elements of a unit that land and are updated at once, and how many such pieces may be on their way.
-_PIECE, _BUFFERS = 1 << 20, 4
+# Elements of a subgroup, and how many subgroups may be on their way.
+_SUBGROUP, _BUFFERS = 1 << 20, 4
 
 
 class NonFiniteError(ValueError):
@@ -52,8 +52,8 @@ def is_eager(settings: Settings, scale: Scale) -> bool:
     return not (waits or scale.moves)
 
 
-class Piece(NamedTuple):
-    """A stretch of a unit's gradients, in elements."""
+class Subgroup(NamedTuple):
+    """A stretch of a unit's trained elements."""
 
     start: int
     stop: int
@@ -83,7 +83,6 @@ class Server:
         self.store = store
         self.scale = scale
         self._panel = panel
-        self._lanes = lanes
         self._device = device
         self._host = lanes.host("host")
         self._settings = settings
@@ -97,8 +96,10 @@ class Server:
         self._sums: dict[Item, float] = {}  # squares, as they stand on the host
         self._seen: list[Mark] = []  # the ends of looks at gradients
         self._losses: list[tuple[torch.Tensor, Mark]] = []
-        self._begun: set[Unit] = set()  # units with updates that were carried out, or begun
+        self._begun: set[Unit] = set()  # units whose updates were carried out, or begun
+        # Of the last one.
         self._norm: float | None = None
+        self.has_stepped = False
 
     @property
     def updates(self) -> bool:
@@ -119,27 +120,28 @@ class Server:
 
     # Gradients come in.
 
-    def pieces(self, unit: Unit) -> Iterator[Piece]:
+    def subgroups(self, unit: Unit) -> Iterator[Subgroup]:
         total = trained_elements(unit)
-        step = total if not self.updates or self.store.state(unit).is_whole else _PIECE
+        step = total if self.store.state(unit).is_whole else _SUBGROUP
         for start in range(0, total, max(step, 1)):
-            yield Piece(start, min(start + step, total))
+            yield Subgroup(start, min(start + step, total))
 
-    def receive(self, unit: Unit, piece: Piece) -> tuple[torch.Tensor, list[Mark]]:
-        """Where a piece lands, and what must be over before."""
+    def receive(self, unit: Unit, subgroup: Subgroup) -> tuple[torch.Tensor, list[Mark]]:
+        """Where a subgroup lands, and what must be over before."""
         dtype = landing_dtype(unit)
         if self.is_eager:
-            buffer = self._next_buffer((piece.stop - piece.start) * dtype.itemsize)
-            target = buffer.memory.bytes[: (piece.stop - piece.start) * dtype.itemsize].view(dtype)
+            nbytes = (subgroup.stop - subgroup.start) * dtype.itemsize
+            buffer = self._next_buffer(nbytes)
+            target = buffer.memory.bytes[:nbytes].view(dtype)
             return target, [buffer.free] if buffer.free is not None else []
         before = self._ready.get(unit)  # the update that used what was there
         flat = self.store.gradients(unit, dtype).view(dtype)
-        return flat[piece.start : piece.stop], [before] if before is not None else []
+        return flat[subgroup.start : subgroup.stop], [before] if before is not None else []
 
-    def landed(self, unit: Unit, piece: Piece, target: torch.Tensor, mark: Mark, items: Collection[Item]) -> None:
-        """A piece is on its way; its copy ends with the mark."""
+    def landed(self, unit: Unit, subgroup: Subgroup, target: torch.Tensor, mark: Mark, items: Collection[Item]) -> None:
+        """A subgroup is on its way; its copy ends with the mark."""
         if not self.is_eager:
-            if piece.stop == trained_elements(unit):
+            if subgroup.stop == trained_elements(unit):
                 flat = self.store.gradients(unit, target.dtype).view(target.dtype)
                 scale = self.scale.value if target.dtype != GRADIENT else 1.0
                 self._look_at(unit, _Source(flat, tuple(items), scale), mark)
@@ -148,9 +150,9 @@ class Server:
         if unit not in self._orders:
             self._orders[unit] = self.store.state(unit).order(items)
         orders, buffer = self._orders[unit], self._ring[self._turn]
-        look = functools.partial(self._add_squares, unit, target, piece.start, items, raises=True)
+        look = functools.partial(self._add_squares, unit, target, subgroup.start, items, raises=True)
         self._seen.append(self._host.submit(look, after=[mark], label=f"look at {unit.name}", reads=[target]))
-        buffer.free = self._submit_update(unit, orders, target, piece.start, 1.0)
+        buffer.free = self._submit_update(unit, orders, target, subgroup.start, 1.0)
 
     def receive_loss(self) -> torch.Tensor:
         """Where the next micro-batch's loss goes."""
@@ -169,13 +171,14 @@ class Server:
 
     # Updates.
 
-    def finish(self, units: Iterable[Unit], kept: Iterable[Unit] = ()) -> bool:
-        """Gradients are complete: updates what has not been, in the order given. False if the step was skipped.
+    def finish(self, units: Iterable[Unit], kept: Mapping[Unit, Collection[Item]]) -> None:
+        """Gradients are complete: updates what has not been, in the order given.
 
         `kept`: units whose gradients were left in float32 and are used now.
         """
         self._check_losses()
-        for unit in kept:
+        for unit, items in kept.items():
+            self.keep(unit, items)
             self._look_at(unit, self._sources[unit], None)
         for mark in self._seen:
             mark.wait()
@@ -191,8 +194,7 @@ class Server:
                 if (source := self._sources.get(unit)) is not None:
                     orders = self.store.state(unit).order(source.items)
                     self._submit_update(unit, orders, source.flat, 0, clip / source.scale)
-        self._forget()
-        return finite
+        self.forget_gradients()
 
     @property
     def grad_norm(self) -> float | None:
@@ -205,9 +207,6 @@ class Server:
             return math.sqrt(sum(sums.values())) if math.isfinite(sum(sums.values())) else math.nan
         return self._norm
 
-    def forget_gradients(self) -> None:
-        self._forget()
-
     def what_has_changed(self) -> str:
         """In the step that runs, for an error that ends it."""
         if not self._begun:
@@ -219,16 +218,12 @@ class Server:
         self._sources.pop(unit, None)
         self._ready.pop(unit, None)
 
-    @property
-    def has_stepped(self) -> bool:
-        return bool(self._ready)
-
     def recover(self) -> None:
         """After a failure, when no lane has work any more: what was not done is not waited for, and does not count."""
         for unit, orders in self._orders.items():
             if unit not in self._begun:
                 self.store.state(unit).undo(orders)
-        self._forget()
+        self.forget_gradients()
         self._ready.clear()
         for buffer in self._ring:
             buffer.free = None
@@ -237,9 +232,9 @@ class Server:
         for memory in (*(buffer.memory for buffer in self._ring), *self._loss_memory):
             memory.close()
 
-    def _forget(self) -> None:
+    def forget_gradients(self) -> None:
         self._orders.clear()
-        self._begun.clear()
+        self._begun = set()  # another one: updates that are still under way belong to the step that asked for them
         self._sources.clear()
         self._sums.clear()
         self._seen.clear()
@@ -271,10 +266,11 @@ class Server:
     def _submit_update(
         self, unit: Unit, orders: Sequence[Order], gradients: torch.Tensor, start: int, factor: float
     ) -> Mark:
-        state, threads = self.store.state(unit), self._settings.threads
+        state, threads, begun = self.store.state(unit), self._settings.threads, self._begun
+        self.has_stepped = True
 
         def update() -> None:
-            self._begun.add(unit)
+            begun.add(unit)
             state.update(orders, gradients, start, factor, threads)
 
         self._ready[unit] = self._host.submit(
@@ -329,11 +325,10 @@ def _squares(
     unit: Unit, gradients: torch.Tensor, start: int, items: Collection[Item], threads: int | None
 ) -> dict[Item, float]:
     """The sum of squares of each tensor's gradient, as far as it is in a stretch that begins at `start`."""
-    found = {}
     offsets = trained_offsets(unit)
-    for item in items:
-        begin = offsets[item]
-        low, high = max(start, begin), min(start + gradients.numel(), begin + item.tensor.numel())
-        if low < high:
-            found[item] = kernels.sum_of_squares(gradients[low - start : high - start], threads=threads)
-    return found
+    shared = {item: overlap(item, offsets[item], start, gradients.numel()) for item in items}
+    return {
+        item: kernels.sum_of_squares(gradients[both[1]], threads=threads)
+        for item, both in shared.items()
+        if both is not None
+    }

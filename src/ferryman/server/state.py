@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,15 +15,9 @@ from ferryman.server import kernels
 from ferryman.server.kernels import Piece
 from ferryman.server.panel import Panel
 from ferryman.server.rules import Group, Numbers, Rule
-from ferryman.units import ALIGNMENT, GRADIENT, Item, Unit, trained_elements, trained_offsets
+from ferryman.units import ALIGNMENT, GRADIENT, Item, Unit, overlap, trained_elements, trained_offsets
 
 _CHUNK = 1 << 20  # elements
-
-
-class _Nothing:
-    """An optimizer that has not stepped."""
-
-    state: ClassVar[dict[Any, Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,8 @@ class UnitState:
         self._states = [PinnedMemory(trained_elements(unit) * GRADIENT.itemsize, device) for _ in range(arrays)]
         self._steps = dict.fromkeys(unit.trained, 0)
         self._versions: dict[Item, int] = {}
-        self._torch: dict[Item, torch.optim.Optimizer] = {}
+        self._torch: dict[Item, torch.optim.Optimizer] = {}  # of tensors that are left to torch
+        self._theirs: dict[Item, dict[str, Any]] = {}  # what torch's optimizer had of a tensor when it was taken
         self._master: dict[Item, torch.Tensor | None] = {}
         at = 0
         for item in unit.trained:
@@ -73,58 +69,48 @@ class UnitState:
             part = self._masters.bytes[at : at + length]
             self._master[item] = None if dtype is None else part.view(dtype)[: item.tensor.numel()]
             at += length
-            rule = panel.rule(item)
-            if rule is not None:
-                self._take_state(item, rule)
+            if (rule := panel.rule(item)) is not None:
+                for state in self._states_of(item, rule):
+                    state.fill_(rule.start(panel.group(item)))
+        self.take_states()
 
     @property
     def is_whole(self) -> bool:
         """Whether tensors must be updated as wholes: torch's own optimizers count steps by tensor."""
         return any(self._panel.rule(item) is None for item in self._offsets)
 
-    def _take_state(self, item: Item, rule: Rule) -> None:
-        """What torch's optimizer has of the tensor, from a checkpoint or from training without an engine."""
-        theirs = self._panel.optimizer.state.pop(item.tensor, {})
-        known = all(isinstance(theirs.get(name), torch.Tensor) for name in rule.states)
-        for name, state in zip(rule.states, self._states_of(item, rule), strict=True):
-            if theirs and known:
-                state.copy_(theirs[name].reshape(-1))
-            else:
-                state.fill_(rule.start(self._panel.group(item)))
-        if theirs and known:
-            self._steps[item] = int(theirs.get("step", 1))
-
-    def take_loaded(self) -> None:
-        """The user may have given the optimizer another state (load_state_dict)."""
+    def take_states(self) -> None:
+        """What torch's optimizer has of the tensors: from a checkpoint, or from training without an engine."""
         for item in self._steps:
-            if (rule := self._panel.rule(item)) is None:
-                if item.tensor in self._panel.optimizer.state:
-                    self._torch.pop(item, None)
-            elif item.tensor in self._panel.optimizer.state:
-                self._take_state(item, rule)
+            theirs = self._panel.optimizer.state.pop(item.tensor, None)
+            if not theirs:
+                continue
+            self._theirs[item] = theirs
+            self._torch.pop(item, None)  # it is made anew, with this
+            rule = self._panel.rule(item)
+            if rule is not None and all(isinstance(theirs.get(name), torch.Tensor) for name in rule.states):
+                for name, state in zip(rule.states, self._states_of(item, rule), strict=True):
+                    state.copy_(theirs[name].reshape(-1))
+                self._steps[item] = int(theirs.get("step", 1))
 
     def undo(self, orders: Sequence[Order]) -> None:
         """These were not carried out."""
         for order in orders:
             self._steps[order.item] -= 1
 
-    def give_back(self) -> None:
-        """Training may go on without an engine: torch's optimizer gets its state."""
-        state = self._panel.optimizer.state
+    def give_states(self) -> None:
+        """To torch's optimizer: for its state_dict, and to go on without an engine."""
         for item, steps in self._steps.items():
-            rule = self._panel.rule(item)
-            if rule is None:
-                for theirs in self._torch.get(item, _Nothing).state.values():
-                    state[item.tensor] = theirs
-            elif steps:
-                views = self._states_of(item, rule)
-                state[item.tensor] = {
-                    "step": torch.tensor(float(steps)),
-                    **{
-                        n: v.view(item.tensor.shape).to(item.tensor.dtype)
-                        for n, v in zip(rule.states, views, strict=True)
-                    },
-                }
+            rule, theirs = self._panel.rule(item), self._theirs.get(item)
+            if item in self._torch:
+                (theirs,) = self._torch[item].state.values()
+            elif rule is not None and steps:
+                shape, dtype = item.tensor.shape, item.tensor.dtype
+                states = zip(rule.states, self._states_of(item, rule), strict=True)
+                theirs = {name: state.view(shape).to(dtype) for name, state in states}
+                theirs["step"] = torch.tensor(float(steps))
+            if theirs is not None:
+                self._panel.optimizer.state[item.tensor] = theirs
 
     def take(self, item: Item, values: torch.Tensor, into: torch.Tensor) -> None:
         """Stores a tensor's weights, given in any dtype: the working copy and its master."""
@@ -164,15 +150,13 @@ class UnitState:
         """Carries out the part of the orders whose gradients are given: flat, from the element `start` on."""
         ruled: dict[str, tuple[Rule, list[Piece]]] = {}
         for order in orders:
-            begin = self._offsets[order.item]
-            low, high = max(start, begin), min(start + gradients.numel(), begin + order.item.tensor.numel())
-            if low >= high:
+            shared = overlap(order.item, self._offsets[order.item], start, gradients.numel())
+            if shared is None:
                 continue
-            gradient = gradients[low - start : high - start]
+            at, gradient = shared[0], gradients[shared[1]]
             if order.rule is None:
                 self._update_by_torch(order, gradient, factor)
                 continue
-            at = slice(low - begin, high - begin)
             master = self._master[order.item]
             piece = Piece(
                 gradient,
@@ -200,8 +184,8 @@ class UnitState:
             kind: Any = type(self._panel.optimizer)
             parameter = nn.Parameter(values)
             optimizer = self._torch[item] = kind([parameter], **_for_constructor(order.group, kind))
-            if theirs := self._panel.optimizer.state.pop(item.tensor, None):
-                optimizer.state[parameter] = theirs
+            if item in self._theirs:
+                optimizer.state[parameter] = self._theirs[item]
         (group,) = optimizer.param_groups
         group.update(order.group)
         (parameter,) = group["params"]
@@ -215,5 +199,5 @@ class UnitState:
 
 def _for_constructor(group: Group, kind: type) -> dict[str, Any]:
     """Only what the class takes: groups also hold what schedulers and the class itself put there."""
-    known = kind.__init__.__code__.co_varnames  # type: ignore[misc]
+    known = inspect.signature(kind).parameters
     return {name: value for name, value in group.items() if name in known}

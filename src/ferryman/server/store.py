@@ -9,7 +9,7 @@ import torch
 from ferryman.pinned import PinnedMemory
 from ferryman.server.panel import Panel
 from ferryman.server.state import UnitState, master_bytes, state_bytes
-from ferryman.units import GRADIENT, Item, Unit, landing_dtype, trained_elements
+from ferryman.units import GRADIENT, Item, Unit, gradient_bytes, landing_bytes, trained_elements
 
 _NOTHING = 0xFF  # each byte of what came without values: in any floating-point format not a number
 
@@ -40,32 +40,30 @@ class RamStore:
         for item in unit.items:
             self._came_as[item] = item.tensor.dtype
             view = item.view(memory.bytes)
-            trains = state is not None and item.trains
+            trained = state if item.trains else None
             if item.tensor.is_meta:
                 memory.bytes[item.offset : item.offset + item.nbytes].fill_(_NOTHING)
                 _give_memory(item.tensor, view)
                 self._empty[item] = item.tensor._version
             else:
-                if trains:
-                    assert state is not None
-                    state.take(item, item.tensor, view)
+                if trained is not None:
+                    trained.take(item, item.tensor, view)
                 else:
                     view.copy_(item.tensor.detach())
                 item.tensor.data = view
-            if trains:
-                assert state is not None
-                state.taken(item)
+            if trained is not None:
+                trained.taken(item)
 
     def remove(self, unit: Unit) -> None:
         """Its tensors keep their values, in memory that is no longer pinned."""
         self._empty = {item: version for item, version in self._empty.items() if item not in unit.items}
         self._give_back(unit)
-        for memory in (self._weights.pop(unit), *self._gradients_of(unit).values()):
+        mine = [key for key in self._gradients if key[0] is unit]
+        for memory in (self._weights.pop(unit), *(self._gradients.pop(key) for key in mine)):
             memory.close()
         if (state := self._states.pop(unit, None)) is not None:
-            state.give_back()
+            state.give_states()
             state.close()
-        self._gradients = {key: memory for key, memory in self._gradients.items() if key[0] is not unit}
 
     def weights(self, unit: Unit) -> torch.Tensor:
         return self._weights[unit].bytes
@@ -84,12 +82,12 @@ class RamStore:
         """The user may have changed weights in place, or the optimizer's state, between steps."""
         for state in self._states.values():
             state.follow_edits()
-            state.take_loaded()
+            state.take_states()
 
     def show_states(self) -> None:
         """Puts the optimizer's state where torch looks for it."""
         for state in self._states.values():
-            state.give_back()
+            state.give_states()
 
     def check_values(self) -> None:
         """Refuses tensors that were on meta, and have not been given values since."""
@@ -107,9 +105,6 @@ class RamStore:
     def close(self) -> None:
         for unit in list(self._weights):
             self.remove(unit)
-
-    def _gradients_of(self, unit: Unit) -> dict[torch.dtype, PinnedMemory]:
-        return {dtype: memory for (of, dtype), memory in self._gradients.items() if of is unit}
 
     def _give_back(self, unit: Unit) -> None:
         """Tensors get the dtype back that they came in."""
@@ -129,9 +124,9 @@ def account(units: Iterable[Unit], panel: Panel | None, *, landing: bool) -> dic
         found["the float32 master's rest"] = sum(master_bytes(unit) for unit in units)
         found["optimizer state"] = sum(state_bytes(unit, panel) for unit in units)
         if landing:
-            found["gradients"] = sum(trained_elements(unit) * landing_dtype(unit).itemsize for unit in units)
+            found["gradients"] = sum(landing_bytes(unit) for unit in units)
     else:
-        found["gradients"] = sum(trained_elements(unit) * GRADIENT.itemsize for unit in units)
+        found["gradients"] = sum(gradient_bytes(unit) for unit in units)
     return found
 
 
