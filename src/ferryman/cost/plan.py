@@ -24,6 +24,9 @@ from ferryman.units import DtypeOf, Unit, find_units, gradient_bytes, module_siz
 # Of a budget, at first only this much for what is always there; more if it cannot be done with less.
 _SHARES = (0.5, 0.75)
 
+# What a micro-batch needs is measured anew with the budget that was named, and may be a little more then.
+_AGAIN = 1.02
+
 
 class Need(NamedTuple):
     """What a micro-batch takes beside what is always on the device, and the unit where it takes most."""
@@ -114,7 +117,7 @@ def _what_would_do(least: Plan, needed: Need | None) -> str:
             f"{show_bytes(least.fixed)} is the smallest that would do, {least.explain()}; and what micro-batches need "
             "while they run comes on top"
         )
-    total = show_bytes(least.fixed + needed.nbytes)
+    total = show_bytes(least.fixed + int(needed.nbytes * _AGAIN))
     return (
         f"{f'{total} would do' if needed.is_all else f'more than {total} is needed'}, {least.explain()}, and "
         f"{show_bytes(needed.nbytes)} for a micro-batch of one sample (the most in {needed.where!r})"
