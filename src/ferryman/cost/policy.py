@@ -1,0 +1,83 @@
+"""Who updates which subgroup: the policies that `updates=` takes.
+
+host        the host updates everything (ZeRO-Offload)
+static:R    the state of a share R of the subgroups stays on the device, which updates them (TwinFlow)
+stride:K    one subgroup in K crosses to the device, is updated there and goes back (Deep Optimizer States)
+auto        subgroup by subgroup, whoever would be done first (`schedule.py`)
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, get_args
+
+Kind = Literal["host", "static", "stride", "auto"]
+
+_FORMS = {"host": "host", "static": "static:R", "stride": "stride:K", "auto": "auto"}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """As the user wrote it."""
+
+    kind: Kind
+    share: float = 0.0  # of `static`
+    stride: int = 0  # of `stride`
+
+    def __str__(self) -> str:
+        if self.kind == "static":
+            return f"static:{str(self.share).removesuffix('.0')}"
+        return f"stride:{self.stride}" if self.kind == "stride" else self.kind
+
+    def device_owns(self, index: int) -> bool:
+        """Whether the device updates the subgroup, counted over the whole model in forward order, come what may."""
+        assert self.kind != "auto", "that depends on queues and rates"
+        if self.kind == "stride":
+            return (index + 1) % self.stride == 0
+        # Spread evenly, so that host and device have work all the time. As a fraction: 0.1 is not quite a tenth.
+        share = Fraction(str(self.share))
+        return math.floor((index + 1) * share) > math.floor(index * share)
+
+
+def parse_policy(text: object) -> Policy:
+    """A policy from what the user gave as `updates=`."""
+    name, colon, value = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if name == "static" and colon:
+        return Policy("static", share=_share(value))
+    if name == "stride" and colon:
+        return Policy("stride", stride=_stride(value))
+    if name == "host" and not colon:
+        return Policy("host")
+    if name == "auto" and not colon:
+        return Policy("auto")
+    near = difflib.get_close_matches(name, get_args(Kind), n=1)
+    meant = f" (did you mean {_FORMS[near[0]]!r}?)" if near else ""
+    raise ValueError(
+        f"updates={text!r} is no policy{meant}; there are 'host', 'static:R' with a share R from 0 to 1, 'stride:K' "
+        "with a whole number K of at least 2, and 'auto'"
+    )
+
+
+def _share(value: str) -> float:
+    try:
+        share = float(value)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise ValueError(
+            f"updates='static:{value}': the share of the state that stays on the device must be a number from 0 to 1, "
+            "like 'static:0.25'"
+        )
+    return share
+
+
+def _stride(value: str) -> int:
+    if not (value.isascii() and value.isdigit() and int(value) >= 2):
+        raise ValueError(
+            f"updates='stride:{value}': one subgroup in K is updated on the device, and K must be a whole number of at "
+            "least 2; 'stride:2', every other one, is the most that this rhythm gives the device"
+        )
+    return int(value)
