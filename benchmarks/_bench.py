@@ -1,12 +1,16 @@
-"""What the benchmarks share: the machine's name, and times that a busy machine disturbs alike."""
+"""What the benchmarks share: the machine's name, times that a busy machine disturbs alike, and a slow host."""
 
+import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+
+from ferryman.server import kernels
+from ferryman.server.rules import Rule
 
 
 def machine() -> str:
@@ -28,3 +32,20 @@ def medians(ways: dict[str, Callable[[], object]], rounds: int, warm: int = 1) -
             way()
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(taken[warm:]) for name, taken in times.items()}
+
+
+@contextlib.contextmanager
+def host_of(rate: float) -> Iterator[None]:
+    """A host that updates so many elements a second."""
+    real = kernels.update
+
+    def throttled(rule: Rule, pieces: Sequence[kernels.Piece], **options: int | None) -> None:
+        end = time.perf_counter() + sum(piece.gradient.numel() for piece in pieces) / rate
+        real(rule, pieces, **options)
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+    kernels.update = throttled
+    try:
+        yield
+    finally:
+        kernels.update = real

@@ -10,22 +10,19 @@ next to nothing of it. For the same reason a slow host is simulated, too: it upd
 time is over that the elements take at its rate.
 """
 
-import contextlib
 import copy
 import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 import torch
 import torch_virtual
-from _bench import machine, medians
+from _bench import host_of, machine, medians
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from ferryman.engine import Engine
-from ferryman.server import kernels
-from ferryman.server.rules import Rule
 from ferryman.trace import Span, Trace
 
 DEVICE = "virtual"
@@ -116,27 +113,10 @@ def against_the_bound(model: LlamaForCausalLM, path: str) -> None:
     print(f"trace of the equal setting: {path}")
 
 
-@contextlib.contextmanager
-def host_of(rate: float) -> Iterator[None]:
-    """A host that updates so many elements a second."""
-    real = kernels.update
-
-    def throttled(rule: Rule, pieces: Sequence[kernels.Piece], **options: int | None) -> None:
-        end = time.perf_counter() + sum(piece.gradient.numel() for piece in pieces) / rate
-        real(rule, pieces, **options)
-        time.sleep(max(0.0, end - time.perf_counter()))
-
-    kernels.update = throttled
-    try:
-        yield
-    finally:
-        kernels.update = real
-
-
 def updating(model: LlamaForCausalLM, **options: object) -> Engine:
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    return Engine(model, optimizer, device=DEVICE, host_threads=1, **options)
+    return Engine(model, optimizer, device=DEVICE, host_threads=1, updates="host", **options)
 
 
 def against_the_bound_with_a_host(model: LlamaForCausalLM) -> None:

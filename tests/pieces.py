@@ -10,6 +10,7 @@ from ferryman import Lion
 from ferryman.server import kernels, rules
 from ferryman.server.kernels import Piece
 from ferryman.server.rules import Numbers, Rule
+from ferryman.units import master_dtype
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]  # of gradients, and of weights
 
@@ -98,7 +99,7 @@ class Tensors(NamedTuple):
     @classmethod
     def make(cls, case: Case, values: torch.Tensor, form: torch.dtype, gradient: torch.Tensor) -> Tensors:
         """With float32 weights stored in the form of a dtype, and states of a size that gradients might have given."""
-        weights, lacking = torch.empty(values.shape, dtype=form), kernels.master_dtype(form)
+        weights, lacking = torch.empty(values.shape, dtype=form), master_dtype(form)
         master = None if lacking is None else torch.empty(values.shape, dtype=lacking)
         kernels.split(values, weights, master)
         states = [torch.rand(values.shape, generator=generator(7 + i)) + 0.01 for i in range(len(case.rule.states))]

@@ -12,9 +12,12 @@ from models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, s
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
+from ferryman.cost.policy import Policy
+from ferryman.cost.staging import Staging
 from ferryman.engine import Engine
 from ferryman.lanes import Lane, Lanes
-from ferryman.relay.slots import GradientSlots, WeightSlots, count_fetches
+from ferryman.relay.gradient_slots import GradientSlots
+from ferryman.relay.slots import WeightSlots, count_fetches
 from ferryman.server.precision import Scale
 from ferryman.server.server import Server, Settings
 from ferryman.server.store import RamStore
@@ -60,7 +63,8 @@ def test_gradients_go_to_the_slot_whose_flush_is_longest_ago(virtual):
     # With the one that was flushed just now, every visit of the backward would wait for the link.
     with Lanes(virtual) as lanes:
         units, _ = find_units(Toy())
-        server = Server(RamStore(units, virtual), None, lanes, virtual, Settings(), Scale())
+        staging = Staging(Policy("host"), 1024, lambda unit: None, deferred=False)
+        server = Server(RamStore(units, virtual), None, lanes, virtual, Settings(), Scale(), staging)
         slots = GradientSlots(virtual, 2, server, lanes.device("h2d"), lanes.device("d2h"))
         slots.make_room_for(units)
         used = []
@@ -269,7 +273,7 @@ def _forget(marks, real, slots, slot, *, for_good):
         slots._used[slot] = None
     real(slots, slot, for_good=for_good)
     if marks == "_free":
-        slots._free[slot] = None
+        slots._free[slot] = []
 
 
 @pytest.mark.parametrize("wait", WAITS)

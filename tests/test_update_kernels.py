@@ -194,6 +194,7 @@ import ctypes, itertools, mmap, sys
 import torch
 from ferryman.server import kernels, rules
 from ferryman.server.kernels import Piece
+from ferryman.units import master_dtype
 
 beyond = int(sys.argv[1])
 page, count = mmap.PAGESIZE, 5
@@ -216,7 +217,7 @@ def tensor(memory, dtype, length, at_end):
 dtypes = (torch.float32, torch.bfloat16, torch.float16)
 kinds = itertools.product(kernels.paths()[:-1], rules.NATIVE, dtypes, dtypes, (*range(1, 40), 200), (False, True))
 for path, rule, dtype, form, length, at_end in kinds:
-    lacking = kernels.master_dtype(form)
+    lacking = master_dtype(form)
     gradient, weights, first, second = (
         tensor(memory, kind, length, at_end)
         for memory, kind in zip(pages, (dtype, form, torch.float32, torch.float32), strict=False)

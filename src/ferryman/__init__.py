@@ -6,8 +6,8 @@ from ferryman import amx
 amx.guard()
 
 from ferryman.engine import Engine  # noqa: E402 - after the guard
+from ferryman.server.looks import NonFiniteError  # noqa: E402
 from ferryman.server.rules import Lion  # noqa: E402
-from ferryman.server.server import NonFiniteError  # noqa: E402
 
 __all__ = ["Engine", "Lion", "NonFiniteError"]
 

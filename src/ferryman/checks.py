@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ferryman.cost.policy import parse_policy
 from ferryman.cost.sizes import show_bytes
 from ferryman.server.precision import PRECISIONS
 from ferryman.takeover import is_taken
-from ferryman.units import Item, Unit
+from ferryman.units import GRAIN, Item, Unit
 
 
 def arguments(model: Any, *, loss: Any, units: Any, resident: Any, stash: Any, slots: Any) -> None:
@@ -146,6 +147,23 @@ def update_arguments(
     wrong = [name for name, value in asked.items() if value is not None]
     if optimizer is None and wrong:
         raise ValueError(f"{wrong[0]}= is about updates, so the engine needs the optimizer: Engine(model, optimizer)")
+
+
+def interleave_arguments(
+    optimizer: Any, device: torch.device, slots: Any, held: Any, updates: Any, subgroup: Any
+) -> None:
+    if held not in (None, True, False):
+        raise ValueError(f"held={held!r}: it is True, False, or None for whatever the budget allows")
+    if held and device.type == "cpu":
+        raise ValueError("held=True keeps all weights on an accelerator, and device='cpu' is the host itself")
+    if held and slots is not None:
+        raise ValueError(f"held=True keeps all weights on the device, so slots={slots} has no meaning; leave one out")
+    if subgroup is not None and (type(subgroup) is not int or subgroup < GRAIN):
+        raise ValueError(f"subgroup={subgroup!r}: a whole number of parameters is needed, at least {GRAIN}")
+    parse_policy(updates)
+    if optimizer is None and (updates != "auto" or subgroup is not None):
+        name = "subgroup" if updates == "auto" else "updates"
+        raise ValueError(f"{name}= is about updates, so the engine needs the optimizer: Engine(model, optimizer)")
 
 
 def unchanged(unit: Unit, flat: torch.Tensor, trained: dict[Item, bool]) -> None:

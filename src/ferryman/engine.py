@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -24,22 +23,24 @@ from torch.utils import _pytree as pytree
 from ferryman import checks
 from ferryman.batch import samples_in, split
 from ferryman.blocks import Blocks, Position
-from ferryman.cost.plan import Need, Plan, make_plan
+from ferryman.cost.plan import Need, Plan
 from ferryman.cost.sizes import parse_bytes, show_bytes
 from ferryman.gradients import Gradients
 from ferryman.interrupts import Interrupts
 from ferryman.lanes import Lanes
+from ferryman.planner import Planner
 from ferryman.relay.fit import Choice, Fit, TooLargeError, Trial, advice
 from ferryman.relay.relay import Relay
 from ferryman.server import memory as host_memory
 from ferryman.server.panel import Panel
-from ferryman.server.precision import dtype_of, scale_for
-from ferryman.server.server import Server, Settings, is_eager
+from ferryman.server.precision import dtype_of
+from ferryman.server.server import Server, Settings
+from ferryman.server.stats import Stats
 from ferryman.server.store import RamStore, account
 from ferryman.takeover import Takeover
 from ferryman.trace import Trace
 from ferryman.units import Unit, hint, rename, units_of_block
-from ferryman.work import Loss, caches_off, model_loss, to_device
+from ferryman.work import Loss, caches_off, evaluation, model_loss, to_device
 
 
 class Engine:
@@ -56,8 +57,12 @@ class Engine:
     micro-batches chosen, such that it is kept. `units` names the modules that travel, by name or pattern; without it
     they are found. `resident` names parameters that stay on the device. `stash="host"` keeps what waiting micro-batches
     hold on the host, and device memory constant; on the "device" it is faster and grows with depth and micro-batches;
-    "auto" is the device as long as the budget allows. `slots` is how many units' weights the device holds at once.
-    `trace` records what ran when.
+    "auto" is the device as long as the budget allows. `slots` is how many units' weights the device holds at once;
+    `held` has all of them stay there, which is also done where the budget allows. `trace` records what ran when.
+
+    `updates` says who updates the weights: "host"; "stride:K", one subgroup in K on the device; "static:R", where the
+    state of a share R stays on the device; or "auto", whoever would be done first. `subgroup` is how many parameters
+    are updated at a time.
     """
 
     def __init__(
@@ -77,6 +82,9 @@ class Engine:
         resident: Sequence[str] = (),
         stash: str = "auto",
         slots: int | None = None,
+        held: bool | None = None,
+        updates: str = "auto",
+        subgroup: int | None = None,
         trace: Trace | None = None,
     ) -> None:
         checks.arguments(model, loss=loss, units=units, resident=resident, stash=stash, slots=slots)
@@ -85,6 +93,7 @@ class Engine:
         checks.budget(self._budget, self.device)
         checks.free(model)
         checks.update_arguments(optimizer, precision, max_grad_norm, on_nonfinite, deferred, host_threads)
+        checks.interleave_arguments(optimizer, self.device, slots, held, updates, subgroup)
         self._model = model
         self._loss = loss
         self._stash = stash
@@ -92,23 +101,18 @@ class Engine:
         self._panel = None if optimizer is None else Panel(optimizer, model)
         self._dtype_of = dtype_of(model, precision)
         self._settings = Settings(max_grad_norm, on_nonfinite, deferred, host_threads)
-        self._make_plan = functools.partial(
-            make_plan,
-            model,
-            budget=self._budget,
-            slots=slots,
-            units=units,
-            resident=resident,
-            updates=optimizer is not None,
-            dtype_of=self._dtype_of,
-        )
+        self._updates = updates
+        self._planner = Planner(
+            model, self.device, self._budget, slots, units, resident, held, subgroup, self._dtype_of, self._panel,
+            self._settings,
+        )  # fmt: skip
         self._blocks = Blocks(model, self.device)
         self._to_skip: frozenset[nn.Module] = frozenset()  # in the next step
         self._takeover = Takeover(self.wait)
         self.choice: Choice | None = None  # of the last step: how many micro-batches, and where the stash was
         self._stepping = False
         self._closed = False
-        self._build(self._make_plan())
+        self._build(self._planner.make(updates))
 
     def forward_backward(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
         """The micro-batches' mean loss, weighted by their samples; gradients are added to the parameters' `.grad`.
@@ -130,7 +134,7 @@ class Engine:
         engine and the model's `state_dict` show of the weights waits for it.
         """
         panel = self._need_optimizer()
-        self._follow_user(panel)
+        self._server.follow_user(panel)
         loss = self._run(batch, micro_batches, for_good=True)
         self._finish(panel)
         return loss
@@ -138,7 +142,7 @@ class Engine:
     def update(self) -> None:
         """Updates the weights with the gradients that `forward_backward` has left; they are cleared."""
         panel = self._need_optimizer()
-        self._follow_user(panel)
+        self._server.follow_user(panel)
         self._gradients.take(self._all_units())
         self._finish(panel)
 
@@ -164,6 +168,23 @@ class Engine:
     def host_account(self) -> dict[str, int]:
         """Bytes of host memory that the server takes, by what they are for."""
         return account(self._all_units(), self._panel, landing=not self._server.is_eager)
+
+    def stats(self) -> Stats | None:
+        """What the updates of the last step were; waits for them. None before the first."""
+        return self._server.stats
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided, with the rate of updates as it is predicted and as it was."""
+        predicted, achieved = self._server.update_rates
+        return dataclasses.replace(self._plan, predicted_rate=predicted, achieved_rate=achieved)
+
+    def set_updates(self, updates: str) -> None:
+        """From the next step on this is who updates the weights; nothing else changes."""
+        self._need_optimizer()
+        plan = self._planner.change(self._plan, updates, 0 if self._fit is None else self._fit.least)
+        self._updates = updates
+        self._serve(plan)
 
     def wait(self) -> None:
         """Blocks until the weights are those of the last update, for those who read them past `state_dict`."""
@@ -192,7 +213,7 @@ class Engine:
         except BaseException as error:
             self._lanes.drain()
             if isinstance(error, torch.OutOfMemoryError):
-                error.add_note(advice(self.plan, choice))
+                error.add_note(advice(self._plan, choice))
             if for_good:
                 error.add_note(f"ferryman: {self._server.what_has_changed()}")
             self._recover(forget=for_good)
@@ -206,7 +227,7 @@ class Engine:
         with Interrupts():
             try:
                 # In the order in which the next step fetches them.
-                self._server.finish((self.plan.residents, *self.plan.units), self._relay.kept)
+                self._server.finish(self._plan.in_forward_order, self._relay.kept)
             except BaseException:
                 self._lanes.drain()
                 self._recover(forget=True)
@@ -221,15 +242,8 @@ class Engine:
         if forget:
             self.zero_grad()
 
-    def _follow_user(self, panel: Panel) -> None:
-        """What has been changed since the last update: groups, weights, the optimizer's state."""
-        panel.look()
-        if panel.optimizer.state:
-            self.wait()
-        self._store.follow_edits()
-
     def _show_states(self) -> None:
-        self.wait()
+        self._server.bring_home()
         self._store.follow_edits()  # what was loaded since is shown, too
         self._store.show_states()
 
@@ -255,22 +269,17 @@ class Engine:
         checks.block(block, self._model)
         checks.apart(self._blocks.list_at(position), self.units)
         self._blocks.insert(position, block)
-        added = units_of_block(self._model, block, self.plan.limit, self._dtype_of)
+        added = units_of_block(self._model, block, self._plan.limit, self._dtype_of)
         order = {module: i for i, module in enumerate(self._model.modules())}
         units = sorted((*self.units, *added), key=lambda unit: min(order[module] for module in unit.modules))
-        plan = dataclasses.replace(self.plan, units=tuple(units))
-        if self._budget is not None and plan.fixed > self._budget:
-            self._blocks.remove(block)
-            raise ValueError(
-                f"with this block {show_bytes(plan.fixed)} would always be on the device, where "
-                f"memory={show_bytes(self._budget)}: {plan.explain()}"
-            )
-        if self._panel is not None:
-            try:
+        plan = dataclasses.replace(self._plan, units=tuple(units))
+        try:
+            self._planner.check_fits(plan, "with this block")
+            if self._panel is not None:
                 self._panel.look()
-            except ValueError:
-                self._blocks.remove(block)
-                raise
+        except ValueError:
+            self._blocks.remove(block)
+            raise
         self._lanes.wait()
         for unit in added:
             self._store.add(unit)
@@ -285,12 +294,12 @@ class Engine:
         block = self._blocks.at(position)
         inside = set(block.modules())
         checks.apart(self._blocks.list_at(position), self.units)
-        checks.own(block, position, self.units, self.plan.residents)
+        checks.own(block, position, self.units, self._plan.residents)
         gone = [unit for unit in self.units if inside.issuperset(unit.modules)]
         if len(gone) == len(self.units):
             raise ValueError(f"the block {position!r} is the last one that travels; nothing would be left to train")
         self._blocks.remove(block)
-        self._serve(dataclasses.replace(self.plan, units=tuple(unit for unit in self.units if unit not in gone)))
+        self._serve(dataclasses.replace(self._plan, units=tuple(unit for unit in self.units if unit not in gone)))
         for unit in gone:
             self._server.forget_unit(unit)
             self._store.remove(unit)
@@ -299,7 +308,7 @@ class Engine:
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        return self.plan.units
+        return self._plan.units
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -318,17 +327,17 @@ class Engine:
         self._tear_down()
 
     def _build(self, plan: Plan) -> None:
-        self.plan = plan
+        self._plan = plan
         units = self._all_units()
-        scale = scale_for({item.dtype for unit in units for item in unit.trained} if self._panel is not None else set())
         host_memory.check(
-            account(units, self._panel, landing=not is_eager(self._settings, scale)),
+            account(units, self._panel, landing=plan.staging.deferred),
             already=sum(item.tensor.nbytes for unit in units for item in unit.items if not item.tensor.is_meta),
         )
         self._store = RamStore(units, self.device, self._panel)
         host_memory.trim()
         self._lanes = Lanes(self.device, trace=self._trace)
-        self._server = Server(self._store, self._panel, self._lanes, self.device, self._settings, scale)
+        scale = self._planner.scale()
+        self._server = Server(self._store, self._panel, self._lanes, self.device, self._settings, scale, plan.staging)
         try:
             self._relay = Relay(plan, self.device, self._server, self._lanes)
         except BaseException:  # out of memory, on the device
@@ -348,7 +357,10 @@ class Engine:
 
     def _tear_down(self) -> None:
         try:
-            self._lanes.close()
+            try:
+                self._server.bring_home()
+            finally:
+                self._lanes.close()
         finally:
             self._takeover.end()
             if self._panel is not None:
@@ -360,13 +372,13 @@ class Engine:
     def _serve(self, plan: Plan) -> None:
         """The model's blocks have changed."""
         self._lanes.wait()  # a unit that was expected, and not used, may still be on its way
-        self.plan = plan
+        self._plan = plan
         self._fit = self._new_fit()
         rename(self._model, self._all_units())
-        self._relay.serve(plan.units)
+        self._relay.serve(plan)
 
     def _all_units(self) -> tuple[Unit, ...]:
-        return (*self.plan.units, self.plan.residents)
+        return (*self._plan.units, self._plan.residents)
 
     def _take_over(self, units: Iterable[Unit]) -> None:
         for unit in units:
@@ -403,7 +415,7 @@ class Engine:
         count = len(parts) if ready else micro_batches
         while True:
             try:
-                return self._fit.choose(sample, size * len(parts) if ready else size, count, self.plan.fixed)
+                return self._fit.choose(sample, size * len(parts) if ready else size, count, self._plan.fixed)
             except TooLargeError as error:
                 needed = error.need
             gc.collect()  # what the trial had is on the device as long as anything of its exception lives
@@ -421,20 +433,20 @@ class Engine:
         """A smaller plan, now that it is known what one sample needs; a ValueError if there is none."""
         assert self._budget is not None
         assert self._fit is not None
-        least = self._make_plan(smallest=True)
+        least = self._planner.make(self._updates, smallest=True)
         try:
-            plan = self._make_plan(needed=needed)
+            plan = self._planner.make(self._updates, needed)
         except ValueError:
             plan = least  # finer units may need less while they run
-            if least.fixed == self.plan.fixed:
+            if least.fixed == self._plan.fixed:
                 if not needed.is_all:  # to be able to say what would do, one trial may take what it takes
-                    self._make_plan(needed=self._fit.whole_need(sample, size))
+                    self._planner.make(self._updates, self._fit.whole_need(sample, size))
                 raise
         if self._server.has_stepped or self._relay.kept:
             raise ValueError(
-                f"a micro-batch of one sample needs {show_bytes(needed.nbytes)} in {needed.where!r} beside "
-                f"{show_bytes(self.plan.fixed)} that are always there; memory={show_bytes(self._budget)} is too small "
-                "for it, and units cannot be cut any more once training has begun. Begin with the longest batch"
+                f"{needed} beside {show_bytes(self._plan.fixed)} that are always there; memory="
+                f"{show_bytes(self._budget)} is too small for it, and units cannot be cut any more once training has "
+                "begun. Begin with the longest batch"
             )
         self._tear_down()
         self._build(plan)
@@ -465,27 +477,16 @@ class Engine:
             self._stepping = False
 
     def _outside_steps(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The model's own forward; outside steps, on a device, its units come over as it calls them."""
+        streamed = evaluation(forward, self.device, self._relay.evaluating)
 
-        def streamed(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if self._stepping:
                 return forward(*args, **kwargs)
             self._store.check_values()
             self.wait()
-            if self.device.type == "cpu":
-                return forward(*args, **kwargs)
-            if torch.is_grad_enabled():
-                raise ValueError(
-                    "outside a step the model runs without gradients: call it under torch.no_grad(), or train with "
-                    "engine.forward_backward(batch)"
-                )
-            home = next((x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), None)
-            with self._relay.evaluating():
-                args, kwargs = to_device((args, kwargs), self.device)
-                result = forward(*args, **kwargs)
-            return result if home is None else to_device(result, home)
+            return streamed(*args, **kwargs)
 
-        return streamed
+        return run
 
     def __enter__(self) -> Engine:
         return self

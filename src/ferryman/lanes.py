@@ -24,11 +24,14 @@ none, nothing is told.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -91,10 +94,12 @@ class _Failure:
 class Mark:
     """The end of one piece of work. Made by `Lane.submit`."""
 
-    def __init__(self, group: Lanes, lane: str, label: str) -> None:
+    def __init__(self, group: Lanes, lane: str, label: str, *, timed: bool = False) -> None:
         self.label = label
         self._group = group
         self._lane = lane
+        self._timed = timed
+        self._span: tuple[torch.Event, torch.Event] | tuple[float, float] | None = None  # its begin and its end
         self._settled = threading.Event()  # host: the work is over; stream: it is issued, and `_event` tells the rest
         self._event: torch.Event | None = None
         self._failure: _Failure | None = None
@@ -155,7 +160,37 @@ class Mark:
             self._group._witness.learn(self._instant)
 
 
-class _Job(NamedTuple):
+def _spans(marks: Iterable[Mark]) -> list[tuple[float, float]]:
+    """When the work of marks that have passed began and ended, in seconds from the first; of one kind of lane."""
+    found = [mark._span for mark in marks if mark._span is not None and not mark.failed()]
+    spans: list[tuple[float, float]] = []
+    for begin, end in found:
+        first = found[0][0]
+        if isinstance(begin, torch.Event):
+            assert isinstance(first, torch.Event), "marks of one kind of lane"
+            spans.append((first.elapsed_time(begin) / 1e3, first.elapsed_time(end) / 1e3))  # type: ignore[arg-type]
+        else:
+            spans.append((begin, end))  # type: ignore[arg-type]
+    return sorted(spans)
+
+
+def busy_seconds(marks: Iterable[Mark]) -> float:
+    """How long at least one of these was under way. All have passed, were timed, and are of one kind of lane."""
+    total, until = 0.0, -math.inf
+    for begin, end in _spans(marks):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def whole_seconds(marks: Iterable[Mark]) -> float:
+    """From the begin of the first to the end of the last, of such marks."""
+    spans = _spans(marks)
+    return max(end for _, end in spans) - spans[0][0] if spans else 0.0
+
+
+@dataclass(slots=True)
+class _Job:
     work: Work
     after: Sequence[Mark]
     mark: Mark
@@ -164,6 +199,10 @@ class _Job(NamedTuple):
     writes: Sequence[torch.Tensor]
     failures_seen: int  # by the group's waits, when it was submitted
     instant: Any  # what the witness knew when it was submitted
+
+
+def _nothing() -> None:
+    pass
 
 
 class Lane:
@@ -189,18 +228,19 @@ class Lane:
         nbytes: int = 0,
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
+        timed: bool = False,
     ) -> Mark:
         """Queues `work` behind all that was submitted to this lane before and behind the marks in `after`.
 
         Returns at once. `label` and `nbytes` are for the trace. `reads` and `writes` are the pinned tensors that work
-        on the host uses, for the race detector.
+        on the host uses, for the race detector. Of `timed` work `busy_seconds` can tell how long it took.
         """
         marks = tuple(after)
         if not all(isinstance(mark, Mark) for mark in marks):
             raise ValueError(f"after=: a list of marks is required, this is {list(marks)!r}")
         if label is None:
             label = getattr(work, "__name__", "work")
-        mark = Mark(self._group, self.name, label)
+        mark = Mark(self._group, self.name, label, timed=timed)
         with self._condition:
             if self._closed:
                 raise LaneError(f"lane {self.name!r} is closed, it takes no more work ({label!r})")
@@ -320,6 +360,8 @@ class Lane:
         finally:
             if mark._failure is not None and mark._failure not in self._failures:
                 self._failures.append(mark._failure)
+            # Whoever waits for the mark may then let go of what the work has used, and be the last to do so.
+            job.work, job.reads, job.writes = _nothing, (), ()
             mark._instant = self._group._witness.now()
             mark._settled.set()
             with self._condition:
@@ -347,25 +389,29 @@ class HostLane(Lane):
 
     @contextlib.contextmanager
     def _recorded(self, mark: Mark, nbytes: int) -> Iterator[None]:
-        trace = self._group.trace
-        start = trace.now() if trace is not None else 0.0
+        trace, start = self._group.trace, time.perf_counter()
         yield
+        mark._span = start, time.perf_counter()
         if trace is not None:
-            trace.add(Span(self.name, mark.label, start, trace.now(), nbytes))
+            trace.add(Span(self.name, mark.label, trace.at(mark._span[0]), trace.at(mark._span[1]), nbytes))
 
 
 class DeviceLane(Lane):
-    """A torch stream: copies over the link one way, or kernels. The work is what launches them."""
+    """A torch stream: copies over the link one way, or kernels. The work is what launches them.
 
-    def __init__(self, group: Lanes, name: str) -> None:
+    `apart`: always from the lane's own thread, for work whose launches alone would keep the submitting thread.
+    """
+
+    def __init__(self, group: Lanes, name: str, *, apart: bool = False) -> None:
         super().__init__(group, name)
         self.stream = torch.Stream(group._torch_device)
+        self._apart = apart
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         return self.stream
 
     def _can_issue_now(self, job: _Job) -> bool:
-        return all(mark._settled.is_set() for mark in job.after)
+        return not self._apart and all(mark._settled.is_set() for mark in job.after)
 
     def here(self) -> Mark:
         return Mark(self._group, self.name, "this point")._settle_at(self.stream)
@@ -379,8 +425,9 @@ class DeviceLane(Lane):
     @contextlib.contextmanager
     def _recorded(self, mark: Mark, nbytes: int) -> Iterator[None]:
         trace = self._group.trace
-        begin = torch.Event(self.stream.device, enable_timing=True) if trace is not None else None
-        end = torch.Event(self.stream.device, enable_timing=trace is not None, blocking=True)
+        timed = mark._timed or trace is not None
+        begin = torch.Event(self.stream.device, enable_timing=True) if timed else None
+        end = torch.Event(self.stream.device, enable_timing=timed, blocking=True)
         with self.stream:
             if begin is not None:
                 begin.record(self.stream)
@@ -389,6 +436,7 @@ class DeviceLane(Lane):
             finally:
                 end.record(self.stream)
                 mark._event = end  # also of work that failed half-way: what it launched must be waited for
+        mark._span = None if begin is None else (begin, end)
         if trace is not None and begin is not None:
             trace.add_device_span(self.name, mark.label, begin, end, nbytes)
 
@@ -422,9 +470,10 @@ class Lanes:
         """A lane on the host: a thread."""
         return self._add(HostLane(self, name))
 
-    def device(self, name: str) -> Lane:
+    def device(self, name: str, *, apart: bool = False) -> Lane:
         """A lane on the device: a stream, or a thread where the device is the host itself."""
-        return self._add(HostLane(self, name) if self._torch_device.type == "cpu" else DeviceLane(self, name))
+        on_host = self._torch_device.type == "cpu"
+        return self._add(HostLane(self, name) if on_host else DeviceLane(self, name, apart=apart))
 
     def here(self) -> Mark:
         """A mark at this point of what the calling thread does, on its own stream of the device."""

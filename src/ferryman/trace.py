@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,14 @@ class Span(NamedTuple):
     start: float
     end: float
     nbytes: int
+
+
+class Note(NamedTuple):
+    """Something that became known at a moment."""
+
+    label: str
+    at: float
+    values: Mapping[str, Any]
 
 
 class _DeviceSpan(NamedTuple):
@@ -44,11 +53,16 @@ class Trace:
         self._lock = threading.Lock()
         self._lanes: list[str] = []
         self._spans: list[Span] = []
+        self._notes: list[Note] = []
         self._unread: list[_DeviceSpan] = []
         self._anchors: dict[torch.device, tuple[torch.Event, float]] = {}
 
     def now(self) -> float:
-        return time.perf_counter() - self._began
+        return self.at(time.perf_counter())
+
+    def at(self, moment: float) -> float:
+        """A moment of `time.perf_counter`, as the trace has it."""
+        return moment - self._began
 
     def add_lane(self, name: str, stream: torch.Stream | None = None) -> None:
         """Gives a lane its row. A stream must be idle now: its device's anchor is recorded there."""
@@ -64,6 +78,15 @@ class Trace:
     def add(self, span: Span) -> None:
         with self._lock:
             self._spans.append(span)
+
+    def note(self, label: str, values: Mapping[str, Any]) -> None:
+        """Such as the figures of a step."""
+        with self._lock:
+            self._notes.append(Note(label, self.now(), values))
+
+    def notes(self) -> list[Note]:
+        with self._lock:
+            return list(self._notes)
 
     def add_device_span(self, lane: str, label: str, begin: torch.Event, end: torch.Event, nbytes: int) -> None:
         """The events are timed, and recorded on a stream of a lane that the trace knows."""
@@ -105,6 +128,9 @@ class Trace:
             if span.nbytes and span.end > span.start:
                 event["args"] = {"bytes": span.nbytes, "GB/s": span.nbytes / (span.end - span.start) / 1e9}
             events.append(event)
+        for note in self.notes():
+            what = {"ph": "i", "s": "g", "pid": 0, "tid": 0, "name": note.label}
+            events.append({**what, "ts": note.at * 1e6, "args": dict(note.values)})
         target = Path(path)
         partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
         try:

@@ -17,7 +17,7 @@ import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -158,6 +158,40 @@ def landing_bytes(unit: Unit) -> int:
 def narrow_bytes(unit: Unit) -> int:
     """The same, where that is not in float32, in which they are added up; else nothing."""
     return 0 if landing_dtype(unit) == GRADIENT else landing_bytes(unit)
+
+
+def master_dtype(weights: torch.dtype) -> torch.dtype | None:
+    """What is kept beside weights of this dtype: the low 16 bits of float32, float32 itself, or nothing."""
+    return {torch.float32: None, torch.bfloat16: torch.int16, torch.float16: torch.float32}[weights]
+
+
+def weight_itemsize(unit: Unit) -> int:
+    """Bytes of the widest trained weight."""
+    return max((item.dtype.itemsize for item in unit.trained), default=0)
+
+
+def master_itemsize(unit: Unit) -> int:
+    """Bytes of the widest that is kept beside trained weights."""
+    kept = (master_dtype(item.dtype) for item in unit.trained)
+    return max((dtype.itemsize for dtype in kept if dtype is not None), default=0)
+
+
+class Subgroup(NamedTuple):
+    """A stretch of a unit's trained elements: the grain of an update."""
+
+    unit: Unit
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def cut_into_subgroups(unit: Unit, size: int) -> list[Subgroup]:
+    """Of at most `size` elements each, which is a multiple of GRAIN."""
+    total = trained_elements(unit)
+    return [Subgroup(unit, start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def overlap(item: Item, begin: int, start: int, count: int) -> tuple[slice, slice] | None:

@@ -41,3 +41,27 @@ def caches_off(model: nn.Module) -> Iterator[None]:
 
 def to_device(part: Any, device: torch.device) -> Any:
     return pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, part)
+
+
+def evaluation(
+    forward: Callable[..., Any],
+    device: torch.device,
+    evaluating: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Callable[..., Any]:
+    """A model's forward outside steps: on a device, its units come over as it calls them."""
+
+    def streamed(*args: Any, **kwargs: Any) -> Any:
+        if device.type == "cpu":
+            return forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "outside a step the model runs without gradients: call it under torch.no_grad(), or train with "
+                "engine.forward_backward(batch)"
+            )
+        home = next((x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), None)
+        with evaluating():
+            args, kwargs = to_device((args, kwargs), device)
+            result = forward(*args, **kwargs)
+        return result if home is None else to_device(result, home)
+
+    return streamed

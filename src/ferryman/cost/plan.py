@@ -3,10 +3,12 @@
 What is always on the device is a sum over the plan:
 
     weight slots x largest unit + gradient slots x widest gradients + residents, with their gradients
+    + what updates on the device take (`staging.py`)
 
-The rest of the budget is for what micro-batches need while they run, which `relay/fit.py` measures. A coarse cut is
-better than a fine one, since every boundary between units is a stash; two slots are better than one, since only then a
-fetch runs beside the compute. So blocks are cut before slots are given up.
+or, where all units are *held*, their sum in place of the weight slots. The rest of the budget is for what micro-batches
+need while they run, which `relay/fit.py` measures. A coarse cut is better than a fine one, since every boundary between
+units is a stash; two slots are better than one, since only then a fetch runs beside the compute. So blocks are cut
+before slots are given up.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ferryman.cost.sizes import show_bytes
+from ferryman.cost.staging import Staging
 from ferryman.units import DtypeOf, Unit, find_units, gradient_bytes, module_sizes, narrow_bytes, own_dtype
 
 # Of a budget, at first only this much for what is always there; more if it cannot be done with less.
@@ -35,6 +38,9 @@ class Need(NamedTuple):
     where: str
     is_all: bool = True  # False: it was stopped there, and takes more
 
+    def __str__(self) -> str:
+        return f"a micro-batch of one sample needs {show_bytes(self.nbytes)} in {self.where!r}"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -44,34 +50,69 @@ class Plan:
     residents: Unit
     weight_slots: int
     gradient_slots: int
+    staging: Staging
     updates: bool = False  # whether the engine updates the weights, so that gradients cross in their dtype
     limit: int | None = None  # bytes beyond which blocks were cut
+    held: bool = False  # whether all weights stay on the device
+    predicted_rate: float | None = None  # of updates, in parameters a second; None: not known yet
+    achieved_rate: float | None = None
 
     @property
     def account(self) -> dict[str, int]:
         """Bytes that are on the device all the time, by what they are for."""
         return {
-            "weight slots": self.weight_slots * max(unit.nbytes for unit in self.units),
+            "weight slots": self._weight_bytes,
             "gradient slots": self.gradient_slots * slot_bytes(self.units, self.updates),
             "residents": self.residents.nbytes + slot_bytes([self.residents], self.updates),
+            **self.staging.account(self.in_forward_order, held=self.held),
         }
+
+    @property
+    def in_forward_order(self) -> tuple[Unit, ...]:
+        """All units as a step needs them: residents are there from its start."""
+        return (self.residents, *self.units)
+
+    @property
+    def _weight_bytes(self) -> int:
+        sizes = [unit.nbytes for unit in self.units]
+        return sum(sizes) if self.held else self.weight_slots * max(sizes)
 
     @property
     def fixed(self) -> int:
         return sum(self.account.values())
 
+    def __str__(self) -> str:
+        rates = {"predicted": self.predicted_rate, "achieved": self.achieved_rate}
+        known = ", ".join(f"{rate / 1e6:.0f} {name}" for name, rate in rates.items() if rate is not None)
+        when = "deferred" if self.staging.deferred else "eager"
+        lines = [
+            f"{len(self.units)} units, {'held on the device' if self.held else 'relayed'}",
+            f"{show_bytes(self.fixed)} always on the device: {self.explain()}",
+        ]
+        if self.updates:
+            size = self.staging.subgroup
+            lines.append(f"updates: {self.staging.policy}, {when}, in subgroups of at most {size} parameters")
+            lines.append(f"update rate, Mparam/s: {known or 'not known yet'}")
+        return "\n".join(lines)
+
     def explain(self) -> str:
         """The account in words, with what dominates it."""
-        largest = max(self.units, key=lambda unit: unit.nbytes)
+        largest, account = max(self.units, key=lambda unit: unit.nbytes), self.account
+        all_of_them = f"{show_bytes(account['weight slots'])}, all of them,"
+        slots = all_of_them if self.held else f"{self.weight_slots} x {show_bytes(largest.nbytes)}"
         sizes = {
-            "weight slots": f"{self.weight_slots} x {show_bytes(largest.nbytes)} for weights "
-            f"(the largest unit is {largest.name!r})",
+            "weight slots": f"{slots} for weights (the largest unit is {largest.name!r})",
             "gradient slots": f"{self.gradient_slots} x {show_bytes(slot_bytes(self.units, self.updates))} "
             "for gradients",
-            "residents": f"{show_bytes(self.account['residents'])} for what stays on the device",
+            "residents": f"{show_bytes(account['residents'])} for what stays on the device",
+            "update staging": f"{show_bytes(account.get('update staging', 0))} for updates on the device, of subgroups "
+            f"of {self.staging.subgroup} parameters",
+            "state on the device": f"{show_bytes(account.get('state on the device', 0))} for optimizer state",
+            "gradients on the device": f"{show_bytes(account.get('gradients on the device', 0))} for gradients that "
+            "wait for the norm",
         }
-        order = sorted(sizes, key=lambda part: -self.account[part])
-        return ", ".join(sizes[part] for part in order if self.account[part])
+        order = sorted(account, key=lambda part: -account[part])
+        return ", ".join(sizes[part] for part in order if account[part])
 
 
 def make_plan(
@@ -81,6 +122,8 @@ def make_plan(
     slots: int | None,
     units: Sequence[str] | None,
     resident: Sequence[str],
+    staging: Sequence[Staging],
+    held: bool | None = False,
     updates: bool = False,
     dtype_of: DtypeOf = own_dtype,
     needed: Need | None = None,
@@ -88,13 +131,16 @@ def make_plan(
 ) -> Plan:
     """The coarsest plan that leaves room in the budget; a ValueError with the smallest budget if there is none.
 
-    `needed`: what a micro-batch of one sample takes, once that is known. `smallest`: the one that takes least instead.
+    `staging`: ways to update, the best first; a lesser one is taken where a better one leaves no room. `held`: whether
+    all weights stay on the device; None: if the budget allows. `needed`: what a micro-batch of one sample takes, once
+    that is known. `smallest`: the plan that takes least instead.
     """
     limits = [None] if budget is None else [None, *module_sizes(model, dtype_of)]
     cuts = (
         (*find_units(model, limit=limit, units=units, resident=resident, dtype_of=dtype_of), limit) for limit in limits
     )
-    grades = _grades([Plan(found, rest, slots or 2, 2, updates, limit) for found, rest, limit in cuts], slots)
+    plans = [Plan(found, rest, slots or 2, 2, staging[0], updates, limit) for found, rest, limit in cuts]
+    grades = _grades(plans, slots, staging, held)
     least = min(itertools.chain(*grades), key=lambda plan: plan.fixed)
     if budget is None:
         return grades[0][0]
@@ -105,7 +151,7 @@ def make_plan(
         for room in rooms:
             for plan in grade:
                 if plan.fixed <= room:
-                    return _with_more_slots(plan, rooms[0]) if slots is None else plan
+                    return _with_more_slots(plan, rooms[0]) if slots is None and not plan.held else plan
     if needed is None and least.fixed <= budget:
         return least
     raise ValueError(f"memory={show_bytes(budget)} is too small for this model: {_what_would_do(least, needed)}")
@@ -130,16 +176,20 @@ def slot_bytes(units: Sequence[Unit], updates: bool) -> int:
     return wide + (max(narrow_bytes(unit) for unit in units) if updates else 0)
 
 
-def _grades(cuts: Sequence[Plan], slots: int | None) -> list[list[Plan]]:
+def _grades(cuts: Sequence[Plan], slots: int | None, staging: Sequence[Staging], held: bool | None) -> list[list[Plan]]:
     """All plans: those of one grade have as many slots and overlap alike; the best grade, and the coarsest, first."""
     distinct = list({tuple(unit.name for unit in plan.units): plan for plan in reversed(cuts)}.values())[::-1]
     # A unit with several modules holds its slot through the whole backward.
     best = [replace(plan, gradient_slots=2 + sum(len(u.modules) > 1 for u in plan.units)) for plan in distinct]
+    # Held, nothing is won by a cut but smaller slots for gradients.
+    staying = [] if held is False or slots is not None else [[replace(plan, held=True)] for plan in (*best, *distinct)]
     lesser = [
         [replace(plan, weight_slots=slots or weights, gradient_slots=gradients) for plan in distinct]
         for weights, gradients in ((2, 2), (2, 1), (1, 1))
     ]
-    return [best, *lesser]
+    grades = staying if held else [*staying, best, *lesser]
+    # Updates on the device are given up before slots are: without a second slot nothing overlaps at all.
+    return [[replace(plan, staging=way) for plan in grade] for grade in grades for way in staging]
 
 
 def _with_more_slots(plan: Plan, room: int) -> Plan:

@@ -46,7 +46,7 @@ class TooLargeError(Exception):
     """Not even one sample fits into the budget."""
 
     def __init__(self, need: Need) -> None:
-        super().__init__(f"a micro-batch of one sample needs {show_bytes(need.nbytes)} in {need.where!r}")
+        super().__init__(str(need))
         self.need = need
 
 
@@ -105,6 +105,11 @@ class Fit:
                 )
             return Choice(count, on_host)
         return self._largest(needs, size, room)
+
+    @property
+    def least(self) -> int:
+        """Bytes without which a batch that was seen does not fit, in however many micro-batches."""
+        return max((_padded(needs.peak(1)) for needs in self._known.values()), default=0)
 
     def _largest(self, needs: Needs, size: int, room: int) -> Choice:
         """The largest micro-batches that fit: of a given size there is a smallest count."""

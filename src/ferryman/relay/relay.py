@@ -21,9 +21,11 @@ from ferryman.lanes import DeviceLane, Lanes, Mark
 from ferryman.relay.absent import Absent
 from ferryman.relay.calls import Call, Forward, refuse_mutable
 from ferryman.relay.fit import Stretch, TooLargeError, Trial
+from ferryman.relay.gradient_slots import GradientSlots
+from ferryman.relay.held import HeldWeights
 from ferryman.relay.randomness import Randomness
 from ferryman.relay.rendezvous import Direction, MicroBatch, Surroundings
-from ferryman.relay.slots import GradientSlots, WeightSlots, bind
+from ferryman.relay.slots import WeightSlots, bind
 from ferryman.relay.stash import DeviceStash, HostStash, Stash
 from ferryman.server.server import Server
 from ferryman.units import Item, Unit
@@ -46,7 +48,8 @@ class Relay:
         self._lanes = lanes
         self._compute, h2d, d2h = lanes.device("compute"), lanes.device("h2d"), lanes.device("d2h")
         self._d2h = d2h
-        self._weights = WeightSlots(device, plan.weight_slots, server, h2d, self._collect)
+        kind = HeldWeights if plan.held else WeightSlots
+        self._weights = kind(device, plan.weight_slots, server, h2d, self._collect)
         self._gradients = GradientSlots(device, plan.gradient_slots, server, h2d, d2h)
         self._resident_weights = WeightSlots(device, 1, server, h2d, self._collect_resident)
         self._resident_gradients = GradientSlots(device, 1, server, h2d, d2h)
@@ -80,7 +83,7 @@ class Relay:
         # Of a trial.
         self._stretches: list[Stretch] | None = None
         self._floor = self._ceiling = 0  # of the device's memory: at its start, and as far as it may go
-        self.serve(plan.units)
+        self.serve(plan)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
@@ -89,10 +92,12 @@ class Relay:
         """Units fetched so far."""
         return self._weights.fetches
 
-    def serve(self, units: Sequence[Unit]) -> None:
-        """These are the units from now on, in the order of the model."""
+    def serve(self, plan: Plan) -> None:
+        """Its units are there from now on, in the order of the model; the residents are those there were."""
+        units = plan.units
         self._weights.make_room_for(units)
         self._gradients.make_room_for(units)
+        self._server.serve(plan.in_forward_order, self._weights, plan.staging, held=plan.held)
         self._units = list(units)
         # A unit may have been renamed, so what is said of its tensors is made anew.
         self._absent = {
@@ -210,7 +215,7 @@ class Relay:
 
     def recover(self) -> None:
         """After a failure, when no lane has work any more: what failed is not waited for."""
-        self._weights.forget()
+        self._weights.forget(everything=True)
         self._resident_weights.forget()
         self._gradients.forget_marks()
         self._resident_gradients.forget_marks()
@@ -245,17 +250,19 @@ class Relay:
         try:
             with self._bound():
                 self._compute.here().precede_caller()
-                yield
+                try:
+                    yield
+                finally:
+                    self._compute.follow(self._lanes.here())
         finally:
             self._evaluation_order, self._evaluated = self._evaluated, None
-            self._compute.follow(self._lanes.here())
 
     def _evaluate(self, unit: Unit, work: Callable[[], Any]) -> Any:
         assert self._evaluated is not None
         self._evaluated.append(unit)
         slot, ready = self._weights.enter(unit, _after(self._evaluation_order, self._evaluated))
-        if ready is not None:
-            ready.precede_caller()
+        for mark in ready:
+            mark.precede_caller()
         bind(self._weights.tensors(unit, slot))
         try:
             return work()
@@ -297,8 +304,7 @@ class Relay:
         if not self._sums and call.unit.trained:
             self._visited = call.unit
             self._sums, ready = self._gradients.enter(call.unit)
-            if ready is not None:
-                self._compute.follow(ready)
+            self._compute.follow(*ready)
 
     def went_backward(self, call: Call) -> None:
         self._open[call.unit] -= 1
@@ -335,7 +341,7 @@ class Relay:
         slot, ready = self._weights.enter(unit, upcoming)
         finished = False
         try:
-            with self._compute.occupy(f"visit {unit.name}", after=[ready] if ready is not None else []):
+            with self._compute.occupy(f"visit {unit.name}", after=ready):
                 tensors = self._weights.tensors(unit, slot)
                 self._buffers = [pair for pair in tensors if not isinstance(pair[1], nn.Parameter)]
                 bind(tensors)
@@ -367,8 +373,7 @@ class Relay:
         self._resident_weights.forget()
         self._compute.follow(self._lanes.here())
         slot, ready = self._resident_weights.enter(self._residents, ())
-        if ready is not None:
-            self._compute.follow(ready)
+        self._compute.follow(*ready)
         present = self._resident_weights.tensors(self._residents, slot)
         versions = [tensor._version for _, tensor in present]
         try:
@@ -392,8 +397,7 @@ class Relay:
     def _adding_up(self) -> Iterator[None]:
         """For a step: residents have a slot for their gradients; afterwards all gradients are on their way."""
         self._resident_sums, ready = self._resident_gradients.enter(self._residents)
-        if ready is not None:
-            self._compute.follow(ready)
+        self._compute.follow(*ready)
         try:
             yield
         except BaseException:
@@ -407,13 +411,13 @@ class Relay:
 
     def _send_loss(self, loss: torch.Tensor) -> None:
         """To the server, which refuses to update with gradients of a loss that is not finite."""
-        target, source = self._server.receive_loss(), loss.float().view(1)
+        target, source = self._server.looks.receive_loss(), loss.float().view(1)
         if isinstance(self._d2h, DeviceLane):
             source.record_stream(self._d2h.stream)
         mark = self._d2h.submit(
             lambda: target.copy_(source, non_blocking=True), after=[self._compute.here()], label="loss", nbytes=4
         )
-        self._server.expect_loss(target, mark)
+        self._server.looks.expect_loss(target, mark)
 
     def _write_back(self, edited: Sequence[tuple[Item, torch.Tensor]], end: Mark) -> None:
         """What the user's code has changed in residents, such as a count in a buffer, goes to the host."""

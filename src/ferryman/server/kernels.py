@@ -15,6 +15,7 @@ import torch
 from ferryman import native
 from ferryman.server import rules
 from ferryman.server.rules import Numbers, Rule
+from ferryman.units import master_dtype
 
 _logger = logging.getLogger("ferryman")
 
@@ -68,7 +69,7 @@ def sum_of_squares(tensor: torch.Tensor, *, threads: int | None = None, path: st
 
 
 class Piece(NamedTuple):
-    """A stretch of one tensor, and all that an update of it reads and writes. Flat and contiguous, on the host."""
+    """A stretch of one tensor, and all that an update of it reads and writes. Flat and contiguous."""
 
     gradient: torch.Tensor
     weights: torch.Tensor  # the working copy
@@ -77,32 +78,54 @@ class Piece(NamedTuple):
     numbers: Numbers  # of the rule; the first is what the gradient is multiplied by
 
 
-def master_dtype(weights: torch.dtype) -> torch.dtype | None:
-    """What is kept beside weights of this dtype: the low 16 bits of float32, float32 itself, or nothing."""
-    return {torch.float32: None, torch.bfloat16: torch.int16, torch.float16: torch.float32}[weights]
+class Scratch:
+    """Memory for what torch's form of an update has in between, for stretches of so many elements at a time."""
+
+    def __init__(self, length: int, device: torch.device | str = "cpu") -> None:
+        self.length = length
+        self._memory = torch.empty(3 * length, dtype=torch.float32, device=device)
+        self.number = torch.empty((), dtype=torch.float64, device=device)
+
+    @staticmethod
+    def nbytes(length: int) -> int:
+        return 3 * length * torch.float32.itemsize
+
+    def thirds(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        first, second, third = self._memory.view(3, self.length)[:, :count]
+        return first, second, third
+
+    def doubles(self, count: int) -> torch.Tensor:
+        return self._memory[: 2 * count].view(torch.float64)
 
 
-def join(weights: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
-    """The weights in float32: new memory, or the memory itself where it is float32."""
+def join(weights: torch.Tensor, master: torch.Tensor | None, into: torch.Tensor | None = None) -> torch.Tensor:
+    """The weights in float32: in `into` or new memory, or the memory itself where it is float32."""
     if weights.dtype == torch.float32:
         return weights
     assert master is not None, "narrow weights have a master"
     if weights.dtype == torch.float16:
         return master
-    return ((weights.view(torch.int16).to(torch.int32) << 16) + master).view(torch.float32)
+    values = torch.empty_like(weights, dtype=torch.float32) if into is None else into
+    values.view(torch.int32).copy_(weights.view(torch.int16)).bitwise_left_shift_(16).add_(master)
+    return values
 
 
-def split(values: torch.Tensor, weights: torch.Tensor, master: torch.Tensor | None) -> None:
-    """Stores weights given in float32: the working copy, and what it lacks."""
+def split(
+    values: torch.Tensor, weights: torch.Tensor, master: torch.Tensor | None, spare: torch.Tensor | None = None
+) -> None:
+    """Stores weights given in float32: the working copy, and what it lacks. `spare` is as large as `values`."""
     if weights.dtype != torch.bfloat16:
         weights.copy_(values)
-        if master is not None:
+        if master is not None and master is not values:
             master.copy_(values)
         return
     assert master is not None, "narrow weights have a master"
+    between = torch.empty_like(values) if spare is None else spare
     # Rounding would carry some NaNs on to infinity or zero: all become the common one.
-    bits = torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32))
-    weights.view(torch.int16).copy_((bits + 0x8000) >> 16)
+    is_nan = torch.ne(values, values, out=between.view(torch.bool)[: values.numel()])
+    bits = values.view(torch.int32).masked_fill_(is_nan, 0x7FC00000)
+    high = torch.add(bits, 0x8000, out=between.view(torch.int32)).bitwise_right_shift_(16)
+    weights.view(torch.int16).copy_(high)
     master.copy_(bits)  # the low half, which is that of the difference
 
 
@@ -113,9 +136,8 @@ def update(rule: Rule, pieces: Sequence[Piece], *, threads: int | None = None, p
     if path is None:
         return
     if path == "torch":
-        for piece in pieces:
-            for start in range(0, piece.gradient.numel(), _CHUNK):
-                _update_in_torch(rule, piece, slice(start, start + _CHUNK))
+        longest = max((piece.gradient.numel() for piece in pieces), default=0)
+        update_in_torch(rule, pieces, Scratch(max(1, min(longest, _CHUNK))))
         return
     library = native.library()
     assert library is not None, "a path other than torch comes from the library"
@@ -138,15 +160,32 @@ def _raw(piece: Piece) -> native.Piece:
     )
 
 
-def _update_in_torch(rule: Rule, piece: Piece, at: slice) -> None:
+def update_in_torch(rule: Rule, pieces: Sequence[Piece], scratch: Scratch) -> None:
+    """The same on any device, without allocating anything."""
+    for piece in pieces:
+        for start in range(0, piece.gradient.numel(), scratch.length):
+            _update_stretch(rule, piece, slice(start, start + scratch.length), scratch)
+
+
+def _update_stretch(rule: Rule, piece: Piece, at: slice, scratch: Scratch) -> None:
     weights, master = piece.weights[at], None if piece.master is None else piece.master[at]
-    values = join(weights, master)
-    gradient = piece.gradient[at].to(torch.float32)
-    if piece.numbers[0] != 1:
-        gradient = gradient * piece.numbers[0]
-    rule.step(values, gradient, [state[at] for state in piece.states], piece.numbers)
+    first, second, third = scratch.thirds(weights.numel())
+    values = join(weights, master, third)
+    gradient, factor = piece.gradient[at], piece.numbers[0]
+    if gradient.dtype != torch.float32:
+        gradient = first.copy_(gradient)
+    if factor != 1:
+        gradient = torch.mul(gradient, factor, out=first)
+    rule.step(values, gradient, [state[at] for state in piece.states], piece.numbers, (first, second))
     if values is not weights:
-        split(values, weights, master)
+        split(values, weights, master, second)
+
+
+def add_squares_in_torch(gradient: torch.Tensor, total: torch.Tensor, scratch: Scratch) -> None:
+    """Adds the sum of squares to `total`, in double, on any device."""
+    for stretch in gradient.split(scratch.length):
+        wide = scratch.doubles(stretch.numel()).copy_(stretch)
+        total.add_(torch.dot(wide, wide, out=scratch.number))
 
 
 def _check_piece(rule: Rule, piece: Piece, threads: int | None, path: str | None) -> str:

@@ -1,7 +1,8 @@
 """The optimizers' rules: which numbers each needs of a parameter group, and its arithmetic in torch.
 
 A rule is elementwise. It has a compiled form (`native/update.inl`) and one in torch, which serves where there is no
-compiler and on a device. Both take the same list of numbers.
+compiler and on a device. Both take the same list of numbers. The one in torch allocates nothing: what it needs in
+between goes into two spare tensors, of which the first may be the gradient itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 
 Group = Mapping[str, Any]  # a torch optimizer's parameter group
 Numbers = tuple[float, ...]
-Step = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Numbers], None]
+Spare = tuple[torch.Tensor, torch.Tensor]
+Step = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Numbers, Spare], None]
 
 # Places in the list of numbers, shared with native/update.inl. The first is the factor of the gradient.
 _COUNT = 10
@@ -35,7 +37,7 @@ class Rule:
     name: str
     states: tuple[str, ...]  # as torch names them
     numbers: Callable[[Group, int], Numbers]  # of a group, for a step counted from 1
-    step: Step  # in torch, in place: weight, gradient (already multiplied by its factor), states, numbers
+    step: Step  # in torch, in place: weight, gradient (already multiplied by its factor), states, numbers, spare
     start: Callable[[Group], float] = lambda group: 0.0  # what the states begin with
 
 
@@ -55,15 +57,17 @@ def _adam_numbers(group: Group, step: int) -> Numbers:
     )
 
 
-def _adam_step(weight: torch.Tensor, gradient: torch.Tensor, states: Sequence[torch.Tensor], n: Numbers) -> None:
+def _adam_step(
+    weight: torch.Tensor, gradient: torch.Tensor, states: Sequence[torch.Tensor], n: Numbers, spare: Spare
+) -> None:
     first, second = states
     if n[1] != 1:
         weight.mul_(n[1])
     if n[2] != 0:
-        gradient = gradient.add(weight, alpha=n[2])
+        gradient = torch.add(gradient, weight, alpha=n[2], out=spare[0])
     first.lerp_(gradient, n[3])
     second.mul_(n[4]).addcmul_(gradient, gradient, value=n[5])
-    weight.addcdiv_(first, (second.sqrt() / n[7]).add_(n[8]), value=n[6])
+    weight.addcdiv_(first, torch.sqrt(second, out=spare[1]).div_(n[7]).add_(n[8]), value=n[6])
 
 
 def _sgd_numbers(group: Group, step: int) -> Numbers:
@@ -77,20 +81,24 @@ def _sgd_numbers(group: Group, step: int) -> Numbers:
     )
 
 
-def _momentum_step(weight: torch.Tensor, gradient: torch.Tensor, states: Sequence[torch.Tensor], n: Numbers) -> None:
+def _momentum_step(
+    weight: torch.Tensor, gradient: torch.Tensor, states: Sequence[torch.Tensor], n: Numbers, spare: Spare
+) -> None:
     (momentum,) = states
     if n[2] != 0:
-        gradient = gradient.add(weight, alpha=n[2])
+        gradient = torch.add(gradient, weight, alpha=n[2], out=spare[0])
     if n[7]:
         momentum.copy_(gradient)
     else:
         momentum.mul_(n[3]).add_(gradient, alpha=n[4])
-    weight.add_(gradient.add(momentum, alpha=n[3]) if n[5] else momentum, alpha=n[6])
+    weight.add_(torch.add(gradient, momentum, alpha=n[3], out=spare[1]) if n[5] else momentum, alpha=n[6])
 
 
-def _descent_step(weight: torch.Tensor, gradient: torch.Tensor, states: Sequence[torch.Tensor], n: Numbers) -> None:
+def _descent_step(
+    weight: torch.Tensor, gradient: torch.Tensor, states: Sequence[torch.Tensor], n: Numbers, spare: Spare
+) -> None:
     if n[2] != 0:
-        gradient = gradient.add(weight, alpha=n[2])
+        gradient = torch.add(gradient, weight, alpha=n[2], out=spare[0])
     weight.add_(gradient, alpha=n[6])
 
 
@@ -101,9 +109,11 @@ def _lion_numbers(group: Group, step: int) -> Numbers:
     return _numbers(n1=decay, n2=beta1, n3=1 - beta1, n4=beta2, n5=1 - beta2, n6=-rate)
 
 
-def _lion_step(weight: torch.Tensor, gradient: torch.Tensor, states: Sequence[torch.Tensor], n: Numbers) -> None:
+def _lion_step(
+    weight: torch.Tensor, gradient: torch.Tensor, states: Sequence[torch.Tensor], n: Numbers, spare: Spare
+) -> None:
     (momentum,) = states
-    direction = momentum.mul(n[2]).add_(gradient, alpha=n[3]).sign_()
+    direction = torch.mul(momentum, n[2], out=spare[1]).add_(gradient, alpha=n[3]).sign_()
     weight.mul_(n[1]).add_(direction, alpha=n[6])
     momentum.mul_(n[4]).add_(gradient, alpha=n[5])
 
@@ -113,12 +123,14 @@ def _adagrad_numbers(group: Group, step: int) -> Numbers:
     return _numbers(n2=group["weight_decay"], n6=-rate, n8=group["eps"])
 
 
-def _adagrad_step(weight: torch.Tensor, gradient: torch.Tensor, states: Sequence[torch.Tensor], n: Numbers) -> None:
+def _adagrad_step(
+    weight: torch.Tensor, gradient: torch.Tensor, states: Sequence[torch.Tensor], n: Numbers, spare: Spare
+) -> None:
     (total,) = states
     if n[2] != 0:
-        gradient = gradient.add(weight, alpha=n[2])
+        gradient = torch.add(gradient, weight, alpha=n[2], out=spare[0])
     total.addcmul_(gradient, gradient, value=1)
-    weight.addcdiv_(gradient, total.sqrt().add_(n[8]), value=n[6])
+    weight.addcdiv_(gradient, torch.sqrt(total, out=spare[1]).add_(n[8]), value=n[6])
 
 
 ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), _adam_numbers, _adam_step)
@@ -155,5 +167,6 @@ class Lion(torch.optim.Optimizer):
                     state = self.state[parameter]
                     if not state:
                         state["exp_avg"] = torch.zeros_like(parameter)
-                    _lion_step(parameter, parameter.grad, [state["exp_avg"]], _lion_numbers(group, 1))
+                    spare = torch.empty_like(parameter), torch.empty_like(parameter)
+                    _lion_step(parameter, parameter.grad, [state["exp_avg"]], _lion_numbers(group, 1), spare)
         return result

@@ -5,35 +5,46 @@ buffers are enough. *Deferred*: gradients wait until all have landed and their n
 updated in forward order, beside the next forward, each before it is fetched again. Where nothing needs the whole
 gradient first, updates are eager.
 
+Either way each subgroup is updated on the host or on the device: `split.py` says where, `device_updates.py` does the
+device's part.
+
 Gradients may also be *kept*: `forward_backward` by itself leaves them in float32 for the user to read, edit or add to,
 and `update` takes them from there.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 
+from ferryman.cost.staging import Staging
 from ferryman.lanes import Lanes, Mark
 from ferryman.pinned import PinnedMemory
-from ferryman.server import kernels
+from ferryman.server import calibration
+from ferryman.server.device_updates import Berth, DeviceUpdates, Done
+from ferryman.server.looks import Looks, non_finite, squares
 from ferryman.server.panel import Panel
 from ferryman.server.precision import Scale
-from ferryman.server.state import Order
+from ferryman.server.split import Split
+from ferryman.server.state import Order, Run, is_whole
+from ferryman.server.stats import Record, Stats
 from ferryman.server.store import RamStore
-from ferryman.units import GRADIENT, Item, Unit, landing_dtype, overlap, trained_elements, trained_offsets
+from ferryman.units import (
+    GRADIENT,
+    Item,
+    Subgroup,
+    Unit,
+    cut_into_subgroups,
+    landing_dtype,
+    trained_elements,
+)
 
-# Elements of a subgroup, and how many subgroups may be on their way.
-_SUBGROUP, _BUFFERS = 1 << 20, 4
-
-
-class NonFiniteError(ValueError):
-    """A gradient or a loss is inf or NaN."""
+_BUFFERS = 4  # for subgroups of gradients on their way to an eager update
 
 
 @dataclass(frozen=True)
@@ -52,11 +63,23 @@ def is_eager(settings: Settings, scale: Scale) -> bool:
     return not (waits or scale.moves)
 
 
-class Subgroup(NamedTuple):
-    """A stretch of a unit's trained elements."""
+class DeviceWeights(Protocol):
+    """The relay's weights on the device, where updates concern them."""
 
-    start: int
-    stop: int
+    def memory(self, unit: Unit) -> torch.Tensor | None:
+        """Of a unit whose weights stay there."""
+
+    def forget(self) -> None:
+        """Weights may have been changed on the host."""
+
+    def settle(self, unit: Unit) -> list[Mark]:
+        """After which they can be updated there: they are the host's, and nothing uses them any more."""
+
+    def refresh(self, unit: Unit, runs: Sequence[Run], after: Mark) -> Mark | None:
+        """The host has updated these; where they stay on the device they are copied there, until the mark."""
+
+    def updated(self, unit: Unit, mark: Mark) -> None:
+        """The device has; they are there after the mark."""
 
 
 @dataclass
@@ -67,39 +90,73 @@ class _Buffer:
 
 @dataclass(frozen=True)
 class _Source:
-    """The gradients of one unit, on the host."""
+    """The gradients of one unit, on the host; of some subgroups, instead, on the device."""
 
     flat: torch.Tensor
     items: tuple[Item, ...]  # those that have a gradient
     scale: float  # by which they are too large
+    is_kept: bool = False  # from `forward_backward`, for the user to see
 
 
 class Server:
     """The host's side of a step."""
 
     def __init__(
-        self, store: RamStore, panel: Panel | None, lanes: Lanes, device: torch.device, settings: Settings, scale: Scale
+        self,
+        store: RamStore,
+        panel: Panel | None,
+        lanes: Lanes,
+        device: torch.device,
+        settings: Settings,
+        scale: Scale,
+        staging: Staging,
     ) -> None:
         self.store = store
         self.scale = scale
+        self.split = Split()
         self._panel = panel
         self._device = device
         self._host = lanes.host("host")
+        self.looks = Looks(self._host, lanes.host("checks"), device, settings.threads)
         self._settings = settings
-        self._ready: dict[Unit, Mark] = {}  # the end of the unit's last update
+        self._staging = staging
+        self._device_updates: DeviceUpdates | None = None
+        self._lanes = lanes
+        self._weights: DeviceWeights | None = None
+        self._units: Sequence[Unit] = ()  # in forward order
+        self._ready: dict[Unit, dict[str, Mark]] = {}  # the ends of the unit's last updates, on the host, on the device
+        self._updated: dict[Subgroup, Mark] = {}  # the end of its last update
+        self._returned: dict[Subgroup, Mark] = {}  # what the host has updated is on the device
+        self._fetched: dict[Unit, Mark] = {}  # the end of the last copy to the device
         self._ring: list[_Buffer] = []
         self._turn = 0
-        self._loss_memory: list[PinnedMemory] = []
         # Of the step that runs.
         self._orders: dict[Unit, list[Order]] = {}
         self._sources: dict[Unit, _Source] = {}  # gradients that have landed, or are on their way
-        self._sums: dict[Item, float] = {}  # squares, as they stand on the host
-        self._seen: list[Mark] = []  # the ends of looks at gradients
-        self._losses: list[tuple[torch.Tensor, Mark]] = []
+        self._on_hold: dict[Subgroup, tuple[Berth, torch.Tensor]] = {}  # gradients that wait on the device
         self._begun: set[Unit] = set()  # units whose updates were carried out, or begun
+        self._record = self._new_record(0)
         # Of the last one.
         self._norm: float | None = None
+        self._last: Record | None = None
         self.has_stepped = False
+
+    def serve(self, units: Sequence[Unit], weights: DeviceWeights, staging: Staging, *, held: bool) -> None:
+        """These are the units from now on, in forward order; when no lane has work."""
+        self._units, self._weights, self._staging = units, weights, staging
+        if self.updates and staging.on_device:
+            if self._device_updates is None:
+                self._device_updates = DeviceUpdates(self.store, staging, self._lanes, self._device, weights.memory)
+            self._device_updates.make_room_for(units, staging, held=held)
+            if self.split.rates is None:
+                threads = self._settings.threads
+                self.split.start_from(calibration.measure(self._device_updates, staging, units, self._panel, threads))
+        elif self._device_updates is not None:
+            self._device_updates.bring_home()
+            self._device_updates.release()
+        self._forget_marks()
+        self.split.serve(units, staging, held=held)
+        self._record = self._new_record(self._record.step)
 
     @property
     def updates(self) -> bool:
@@ -110,64 +167,112 @@ class Server:
     def is_eager(self) -> bool:
         return self.updates and is_eager(self._settings, self.scale)
 
-    def ready(self, unit: Unit) -> Mark | None:
-        """After which the unit's weights are those of the last update."""
-        return self._ready.get(unit)
+    def ready(self, unit: Unit) -> list[Mark]:
+        """After which the unit's weights, on the host, are those of the last update."""
+        return list(self._ready.get(unit, {}).values())
 
     def settle(self) -> None:
         """Blocks until all updates are done."""
         self._host.wait()
+        if self._device_updates is not None:
+            self._device_updates.wait()
+        self._note_last()
+
+    def bring_home(self) -> None:
+        """Blocks until the host has all of the optimizer's state."""
+        self.settle()
+        if self._device_updates is not None:
+            self._device_updates.bring_home()
+
+    def follow_user(self, panel: Panel) -> None:
+        """What has been changed since the last update: groups, weights in place, the optimizer's state."""
+        panel.look()
+        if panel.optimizer.state or self.store.edited:
+            self.bring_home()
+        if self._weights is not None:
+            self._weights.forget()
+        self.store.follow_edits()
+
+    @property
+    def stats(self) -> Stats | None:
+        """Of the last step; waits for its updates."""
+        self.settle()
+        return None if self._last is None else self._last.stats(self.split.predicted_rate(self._last.rates))
+
+    @property
+    def update_rates(self) -> tuple[float | None, float | None]:
+        """Parameters a second: as predicted, and as they were in the last step, if that is over."""
+        last = self._last
+        achieved = None if last is None or not last.is_over else last.stats(None).achieved_rate
+        return self.split.predicted_rate(self.split.rates), achieved
 
     # Gradients come in.
 
-    def subgroups(self, unit: Unit) -> Iterator[Subgroup]:
+    def subgroups(self, unit: Unit) -> list[Subgroup]:
         total = trained_elements(unit)
-        step = total if self.store.state(unit).is_whole else _SUBGROUP
-        for start in range(0, total, max(step, 1)):
-            yield Subgroup(start, min(start + step, total))
+        whole = self._panel is not None and is_whole(unit, self._panel)
+        return cut_into_subgroups(unit, max(total, 1) if whole else self._staging.subgroup)
 
-    def receive(self, unit: Unit, subgroup: Subgroup) -> tuple[torch.Tensor, list[Mark]]:
-        """Where a subgroup lands, and what must be over before."""
-        dtype = landing_dtype(unit)
+    def stays(self, subgroup: Subgroup) -> bool:
+        """Whether the subgroup's gradient is used on the device, or waits there, and does not cross."""
+        if self._device_updates is None:
+            return False
+        self._observe()
         if self.is_eager:
-            nbytes = (subgroup.stop - subgroup.start) * dtype.itemsize
+            return self.split.at_once(subgroup)
+        room = len(self._on_hold) < len(self._device_updates.holds)
+        return room and self.split.among_all(subgroup, self.split.waiting_bytes)
+
+    def use(self, subgroup: Subgroup, gradient: torch.Tensor, items: Collection[Item], after: Collection[Mark]) -> Mark:
+        """A gradient on the device that stays there; the mark after which its memory may be used again."""
+        assert self._device_updates is not None, "it stays only if the device can use it"
+        if self.is_eager:
+            self._check_losses()
+            look = self._device_updates.look(subgroup, gradient, items, after, None)
+            checked = self.looks.on_device(subgroup, look, self.what_has_changed)
+            orders, before = self._orders_of(subgroup.unit, items), [*after, *self.looks.losses_checked, checked]
+            return self._update_on_device(subgroup, orders, gradient, 1.0, before).used
+        hold = self._device_updates.holds[len(self._on_hold)]
+        before = [] if hold.free is None else [hold.free]
+        look = self._device_updates.look(subgroup, gradient, items, [*after, *before], hold)
+        self.looks.on_device(subgroup, look)
+        self._on_hold[subgroup] = hold, hold.memory[: gradient.nbytes].view(gradient.dtype)
+        self._add_source(subgroup.unit, gradient.dtype, items)
+        return look.landed
+
+    def receive(self, subgroup: Subgroup) -> tuple[torch.Tensor, list[Mark]]:
+        """Where a subgroup lands, and what must be over before."""
+        unit, dtype = subgroup.unit, landing_dtype(subgroup.unit)
+        if self.is_eager:
+            nbytes = subgroup.size * dtype.itemsize
             buffer = self._next_buffer(nbytes)
             target = buffer.memory.bytes[:nbytes].view(dtype)
             return target, [buffer.free] if buffer.free is not None else []
-        before = self._ready.get(unit)  # the update that used what was there
         flat = self.store.gradients(unit, dtype).view(dtype)
-        return flat[subgroup.start : subgroup.stop], [before] if before is not None else []
+        return flat[subgroup.start : subgroup.stop], self.ready(unit)  # the update that used what was there
 
-    def landed(self, unit: Unit, subgroup: Subgroup, target: torch.Tensor, mark: Mark, items: Collection[Item]) -> None:
+    def landed(self, subgroup: Subgroup, target: torch.Tensor, mark: Mark, items: Collection[Item]) -> None:
         """A subgroup is on its way; its copy ends with the mark."""
+        self._saw_link("out", mark, target.nbytes)
+        self._record.bytes_out += target.nbytes
         if not self.is_eager:
-            if subgroup.stop == trained_elements(unit):
-                flat = self.store.gradients(unit, target.dtype).view(target.dtype)
-                scale = self.scale.value if target.dtype != GRADIENT else 1.0
-                self._look_at(unit, _Source(flat, tuple(items), scale), mark)
+            self._add_source(subgroup.unit, target.dtype, items)
+            self.looks.on_host(subgroup, target, items, [mark])
             return
         self._check_losses()
-        if unit not in self._orders:
-            self._orders[unit] = self.store.state(unit).order(items)
-        orders, buffer = self._orders[unit], self._ring[self._turn]
-        look = functools.partial(self._add_squares, unit, target, subgroup.start, items, raises=True)
-        self._seen.append(self._host.submit(look, after=[mark], label=f"look at {unit.name}", reads=[target]))
-        buffer.free = self._submit_update(unit, orders, target, subgroup.start, 1.0)
-
-    def receive_loss(self) -> torch.Tensor:
-        """Where the next micro-batch's loss goes."""
-        number = len(self._losses)
-        if number == len(self._loss_memory):
-            self._loss_memory.append(PinnedMemory(GRADIENT.itemsize, self._device))
-        return self._loss_memory[number].bytes.view(GRADIENT)
-
-    def expect_loss(self, loss: torch.Tensor, mark: Mark) -> None:
-        """It will be there after the mark."""
-        self._losses.append((loss, mark))
+        orders, buffer = self._orders_of(subgroup.unit, items), self._ring[self._turn]
+        seen = self.looks.on_host(subgroup, target, items, [mark], self.what_has_changed)
+        self.split.host.add(seen, 0)  # its time counts
+        buffer.free = self._update_on_host(subgroup, orders, target, 1.0)
 
     def keep(self, unit: Unit, items: Collection[Item]) -> None:
         """The unit's gradients were added up in float32 and left for the user."""
-        self._sources[unit] = _Source(self.store.gradients(unit).view(GRADIENT), tuple(items), 1.0)
+        self._sources[unit] = _Source(self.store.gradients(unit).view(GRADIENT), tuple(items), 1.0, is_kept=True)
+
+    def saw_fetch(self, unit: Unit, mark: Mark, nbytes: int) -> None:
+        """The unit's weights are read until the mark."""
+        self._fetched[unit] = mark
+        self._saw_link("in", mark, nbytes)
 
     # Updates.
 
@@ -179,21 +284,24 @@ class Server:
         self._check_losses()
         for unit, items in kept.items():
             self.keep(unit, items)
-            self._look_at(unit, self._sources[unit], None)
-        for mark in self._seen:
-            mark.wait()
-        finite = math.isfinite(sum(self._sums.values()))
-        self._norm = self._norm_of_sums()
-        if not finite and not self.scale.moves and self._settings.on_nonfinite == "raise":
-            broken = next(item.name for item, total in self._sums.items() if not math.isfinite(total))
-            raise _non_finite(broken, self.what_has_changed())
-        self.scale.went(finite=finite)
-        if finite:
+            flat = self._sources[unit].flat
+            for subgroup in self.subgroups(unit):
+                self.looks.on_host(subgroup, flat[subgroup.start : subgroup.stop], items, [])
+        self.looks.wait()
+        scales = {item: source.scale for source in self._sources.values() for item in source.items}
+        broken, self._norm = self.looks.broken(), self.looks.norm(scales)
+        if broken is not None and not self.scale.moves and self._settings.on_nonfinite == "raise":
+            raise non_finite(broken, self.what_has_changed())
+        self.scale.went(finite=broken is None)
+        if broken is None:
+            self._observe()
             clip = self._clip_factor(self._norm)
             for unit in units:
                 if (source := self._sources.get(unit)) is not None:
                     orders = self.store.state(unit).order(source.items)
-                    self._submit_update(unit, orders, source.flat, 0, clip / source.scale)
+                    for subgroup in self.subgroups(unit):
+                        self._update(subgroup, orders, source, clip / source.scale)
+        self._last, self._record = self._record, self._new_record(self._record.step + 1)
         self.forget_gradients()
 
     @property
@@ -201,9 +309,9 @@ class Server:
         """Of all gradients, before clipping: of those that are kept as they are now, else of the last update."""
         if self._sources:
             self.settle()
-            sums = {}
+            sums = dict[Item, float]()
             for unit, source in self._sources.items():
-                sums.update(_squares(unit, source.flat, 0, source.items, self._settings.threads))
+                sums.update(squares(unit, source.flat, 0, source.items, self._settings.threads))
             return math.sqrt(sum(sums.values())) if math.isfinite(sum(sums.values())) else math.nan
         return self._norm
 
@@ -224,82 +332,146 @@ class Server:
             if unit not in self._begun:
                 self.store.state(unit).undo(orders)
         self.forget_gradients()
-        self._ready.clear()
+        self._record = self._new_record(self._record.step)
+        self._forget_marks()
+        self.split.forget()
         for buffer in self._ring:
             buffer.free = None
+        if self._device_updates is not None:
+            self._device_updates.recover()
 
     def close(self) -> None:
-        for memory in (*(buffer.memory for buffer in self._ring), *self._loss_memory):
-            memory.close()
+        for buffer in self._ring:
+            buffer.memory.close()
+        self.looks.close()
+        if self._device_updates is not None:
+            self._device_updates.release()
 
     def forget_gradients(self) -> None:
         self._orders.clear()
         self._begun = set()  # another one: updates that are still under way belong to the step that asked for them
         self._sources.clear()
-        self._sums.clear()
-        self._seen.clear()
-        self._losses.clear()
+        self._on_hold.clear()
+        self.looks.forget()
 
-    def _norm_of_sums(self) -> float:
-        scales = {item: source.scale for source in self._sources.values() for item in source.items}
-        return math.sqrt(sum(total / scales.get(item, 1.0) ** 2 for item, total in self._sums.items()))
+    def _forget_marks(self) -> None:
+        """No lane has work: there is nothing to wait for."""
+        for marks in (self._ready, self._updated, self._returned, self._fetched):
+            marks.clear()
+
+    def _new_record(self, step: int) -> Record:
+        return Record(step, str(self._staging.policy), self.is_eager, self.split.rates)
+
+    def _note_last(self) -> None:
+        """The last step's updates, if they are over, go into the trace."""
+        trace, last = self._lanes.trace, self._last
+        if trace is not None and last is not None and not last.noted and last.is_over:
+            last.noted = True
+            stats = last.stats(self.split.predicted_rate(last.rates))
+            trace.note(f"updates of step {last.step}", dataclasses.asdict(stats))
+
+    def _observe(self) -> None:
+        """Once a step, as late as can be: the updates of the last one may have ended only now."""
+        if not self._record.observed:
+            self._note_last()
+            self.split.observe()
+            self._record.observed, self._record.rates = True, self.split.rates
+
+    def _orders_of(self, unit: Unit, items: Collection[Item]) -> list[Order]:
+        if unit not in self._orders:
+            self._orders[unit] = self.store.state(unit).order(items)
+        return self._orders[unit]
+
+    def _add_source(self, unit: Unit, dtype: torch.dtype, items: Collection[Item]) -> _Source:
+        if unit not in self._sources:
+            scale = self.scale.value if dtype != GRADIENT else 1.0
+            self._sources[unit] = _Source(self.store.gradients(unit, dtype).view(dtype), tuple(items), scale)
+        return self._sources[unit]
 
     def _clip_factor(self, norm: float) -> float:
         """As torch.nn.utils.clip_grad_norm_ does it."""
         largest = self._settings.max_grad_norm
         return 1.0 if largest is None else min(1.0, largest / (norm + 1e-6))
 
-    def _look_at(self, unit: Unit, source: _Source, mark: Mark | None) -> None:
-        self._sources[unit] = source
-        look = functools.partial(self._add_squares, unit, source.flat, 0, source.items, raises=False)
-        after = [] if mark is None else [mark]
-        self._seen.append(self._host.submit(look, after=after, label=f"look at {unit.name}", reads=[source.flat]))
+    def _update(self, subgroup: Subgroup, orders: Sequence[Order], source: _Source, factor: float) -> None:
+        """With gradients that have waited."""
+        if subgroup in self._on_hold:
+            hold, gradient = self._on_hold[subgroup]
+            hold.free = self._update_on_device(subgroup, orders, gradient, factor, []).used
+            return
+        gradient = source.flat[subgroup.start : subgroup.stop]
+        waited = GRADIENT.itemsize if source.is_kept else self.split.waiting_bytes
+        if self._device_updates is not None and self.split.among_all(subgroup, waited):
+            self._update_on_device(subgroup, orders, gradient, factor, [])
+        else:
+            self._update_on_host(subgroup, orders, gradient, factor)
 
-    def _add_squares(
-        self, unit: Unit, gradients: torch.Tensor, start: int, items: Collection[Item], *, raises: bool
-    ) -> None:
-        for item, total in _squares(unit, gradients, start, items, self._settings.threads).items():
-            if raises and not math.isfinite(total):
-                raise _non_finite(item.name, self.what_has_changed())
-            self._sums[item] = self._sums.get(item, 0.0) + total
-
-    def _submit_update(
-        self, unit: Unit, orders: Sequence[Order], gradients: torch.Tensor, start: int, factor: float
+    def _update_on_host(
+        self, subgroup: Subgroup, orders: Sequence[Order], gradients: torch.Tensor, factor: float
     ) -> Mark:
+        unit = subgroup.unit
         state, threads, begun = self.store.state(unit), self._settings.threads, self._begun
+        spans = state.spans(subgroup, self.store.weights(unit))
         self.has_stepped = True
 
         def update() -> None:
             begun.add(unit)
-            state.update(orders, gradients, start, factor, threads)
+            state.update(orders, gradients, subgroup.start, factor, threads)
 
-        self._ready[unit] = self._host.submit(
+        mark = self._host.submit(
             update,
+            after=self._before_update(subgroup),
             label=f"update {unit.name}",
             nbytes=gradients.nbytes,
             reads=[gradients],
-            writes=[self.store.weights(unit)],
+            writes=spans.tensors(),
         )
-        return self._ready[unit]
+        self._ready.setdefault(unit, {})["host"] = self._updated[subgroup] = mark
+        self.split.host.add(mark, subgroup.size)
+        self._record.by_host(mark, subgroup.size)
+        if self._weights is not None and (back := self._weights.refresh(unit, spans.weights, mark)) is not None:
+            nbytes = sum(run.host.nbytes for run in spans.weights)
+            self._returned[subgroup] = back
+            self._saw_link("in", back, nbytes)
+            self._record.bytes_in += nbytes
+        return mark
+
+    def _update_on_device(
+        self,
+        subgroup: Subgroup,
+        orders: Sequence[Order],
+        gradient: torch.Tensor,
+        factor: float,
+        after: Collection[Mark],
+    ) -> Done:
+        assert self._device_updates is not None
+        assert self._weights is not None
+        unit, begun = subgroup.unit, self._begun
+        self.has_stepped = True
+        before = [*after, *self._before_update(subgroup)]
+        done = self._device_updates.update(subgroup, orders, gradient, factor, before, lambda: begun.add(unit))
+        self._ready.setdefault(unit, {})["device"] = self._updated[subgroup] = done.ended
+        self._weights.updated(unit, done.used)
+        self.split.device.add(done.used, subgroup.size)
+        for mark in done.came:
+            self._saw_link("in", mark, done.bytes_in)
+        self._saw_link("out", done.ended, done.bytes_out)
+        self._record.by_device(done, subgroup.size)
+        return done
+
+    def _before_update(self, subgroup: Subgroup) -> list[Mark]:
+        """Its last update may have been made elsewhere, and its weights may still be on their way to the device."""
+        settled = [] if self._weights is None else self._weights.settle(subgroup.unit)  # may fetch it
+        last = [self._updated.get(subgroup), self._returned.get(subgroup), self._fetched.get(subgroup.unit)]
+        return [*settled, *(mark for mark in last if mark is not None)]
+
+    def _saw_link(self, direction: str, mark: Mark, nbytes: int) -> None:
+        """Something crosses the link, which shows how fast it is, and what is queued there."""
+        (self.split.link_in if direction == "in" else self.split.link_out).add(mark, nbytes)
 
     def _check_losses(self) -> None:
-        """Before the first weight changes: gradients of a loss that is not finite are not, either."""
-        if not self._losses or self._settings.on_nonfinite != "raise" or self.scale.moves:
-            return
-        losses, self._losses = self._losses, []
-        tensors = [loss for loss, _ in losses]
-
-        def check() -> None:
-            values = [float(tensor) for tensor in tensors]
-            if not all(math.isfinite(value) for value in values):
-                number = next(i for i, value in enumerate(values) if not math.isfinite(value))
-                raise NonFiniteError(
-                    f"the loss of micro-batch {number} is {values[number]}. No weight was changed; "
-                    "on_nonfinite='skip' passes such steps over"
-                )
-
-        marks = [mark for _, mark in losses]
-        self._seen.append(self._host.submit(check, after=marks, label="look at losses", reads=tensors))
+        if self._settings.on_nonfinite == "raise" and not self.scale.moves:
+            self.looks.check_losses()
 
     def _next_buffer(self, nbytes: int) -> _Buffer:
         self._turn = (self._turn + 1) % _BUFFERS
@@ -312,23 +484,3 @@ class Server:
             buffer.memory.close()
             buffer.memory = PinnedMemory(nbytes, self._device)
         return buffer
-
-
-def _non_finite(name: str, then: str) -> NonFiniteError:
-    return NonFiniteError(
-        f"the gradient of {name!r} is not finite (inf or NaN). {then}. Lower the learning rate, look at the data, or "
-        "pass such steps over: on_nonfinite='skip'"
-    )
-
-
-def _squares(
-    unit: Unit, gradients: torch.Tensor, start: int, items: Collection[Item], threads: int | None
-) -> dict[Item, float]:
-    """The sum of squares of each tensor's gradient, as far as it is in a stretch that begins at `start`."""
-    offsets = trained_offsets(unit)
-    shared = {item: overlap(item, offsets[item], start, gradients.numel()) for item in items}
-    return {
-        item: kernels.sum_of_squares(gradients[both[1]], threads=threads)
-        for item, both in shared.items()
-        if both is not None
-    }

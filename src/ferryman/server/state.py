@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +15,18 @@ from ferryman.server import kernels
 from ferryman.server.kernels import Piece
 from ferryman.server.panel import Panel
 from ferryman.server.rules import Group, Numbers, Rule
-from ferryman.units import ALIGNMENT, GRADIENT, Item, Unit, overlap, trained_elements, trained_offsets
+from ferryman.units import (
+    GRADIENT,
+    Item,
+    Subgroup,
+    Unit,
+    master_dtype,
+    master_itemsize,
+    overlap,
+    trained_elements,
+    trained_offsets,
+    weight_itemsize,
+)
 
 _CHUNK = 1 << 20  # elements
 
@@ -31,22 +42,40 @@ class Order:
 
 
 def master_bytes(unit: Unit) -> int:
-    return sum(_master_bytes(item) for item in unit.trained)
+    return trained_elements(unit) * master_itemsize(unit)
 
 
 def state_bytes(unit: Unit, panel: Panel) -> int:
-    return _arrays(unit, panel) * trained_elements(unit) * GRADIENT.itemsize
+    return arrays(unit, panel) * trained_elements(unit) * GRADIENT.itemsize
 
 
-def _master_bytes(item: Item) -> int:
-    dtype = kernels.master_dtype(item.dtype)
-    return 0 if dtype is None else -(-item.tensor.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-
-
-def _arrays(unit: Unit, panel: Panel) -> int:
+def arrays(unit: Unit, panel: Panel) -> int:
     """How many numbers are kept of each element; what torch itself keeps is torch's."""
     ruled = [rule for item in unit.trained if (rule := panel.rule(item)) is not None]
     return max((len(rule.states) for rule in ruled), default=0)
+
+
+def is_whole(unit: Unit, panel: Panel) -> bool:
+    """Whether tensors must be updated as wholes, on the host: torch's own optimizers count steps by tensor."""
+    return any(panel.rule(item) is None for item in unit.trained)
+
+
+class Run(NamedTuple):
+    """Weights of neighbouring tensors, or parts of them, that one copy can move."""
+
+    host: torch.Tensor  # bytes
+    offset: int  # where they begin in the unit's memory
+    at: int  # where they begin in a memory for the weights of the subgroup alone, of one width for all
+
+
+class Spans(NamedTuple):
+    """All that an update of a subgroup reads and writes on the host, but for gradients."""
+
+    weights: Sequence[Run]
+    rest: Sequence[torch.Tensor]  # bytes: what the weights lack in float32 (if they do), and each array of state
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*(run.host for run in self.weights), *self.rest]
 
 
 class UnitState:
@@ -56,28 +85,21 @@ class UnitState:
         self._panel = panel
         self._offsets = trained_offsets(unit)
         self._masters = PinnedMemory(master_bytes(unit), device)
-        arrays = _arrays(unit, panel)
-        self._states = [PinnedMemory(trained_elements(unit) * GRADIENT.itemsize, device) for _ in range(arrays)]
+        count = arrays(unit, panel)
+        self._states = [PinnedMemory(trained_elements(unit) * GRADIENT.itemsize, device) for _ in range(count)]
         self._steps = dict.fromkeys(unit.trained, 0)
         self._versions: dict[Item, int] = {}
         self._torch: dict[Item, torch.optim.Optimizer] = {}  # of tensors that are left to torch
         self._theirs: dict[Item, dict[str, Any]] = {}  # what torch's optimizer had of a tensor when it was taken
         self._master: dict[Item, torch.Tensor | None] = {}
-        at = 0
-        for item in unit.trained:
-            dtype, length = kernels.master_dtype(item.dtype), _master_bytes(item)
-            part = self._masters.bytes[at : at + length]
-            self._master[item] = None if dtype is None else part.view(dtype)[: item.tensor.numel()]
-            at += length
+        for item, begin in self._offsets.items():
+            dtype, at = master_dtype(item.dtype), begin * master_itemsize(unit)
+            end = at if dtype is None else at + item.tensor.numel() * dtype.itemsize
+            self._master[item] = None if dtype is None else self._masters.bytes[at:end].view(dtype)
             if (rule := panel.rule(item)) is not None:
                 for state in self._states_of(item, rule):
                     state.fill_(rule.start(panel.group(item)))
         self.take_states()
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether tensors must be updated as wholes: torch's own optimizers count steps by tensor."""
-        return any(self._panel.rule(item) is None for item in self._offsets)
 
     def take_states(self) -> None:
         """What torch's optimizer has of the tensors: from a checkpoint, or from training without an engine."""
@@ -122,12 +144,17 @@ class UnitState:
     def taken(self, item: Item) -> None:
         self._versions[item] = item.tensor._version
 
+    @property
+    def edited(self) -> list[Item]:
+        """Tensors whose weights the user has changed in place since they were taken."""
+        return [item for item, version in self._versions.items() if item.tensor._version != version]
+
     def follow_edits(self) -> None:
-        """Weights that the user has changed in place since: what they lack in float32 is nothing."""
-        for item, version in self._versions.items():
-            if item.tensor._version != version and self._master[item] is not None:
+        """What edited weights lack in float32 is nothing."""
+        for item in self.edited:
+            if self._master[item] is not None:
                 self.take(item, item.tensor, item.tensor.data)
-                self.taken(item)
+            self.taken(item)
 
     def in_float32(self, item: Item) -> torch.Tensor:
         # Through `.data`: what is written there does not count as an edit of the user's.
@@ -143,6 +170,26 @@ class UnitState:
             numbers = rule.numbers(group, self._steps[item]) if rule is not None else ()
             orders.append(Order(item, rule, numbers, options))
         return orders
+
+    def spans(self, subgroup: Subgroup, weights: torch.Tensor) -> Spans:
+        """`weights` is the unit's memory."""
+        width, runs = weight_itemsize(subgroup.unit), list[Run]()
+        for item, begin in self._offsets.items():
+            shared = overlap(item, begin, subgroup.start, subgroup.size)
+            if shared is None:
+                continue
+            own, theirs = shared
+            offset, at = item.offset + own.start * item.dtype.itemsize, theirs.start * width
+            end = item.offset + own.stop * item.dtype.itemsize
+            last = runs[-1] if runs else None
+            if last is not None and offset - last.offset == at - last.at:  # alike in both memories
+                runs[-1] = Run(weights[last.offset : end], last.offset, last.at)
+            else:
+                runs.append(Run(weights[offset:end], offset, at))
+        lacking = master_itemsize(subgroup.unit)
+        rest = [self._masters.bytes[subgroup.start * lacking : subgroup.stop * lacking]] if lacking else []
+        rest += [memory.bytes[subgroup.start * 4 : subgroup.stop * 4] for memory in self._states]
+        return Spans(runs, rest)
 
     def update(
         self, orders: Sequence[Order], gradients: torch.Tensor, start: int, factor: float, threads: int | None

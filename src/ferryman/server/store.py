@@ -78,6 +78,11 @@ class RamStore:
             self._gradients[unit, dtype] = memory
         return self._gradients[unit, dtype].bytes
 
+    @property
+    def edited(self) -> bool:
+        """Whether the user has changed weights in place since they were taken."""
+        return any(state.edited for state in self._states.values())
+
     def follow_edits(self) -> None:
         """The user may have changed weights in place, or the optimizer's state, between steps."""
         for state in self._states.values():

@@ -1,0 +1,129 @@
+"""What updates on the device take there: berths for subgroups that pass through, and what stays.
+
+A *berth* is memory for all that an update of one subgroup needs: weights, what they lack in float32, the optimizer's
+state and, where it lies on the host, the gradient. There are three, so that one subgroup comes in, one is updated and
+one goes out at the same time. Under `static` the subgroups of the device have berths of their own.
+
+With deferred updates a gradient waits for the norm of all. Those of the device's subgroups wait on the device, in
+*holds*, where memory grows with the model anyway: under `static`, and where all weights are held. Where units are
+relayed, device memory is constant, so there they wait on the host like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ferryman.cost.policy import Policy
+from ferryman.units import (
+    GRADIENT,
+    GRAIN,
+    Subgroup,
+    Unit,
+    cut_into_subgroups,
+    landing_dtype,
+    master_itemsize,
+    trained_elements,
+    weight_itemsize,
+)
+
+BERTHS = 3
+
+SUBGROUP = 1 << 20  # elements, where nothing asks for fewer
+LEAST = 1 << 14  # below this, an update on the device is launched more slowly than the host makes it
+
+# Two memories for what an update, and a look at a gradient, have in between: bytes for an element of a subgroup.
+_SCRATCH = 2 * 12
+
+# Of a budget, at most this much for berths.
+_SHARE = 1 / 8
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How subgroups are cut, and who may have them."""
+
+    policy: Policy
+    subgroup: int  # elements
+    arrays: Callable[[Unit], int | None]  # numbers that are kept of each element; None: it cannot be done on a device
+    deferred: bool
+    holds_gradients: bool = True  # whether they may wait on the device at all
+
+    @property
+    def berths(self) -> int:
+        """That subgroups pass through; what stays on the device has its own."""
+        return BERTHS if self.policy.kind in ("stride", "auto") else 0
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the device may have any."""
+        return self.policy.kind != "host"
+
+    def subgroups(self, units: Iterable[Unit]) -> list[Subgroup]:
+        """Those that the device can update, in the order given: what a policy counts."""
+        able = (unit for unit in units if self.arrays(unit) is not None)
+        return [subgroup for unit in able for subgroup in cut_into_subgroups(unit, self.subgroup)]
+
+    def owned(self, units: Iterable[Unit]) -> list[Subgroup]:
+        """Those that are the device's for good."""
+        if self.policy.kind not in ("static", "stride"):
+            return []
+        return [s for index, s in enumerate(self.subgroups(units)) if self.policy.device_owns(index)]
+
+    def resident(self, units: Sequence[Unit]) -> list[Subgroup]:
+        """Those whose state stays on the device."""
+        return self.owned(units) if self.policy.kind == "static" else []
+
+    def berth_bytes(self, units: Iterable[Unit]) -> int:
+        return self.subgroup * max((self._element_bytes(unit) for unit in units), default=0)
+
+    def holds(self, units: Sequence[Unit], *, held: bool) -> int:
+        """How many gradients of subgroups can wait on the device."""
+        if not (self.deferred and self.on_device and self.holds_gradients and (held or self.policy.kind == "static")):
+            return 0
+        return len(self.subgroups(units) if self.policy.kind == "auto" else self.owned(units))
+
+    def hold_bytes(self, units: Iterable[Unit]) -> int:
+        able = (unit for unit in units if self.arrays(unit) is not None)
+        return self.subgroup * max((landing_dtype(unit).itemsize for unit in able), default=0)
+
+    def account(self, units: Sequence[Unit], *, held: bool) -> dict[str, int]:
+        """Bytes on the device."""
+        if not self.on_device:
+            return {}
+        resident = self.resident(units)
+        return {
+            "update staging": self.berths * self.berth_bytes(units)
+            + _SCRATCH * self.subgroup
+            + 8 * most_tensors(units),  # a sum of squares for each
+            "state on the device": sum(s.size * self._element_bytes(s.unit) for s in resident),
+            "gradients on the device": self.holds(units, held=held) * self.hold_bytes(units),
+        }
+
+    def _element_bytes(self, unit: Unit) -> int:
+        arrays = self.arrays(unit)
+        if arrays is None:
+            return 0
+        return weight_itemsize(unit) + master_itemsize(unit) + (arrays + 1) * GRADIENT.itemsize
+
+
+def most_tensors(units: Iterable[Unit]) -> int:
+    """That a unit trains."""
+    return max((len(unit.trained) for unit in units), default=0)
+
+
+def largest_subgroup(units: Iterable[Unit]) -> int:
+    """No more than there is."""
+    return min(SUBGROUP, max((_rounded(trained_elements(unit)) for unit in units), default=GRAIN))
+
+
+def subgroup_for(budget: int, most: int) -> int:
+    """The largest that leaves most of a budget for other things."""
+    size = most
+    while size > LEAST and (BERTHS * 16 + _SCRATCH) * size > _SHARE * budget:
+        size = max(LEAST, _rounded(size // 2))
+    return size
+
+
+def _rounded(elements: int) -> int:
+    return max(GRAIN, -(-elements // GRAIN) * GRAIN)

@@ -1,0 +1,144 @@
+"""Makes plans for an engine: from what the user asked for, within what the budget allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ferryman.cost.plan import Need, Plan, make_plan
+from ferryman.cost.policy import Policy, parse_policy
+from ferryman.cost.sizes import show_bytes
+from ferryman.cost.staging import LEAST, Staging, largest_subgroup, subgroup_for
+from ferryman.server.panel import Panel
+from ferryman.server.precision import Scale, scale_for
+from ferryman.server.server import Settings, is_eager
+from ferryman.server.state import arrays, is_whole
+from ferryman.units import GRAIN, DtypeOf, Unit, find_units, trained_elements
+
+_HOST = Policy("host")
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What does not change while an engine lives."""
+
+    model: nn.Module
+    device: torch.device
+    budget: int | None
+    slots: int | None
+    units: Sequence[str] | None
+    resident: Sequence[str]
+    held: bool | None
+    subgroup: int | None
+    dtype_of: DtypeOf
+    panel: Panel | None
+    settings: Settings
+
+    def make(self, updates: str, needed: Need | None = None, *, smallest: bool = False) -> Plan:
+        """A ValueError if there is none; see `make_plan`."""
+        ways = self._ways(parse_policy(updates))
+        try:
+            return self._make(ways, needed, smallest=smallest)
+        except ValueError as error:
+            if self.subgroup is None or needed is not None or not ways[0].on_device:
+                raise
+            raise ValueError(f"subgroup={self.subgroup}: {error}. {self._that_would_fit(ways[0])}") from error
+
+    def scale(self) -> Scale:
+        if self.panel is None:
+            return Scale()
+        trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+        return scale_for({self.dtype_of(name, p) for name, p in trained})
+
+    def change(self, plan: Plan, updates: str, needed: int) -> Plan:
+        """The same with another policy; `needed`: bytes that micro-batches need while they run, as far as is known."""
+        policy = parse_policy(updates)
+        if (changed := self._changed(plan, policy, needed)) is not None:
+            return changed
+        assert self.budget is not None, "without one anything fits"
+        takes = replace(plan, staging=self._ways(policy)[-1])
+        shares = [Policy("static", share=number / 100) for number in range(int(policy.share * 100), 0, -1)]
+        fitting = [str(less) for less in shares if self._changed(plan, less, needed) is not None]
+        raise ValueError(
+            f"updates={updates!r} does not fit: {show_bytes(takes.fixed)} would always be on the device beside "
+            f"{show_bytes(needed)} for micro-batches, where memory={show_bytes(self.budget)}: {takes.explain()}. "
+            f"{f'{fitting[0]!r}' if fitting else repr('host')} would fit"
+        )
+
+    def _changed(self, plan: Plan, policy: Policy, needed: int) -> Plan | None:
+        changed = (replace(plan, staging=way) for way in self._ways(policy))
+        return next((one for one in changed if self.budget is None or one.fixed + needed <= self.budget), None)
+
+    def check_fits(self, plan: Plan, what: str) -> None:
+        if self.budget is not None and plan.fixed > self.budget:
+            raise ValueError(
+                f"{what} {show_bytes(plan.fixed)} would always be on the device, where "
+                f"memory={show_bytes(self.budget)}: {plan.explain()}"
+            )
+
+    def _make(self, ways: Sequence[Staging], needed: Need | None, *, smallest: bool) -> Plan:
+        return make_plan(
+            self.model,
+            budget=self.budget,
+            slots=self.slots,
+            units=self.units,
+            resident=self.resident,
+            staging=ways,
+            held=self.held if self.budget is not None else bool(self.held),
+            updates=self.panel is not None,
+            dtype_of=self.dtype_of,
+            needed=needed,
+            smallest=smallest,
+        )
+
+    def _ways(self, policy: Policy) -> list[Staging]:
+        """To update, the best first."""
+        units, residents = find_units(self.model, units=self.units, resident=self.resident, dtype_of=self.dtype_of)
+        every = (residents, *units)
+        most = largest_subgroup(every)
+        if self.device.type == "cpu":
+            if policy.kind not in ("host", "auto"):
+                raise ValueError(
+                    f"updates={str(policy)!r} has a device update a part of the weights, and device='cpu' is the host "
+                    "itself; use updates='host', or leave it out"
+                )
+            policy = _HOST
+        if policy.kind != "host" and not any(self._arrays(unit) is not None for unit in every):
+            if policy.kind != "auto" and self.panel is not None:
+                raise ValueError(
+                    f"updates={str(policy)!r}: {type(self.panel.optimizer).__name__}, with these options, is left to "
+                    "torch, on the host; use updates='host', or AdamW, Adam, SGD, Adagrad or ferryman.Lion"
+                )
+            policy = _HOST
+        if policy.kind == "auto" and (self.subgroup or most) < LEAST:
+            policy = _HOST
+        deferred = self.panel is not None and not is_eager(self.settings, self.scale())
+        given = None if self.subgroup is None else -(-self.subgroup // GRAIN) * GRAIN
+        at_host = Staging(_HOST, given or most, self._arrays, deferred)
+        if policy.kind == "host":
+            return [at_host]
+        sizes = [given or (most if self.budget is None else subgroup_for(self.budget, most))]
+        while given is None and self.budget is not None and sizes[-1] > LEAST:
+            sizes.append(max(LEAST, sizes[-1] // 2 // GRAIN * GRAIN))
+        holding = [True, False] if policy.kind == "auto" and self.budget is not None else [True]
+        ways = [Staging(policy, size, self._arrays, deferred, holds) for holds in holding for size in sizes]
+        return [*ways, at_host] if policy.kind == "auto" and given is None else ways
+
+    def _arrays(self, unit: Unit) -> int | None:
+        if self.panel is None or not trained_elements(unit) or is_whole(unit, self.panel):
+            return None
+        return arrays(unit, self.panel)
+
+    def _that_would_fit(self, way: Staging) -> str:
+        size = way.subgroup
+        while size > GRAIN:
+            size = size // 2 // GRAIN * GRAIN or GRAIN
+            try:
+                self._make([replace(way, subgroup=size)], None, smallest=False)
+            except ValueError:
+                continue
+            return f"subgroup={size} would fit, or updates='host', which needs no memory there"
+        return "No subgroup would fit; use updates='host', which needs no memory there"

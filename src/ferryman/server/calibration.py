@@ -1,0 +1,64 @@
+"""A short measurement, at the start, of what host, device and link can do; from then on rates follow what is seen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ferryman.cost.rates import Rates
+from ferryman.cost.staging import Staging
+from ferryman.server import kernels
+from ferryman.server.device_updates import DeviceUpdates
+from ferryman.server.kernels import Piece
+from ferryman.server.panel import Panel
+from ferryman.server.rules import Rule
+from ferryman.units import GRADIENT, Unit, trained_elements
+
+_MOST = 1 << 18  # elements: enough to see a rate, few enough to take milliseconds
+_TIMES = 2  # the first also warms up; the faster counts
+
+
+def measure(
+    device_updates: DeviceUpdates, staging: Staging, units: Sequence[Unit], panel: Panel | None, threads: int | None
+) -> Rates | None:
+    """None: the device has nothing to update, or no memory for it."""
+    able = [unit for unit in units if staging.arrays(unit) is not None and trained_elements(unit)]
+    if not able or panel is None:
+        return None
+    rule = panel.rule(able[0].trained[0])
+    assert rule is not None, "only a rule can be carried out on a device"
+    largest = max(trained_elements(unit) for unit in able)
+    count = min(_MOST, staging.subgroup, largest)
+    rehearsal = device_updates.rehearse(rule, count)
+    if rehearsal is None:
+        return None
+    go_in, update, go_out = rehearsal
+    nbytes = count * (len(rule.states) + 1) * GRADIENT.itemsize
+    return Rates(
+        host=count / _fastest(_on_host(rule, count, threads)),
+        link_in=nbytes / _fastest(lambda: go_in().wait()),
+        device=count / _fastest(lambda: update().wait()),
+        link_out=nbytes / _fastest(lambda: go_out().wait()),
+    )
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(_TIMES):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _on_host(rule: Rule, count: int, threads: int | None) -> Callable[[], None]:
+    arrays = [torch.zeros(count) for _ in range(len(rule.states) + 2)]
+    piece = Piece(arrays[0], arrays[1], None, arrays[2:], (1.0, 1.0, *[0.0] * 5, 1.0, 1.0, 0.0))
+
+    def work() -> None:
+        kernels.sum_of_squares(piece.gradient, threads=threads)
+        kernels.update(rule, [piece], threads=threads)
+
+    return work

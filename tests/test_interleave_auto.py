@@ -1,0 +1,82 @@
+"""`auto`: the split follows what host, device and link can do, while training runs."""
+
+import time
+
+import pytest
+import torch_virtual
+from interleave import BROAD, Pair
+from updates import WAYS
+
+from ferryman.server import kernels
+
+both_ways = pytest.mark.parametrize(("way", "held"), [("eager", False), ("clipped", True)])
+STEPS = 8  # within which the split has moved; it takes two or three
+
+
+def slow_host(monkeypatch, seconds):
+    """The real update, but each parameter takes so long; what it is set to later counts."""
+    real, pace = kernels.update, [seconds]
+
+    def late(rule, pieces, **options):
+        time.sleep(pace[0] * sum(piece.gradient.numel() for piece in pieces))
+        real(rule, pieces, **options)
+
+    monkeypatch.setattr(kernels, "update", late)
+    return pace
+
+
+def shares(pair, seeds):
+    """Of the device, step by step."""
+    found = []
+    for seed in seeds:
+        pair.step(seed)
+        found.append(pair.engine.stats().device_share)
+    return found
+
+
+@both_ways
+def test_a_slow_host_moves_work_to_the_device_and_a_slow_link_takes_it_back(way, held, virtual, monkeypatch):
+    slow_host(monkeypatch, 0.02 / 16384)
+    with Pair(virtual, BROAD, updates="auto", held=held, **WAYS[way]) as pair:
+        assert max(shares(pair, range(4))) > 0
+        # A subgroup's way there and back now takes longer than the host takes for everything.
+        torch_virtual.set_link(virtual, h2d=8e5, d2h=8e5)
+        seen = []
+        while not seen or (seen[-1] > 0 and len(seen) < STEPS):
+            seen += shares(pair, [STEPS + len(seen)])
+        assert seen[-1] == 0
+        torch_virtual.set_link(virtual, h2d=float("inf"), d2h=float("inf"))
+    pair.check()
+
+
+@both_ways
+def test_a_host_that_becomes_slow_gives_work_away(way, held, virtual, monkeypatch):
+    pace = slow_host(monkeypatch, 0.0)
+    torch_virtual.set_link(virtual, latency=0.01)
+    with Pair(virtual, BROAD, updates="auto", held=held, **WAYS[way]) as pair:
+        assert min(shares(pair, range(4))) == 0
+        pace[0] = 0.2 / 16384
+        seen = []
+        while not seen or (seen[-1] == 0 and len(seen) < STEPS):
+            seen += shares(pair, [STEPS + len(seen)])
+        assert seen[-1] > 0
+    pair.check()
+
+
+@both_ways
+def test_a_fast_host_keeps_everything(way, held, virtual):
+    torch_virtual.set_link(virtual, latency=0.01)  # far more than the host takes for all of it
+    with Pair(virtual, BROAD, updates="auto", held=held, **WAYS[way]) as pair:
+        assert shares(pair, range(4))[-1] == 0
+        plan = pair.engine.plan
+        assert plan.predicted_rate > 0
+        assert plan.achieved_rate > 0
+        assert "predicted" in str(plan)
+    pair.check()
+
+
+def test_a_small_model_is_left_to_the_host(virtual):
+    with Pair(virtual, updates="auto") as pair:
+        assert "updates: host" in str(pair.engine.plan)
+        assert shares(pair, range(2)) == [0, 0]
+    pair.check()
