@@ -28,7 +28,7 @@ import torch_virtual
 from _bench import host_of, machine
 from torch import nn
 
-from ferryman.cost.model import fluid_time, predict
+from ferryman.cost.model import fluid_time, predict, smallest_useful_stride, stride_time
 from ferryman.cost.policy import parse_policy
 from ferryman.cost.rates import Rates
 from ferryman.cost.schedule import Traffic, best_discrete, idle
@@ -201,7 +201,10 @@ def update_phase(
     rate = device_rate(next(way.engine for way in ways if way.policy == "stride:2"))
     fluid, discrete, predicted = bounds(Rates(HOST, rate, link, link), policies, sizes)
     print(f"\nheld, deferred: link {link / 1e6:.1f} MB/s ({link / BREAK_EVEN:.2f} of break-even), device", end=" ")
-    print(f"{rate / 1e6:.0f} Mparam/s: fluid bound {fluid:.3f} s, best discrete {discrete:.3f} s")
+    print(f"{rate / 1e6:.0f} Mparam/s: fluid bound {fluid:.3f} s, best discrete {discrete:.3f} s;", end=" ")
+    rates = Rates(HOST, rate, link, link)
+    long_run = min(range(2, 49), key=lambda k: stride_time(k, 1.0, TRAFFIC, rates))
+    print(f"in the long run stride:{long_run} is the best, k* = {smallest_useful_stride(TRAFFIC, rates)}")
     titles = ("update", "predicted", "of discrete", "whole step", "on device", "duplex")
     print(f"{'policy':16}{''.join(f'{title:>13}' for title in titles)}")
     medians = {name: statistics.median(times.update for times in all_) for name, all_ in found.items()}

@@ -33,6 +33,7 @@ from ferryman.cost.model import Phase, Prediction, predict, step_time
 from ferryman.cost.policy import Policy, parse_policy
 from ferryman.cost.rates import Rates
 from ferryman.cost.schedule import Traffic
+from ferryman.cost.staging import BERTHS
 
 GIGA = 1e9
 RANKS, SUBGROUP = 4, 100_000_000
@@ -230,7 +231,7 @@ def promises(machine: Machine, sizes: list[int]) -> list[Promise]:
     def promise(way: str, found: Prediction) -> Promise:
         return Promise(machine.name, way, found.seconds, in_all(sizes, found.seconds), found.share, found.bound)
 
-    strides = [at_stride(machine, stride, sizes, duplex=True, berths=2) for stride in machine.sweep]
+    strides = [at_stride(machine, stride, sizes, duplex=True, berths=BERTHS) for stride in machine.sweep]
     return [
         promise("stride:2, one way at a time", at_stride(machine, 2, sizes, duplex=False, berths=1)),
         promise("the best stride, both ways at once", min(strides, key=lambda found: found.seconds)),
@@ -291,7 +292,7 @@ def main() -> None:
     print(
         f"\n{within} of {len(errors)} predicted cells are within {WANTED:.0%}; the largest error is {max(errors):.1%}"
     )
-    print("\nThe same machines, with nothing that blocks the host and two berths (20B, update)")
+    print("\nThe same machines, with nothing that blocks the host and three berths (20B, update)")
     for found in better:
         print(
             f"  {found.machine}  {found.way:35} {found.seconds:5.2f} s {found.rate:5.1f} Gparam/s, {found.share:4.0%} "

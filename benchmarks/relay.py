@@ -12,6 +12,7 @@ time is over that the elements take at its rate.
 
 import copy
 import gc
+import math
 import statistics
 import sys
 import time
@@ -22,6 +23,8 @@ import torch_virtual
 from _bench import host_of, machine, medians
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
+from ferryman.cost.model import Phase, step_time
+from ferryman.cost.rates import Rates
 from ferryman.engine import Engine
 from ferryman.trace import Span, Trace
 
@@ -94,10 +97,14 @@ def against_the_bound(model: LlamaForCausalLM, path: str) -> None:
                     step(engine, batch)
                     took = time.perf_counter() - begin
                 counters = seen.counters
-                in_forward = sum(unit.nbytes for unit in engine.units) / rate
+                weights = sum(unit.nbytes for unit in engine.units)
+                in_forward, out = weights / rate, counters.d2h_bytes / rate
                 in_backward = counters.h2d_bytes / rate - in_forward
-                out = counters.d2h_bytes / rate
-                bound = max(compute_forward, in_forward) + max(compute_backward, in_backward, out)
+                bound = step_time(
+                    Phase(compute_forward, bytes_in=weights),
+                    Phase(compute_backward, bytes_in=counters.h2d_bytes - weights, bytes_out=counters.d2h_bytes),
+                    Rates(host=math.inf, device=math.inf, link_in=rate, link_out=rate),
+                )
                 if round_:  # the first teaches the order
                     bounds.append(bound)
                     ratios.append(took / bound)
@@ -138,7 +145,11 @@ def against_the_bound_with_a_host(model: LlamaForCausalLM) -> None:
                 step(free, batch)
                 forward, backward = visits(free_trace, start)
                 host = share * (backward if name == "eager" else forward)
-                bound = max(forward, host if name == "deferred" else 0) + max(backward, host if name == "eager" else 0)
+                phases = (
+                    Phase(forward, update=host * (name == "deferred")),
+                    Phase(backward, update=host * (name == "eager")),
+                )
+                bound = step_time(*phases, Rates(elements / host, math.inf, math.inf, math.inf))
                 with host_of(elements / host):
                     engine.step(batch, MICRO_BATCHES)  # from here on there are updates left over from the step before
                     begin = time.perf_counter()

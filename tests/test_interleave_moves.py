@@ -87,7 +87,7 @@ def test_bytes_of_a_step_that_is_held(updates, way, virtual):
         assert seen.into == into + 4 * seen.on_host_in_units
         assert seen.out == out + seen.looks
         assert seen.stats.bytes_out == out
-        assert seen.stats.bytes_in in (into, into + 4 * seen.on_host_in_units)
+        assert seen.stats.bytes_in == into + 4 * seen.on_host_in_units
 
 
 @relayed_and_held
@@ -101,7 +101,7 @@ def test_narrow_weights_and_gradients_cross_as_they_are(precision, gradient, wei
         into = seen.device * (rest + (0 if held else weights) + (0 if stays else gradient))
         out = seen.device * (rest + weights) + gradient * (seen.host + (0 if stays else seen.device))
         assert seen.resident_on_device == 0
-        assert seen.stats.bytes_in in (into, into + weights * seen.on_host_in_units * held)
+        assert seen.stats.bytes_in == into + weights * seen.on_host_in_units * held
         assert seen.stats.bytes_out == out
         assert seen.out == out + (seen.looks if stays else 0)
 

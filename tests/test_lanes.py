@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch_virtual
 
-from ferryman.lanes import LaneError, Lanes
+from ferryman.lanes import Lanes
+from ferryman.marks import LaneError
 from ferryman.trace import Trace
 
 DELAY = 0.06  # longer than any work here takes, so that a missing wait shows

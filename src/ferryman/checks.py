@@ -152,7 +152,7 @@ def update_arguments(
 def interleave_arguments(
     optimizer: Any, device: torch.device, slots: Any, held: Any, updates: Any, subgroup: Any
 ) -> None:
-    if held not in (None, True, False):
+    if held is not None and type(held) is not bool:
         raise ValueError(f"held={held!r}: it is True, False, or None for whatever the budget allows")
     if held and device.type == "cpu":
         raise ValueError("held=True keeps all weights on an accelerator, and device='cpu' is the host itself")

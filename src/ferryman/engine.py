@@ -182,7 +182,7 @@ class Engine:
     def set_updates(self, updates: str) -> None:
         """From the next step on this is who updates the weights; nothing else changes."""
         self._need_optimizer()
-        plan = self._planner.change(self._plan, updates, 0 if self._fit is None else self._fit.least)
+        plan = self._planner.change(self._plan, updates, 0 if self._fit is None else self._fit.last)
         self._updates = updates
         self._serve(plan)
 
@@ -274,10 +274,10 @@ class Engine:
         units = sorted((*self.units, *added), key=lambda unit: min(order[module] for module in unit.modules))
         plan = dataclasses.replace(self._plan, units=tuple(units))
         try:
-            self._planner.check_fits(plan, "with this block")
             if self._panel is not None:
                 self._panel.look()
-        except ValueError:
+            self._planner.check_fits(plan, "with this block")
+        except BaseException:
             self._blocks.remove(block)
             raise
         self._lanes.wait()

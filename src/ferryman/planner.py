@@ -16,7 +16,7 @@ from ferryman.server.panel import Panel
 from ferryman.server.precision import Scale, scale_for
 from ferryman.server.server import Settings, is_eager
 from ferryman.server.state import arrays, is_whole
-from ferryman.units import GRAIN, DtypeOf, Unit, find_units, trained_elements
+from ferryman.units import GRAIN, DtypeOf, Unit, find_units, master_dtype, trained_elements
 
 _HOST = Policy("host")
 
@@ -59,7 +59,7 @@ class Planner:
         if (changed := self._changed(plan, policy, needed)) is not None:
             return changed
         assert self.budget is not None, "without one anything fits"
-        takes = replace(plan, staging=self._ways(policy)[-1])
+        takes = plan.with_staging(self._ways(policy)[-1])
         shares = [Policy("static", share=number / 100) for number in range(int(policy.share * 100), 0, -1)]
         fitting = [str(less) for less in shares if self._changed(plan, less, needed) is not None]
         raise ValueError(
@@ -69,7 +69,7 @@ class Planner:
         )
 
     def _changed(self, plan: Plan, policy: Policy, needed: int) -> Plan | None:
-        changed = (replace(plan, staging=way) for way in self._ways(policy))
+        changed = (plan.with_staging(way) for way in self._ways(policy))
         return next((one for one in changed if self.budget is None or one.fixed + needed <= self.budget), None)
 
     def check_fits(self, plan: Plan, what: str) -> None:
@@ -109,8 +109,9 @@ class Planner:
         if policy.kind != "host" and not any(self._arrays(unit) is not None for unit in every):
             if policy.kind != "auto" and self.panel is not None:
                 raise ValueError(
-                    f"updates={str(policy)!r}: {type(self.panel.optimizer).__name__}, with these options, is left to "
-                    "torch, on the host; use updates='host', or AdamW, Adam, SGD, Adagrad or ferryman.Lion"
+                    f"updates={str(policy)!r}: no unit can be updated on a device. Either the optimizer "
+                    f"({type(self.panel.optimizer).__name__}), with these options, is left to torch on the host, or "
+                    "units train bfloat16 and float16 side by side. Use updates='host'"
                 )
             policy = _HOST
         if policy.kind == "auto" and (self.subgroup or most) < LEAST:
@@ -130,6 +131,8 @@ class Planner:
     def _arrays(self, unit: Unit) -> int | None:
         if self.panel is None or not trained_elements(unit) or is_whole(unit, self.panel):
             return None
+        if len({master_dtype(item.dtype) for item in unit.trained} - {None}) > 1:
+            return None  # masters of two widths do not lie side by side
         return arrays(unit, self.panel)
 
     def _that_would_fit(self, way: Staging) -> str:
@@ -141,4 +144,4 @@ class Planner:
             except ValueError:
                 continue
             return f"subgroup={size} would fit, or updates='host', which needs no memory there"
-        return "No subgroup would fit; use updates='host', which needs no memory there"
+        return "No subgroup would fit"

@@ -72,6 +72,9 @@ class Plan:
         """All units as a step needs them: residents are there from its start."""
         return (self.residents, *self.units)
 
+    def with_staging(self, staging: Staging) -> Plan:
+        return replace(self, staging=staging.cut_for(self.in_forward_order))
+
     @property
     def _weight_bytes(self) -> int:
         sizes = [unit.nbytes for unit in self.units]
@@ -189,7 +192,7 @@ def _grades(cuts: Sequence[Plan], slots: int | None, staging: Sequence[Staging],
     ]
     grades = staying if held else [*staying, best, *lesser]
     # Updates on the device are given up before slots are: without a second slot nothing overlaps at all.
-    return [[replace(plan, staging=way) for plan in grade] for grade in grades for way in staging]
+    return [[plan.with_staging(way) for plan in grade] for grade in grades for way in staging]
 
 
 def _with_more_slots(plan: Plan, room: int) -> Plan:

@@ -63,7 +63,7 @@ def parse_policy(text: object) -> Policy:
 
 def _share(value: str) -> float:
     try:
-        share = float(value)
+        share = float(value) if value == value.strip() else math.nan
     except ValueError:
         share = math.nan
     if not 0 <= share <= 1:

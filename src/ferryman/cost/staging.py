@@ -12,7 +12,7 @@ relayed, device memory is constant, so there they wait on the host like the othe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ferryman.cost.policy import Policy
 from ferryman.units import (
@@ -77,15 +77,15 @@ class Staging:
     def berth_bytes(self, units: Iterable[Unit]) -> int:
         return self.subgroup * max((self._element_bytes(unit) for unit in units), default=0)
 
-    def holds(self, units: Sequence[Unit], *, held: bool) -> int:
-        """How many gradients of subgroups can wait on the device."""
+    def holding(self, units: Sequence[Unit], *, held: bool) -> list[Subgroup]:
+        """Those whose gradients can wait on the device."""
         if not (self.deferred and self.on_device and self.holds_gradients and (held or self.policy.kind == "static")):
-            return 0
-        return len(self.subgroups(units) if self.policy.kind == "auto" else self.owned(units))
+            return []
+        return self.subgroups(units) if self.policy.kind == "auto" else self.owned(units)
 
-    def hold_bytes(self, units: Iterable[Unit]) -> int:
-        able = (unit for unit in units if self.arrays(unit) is not None)
-        return self.subgroup * max((landing_dtype(unit).itemsize for unit in able), default=0)
+    def cut_for(self, units: Iterable[Unit]) -> Staging:
+        """The same, with subgroups no larger than there is need for."""
+        return replace(self, subgroup=min(self.subgroup, largest_subgroup(units)))
 
     def account(self, units: Sequence[Unit], *, held: bool) -> dict[str, int]:
         """Bytes on the device."""
@@ -97,7 +97,7 @@ class Staging:
             + _SCRATCH * self.subgroup
             + 8 * most_tensors(units),  # a sum of squares for each
             "state on the device": sum(s.size * self._element_bytes(s.unit) for s in resident),
-            "gradients on the device": self.holds(units, held=held) * self.hold_bytes(units),
+            "gradients on the device": sum(map(hold_bytes, self.holding(units, held=held))),
         }
 
     def _element_bytes(self, unit: Unit) -> int:
@@ -105,6 +105,10 @@ class Staging:
         if arrays is None:
             return 0
         return weight_itemsize(unit) + master_itemsize(unit) + (arrays + 1) * GRADIENT.itemsize
+
+
+def hold_bytes(subgroup: Subgroup) -> int:
+    return subgroup.size * landing_dtype(subgroup.unit).itemsize
 
 
 def most_tensors(units: Iterable[Unit]) -> int:

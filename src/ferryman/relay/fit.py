@@ -88,6 +88,7 @@ class Fit:
         self._stash = stash
         self._measure = measure
         self._known: dict[Shape, Needs] = {}
+        self.last = 0  # bytes that the micro-batches of the last choice need
 
     def choose(self, batch: Any, size: int, count: int | None, fixed: int) -> Choice:
         """For `size` samples in `count` micro-batches, or as few as will do; `fixed` bytes are always on the device."""
@@ -105,11 +106,6 @@ class Fit:
                 )
             return Choice(count, on_host)
         return self._largest(needs, size, room)
-
-    @property
-    def least(self) -> int:
-        """Bytes without which a batch that was seen does not fit, in however many micro-batches."""
-        return max((_padded(needs.peak(1)) for needs in self._known.values()), default=0)
 
     def _largest(self, needs: Needs, size: int, room: int) -> Choice:
         """The largest micro-batches that fit: of a given size there is a smallest count."""
@@ -134,6 +130,7 @@ class Fit:
     def _place(self, needs: Needs, samples: int, count: int, room: int) -> bool | None:
         """Whether the stash is on the host; None if it does not fit either way."""
         peak = needs.peak(samples)
+        self.last = _padded(peak)
         if self._stash != "host" and _padded(peak + count * needs.stash(samples)) <= room:
             return False
         return True if self._stash != "device" and _padded(peak) <= room else None

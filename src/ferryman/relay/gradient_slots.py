@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ferryman.lanes import Lane, Mark
+from ferryman.lanes import Lane
+from ferryman.marks import Mark
 from ferryman.server.server import Server
 from ferryman.units import Item, Unit, gradient_bytes, gradient_views, landing_bytes, landing_dtype, narrow_bytes
 

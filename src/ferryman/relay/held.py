@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ferryman.lanes import Mark
+from ferryman.marks import Mark
 from ferryman.relay.slots import WeightSlots
 from ferryman.server.state import Run
 from ferryman.units import Unit

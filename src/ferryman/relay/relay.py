@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from ferryman.cost.plan import Need, Plan
-from ferryman.lanes import DeviceLane, Lanes, Mark
+from ferryman.lanes import DeviceLane, Lanes
+from ferryman.marks import Mark
 from ferryman.relay.absent import Absent
 from ferryman.relay.calls import Call, Forward, refuse_mutable
 from ferryman.relay.fit import Stretch, TooLargeError, Trial
@@ -84,8 +85,6 @@ class Relay:
         self._stretches: list[Stretch] | None = None
         self._floor = self._ceiling = 0  # of the device's memory: at its start, and as far as it may go
         self.serve(plan)
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
 
     @property
     def fetches(self) -> int:
@@ -106,6 +105,8 @@ class Relay:
         # The first guess at the visits to come; after a step it is known.
         self._order = [*units, *reversed(units)]
         self._evaluation_order = list(units)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)  # memory that is new to lanes may still be in use elsewhere
 
     def intercept(self, unit: Unit, module: nn.Module, forward: Forward) -> Forward:
         """What stands for a module's forward."""

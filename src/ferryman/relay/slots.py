@@ -12,7 +12,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ferryman.lanes import Lane, Mark
+from ferryman.lanes import Lane
+from ferryman.marks import Mark
 from ferryman.server.server import Server
 from ferryman.server.state import Run
 from ferryman.units import Item, Unit

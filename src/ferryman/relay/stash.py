@@ -27,7 +27,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ferryman.lanes import DeviceLane, Lane, Mark, Work
+from ferryman.lanes import DeviceLane, Lane, Work
+from ferryman.marks import Mark
 from ferryman.pinned import PinnedMemory
 from ferryman.relay.rendezvous import MicroBatch
 

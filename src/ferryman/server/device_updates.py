@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import torch
 
-from ferryman.cost.staging import Staging, most_tensors
-from ferryman.lanes import Lane, Lanes, Mark
+from ferryman.cost.staging import Staging, hold_bytes, most_tensors
+from ferryman.lanes import Lane, Lanes
+from ferryman.marks import Mark
 from ferryman.pinned import PinnedMemory
 from ferryman.server import kernels
 from ferryman.server.kernels import Piece, Scratch
@@ -100,8 +101,9 @@ class DeviceUpdates:
         self._turn = 0
         self._scratch, self._look_scratch = Scratch(0, device), Scratch(0, device)
         self._sums = torch.empty(0, dtype=torch.float64, device=device)  # of the subgroup that is looked at
-        self._sums_on_host: dict[Subgroup, PinnedMemory] = {}
-        self.holds: list[Berth] = []  # for gradients that wait for the norm of all
+        self._sums_memory = PinnedMemory(0, device)
+        self._sums_on_host: dict[Subgroup, torch.Tensor] = {}
+        self.holds: dict[Subgroup, Berth] = {}  # for gradients that wait for the norm of all
 
     def make_room_for(self, units: Sequence[Unit], staging: Staging, *, held: bool) -> None:
         """Between steps, when no lane has work: all memory that updates of these units will need."""
@@ -111,11 +113,12 @@ class DeviceUpdates:
         self._scratch, self._look_scratch = (Scratch(staging.subgroup, self._device) for _ in range(2))
         self._berths = [self._berth(staging.berth_bytes(units)) for _ in range(staging.berths)]
         self._own = {s: self._berth(self._size_of(s)) for s in staging.resident(units)}
-        self.holds = [self._berth(staging.hold_bytes(units)) for _ in range(staging.holds(units, held=held))]
+        self.holds = {s: self._berth(hold_bytes(s)) for s in staging.holding(units, held=held)}
         self._sums = torch.empty(most_tensors(units), dtype=torch.float64, device=self._device)
-        for subgroup in staging.subgroups(units):
-            nbytes = len(_shared(subgroup, subgroup.unit.trained)) * self._sums.itemsize
-            self._sums_on_host[subgroup] = PinnedMemory(nbytes, self._device)
+        counts = {s: len(_shared(s, s.unit.trained)) for s in staging.subgroups(units)}
+        self._sums_memory = PinnedMemory(sum(counts.values()) * self._sums.itemsize, self._device)
+        parts = self._sums_memory.bytes.view(torch.float64).split(list(counts.values())) if counts else ()
+        self._sums_on_host = dict(zip(counts, parts, strict=True))
 
     def look(
         self,
@@ -128,7 +131,7 @@ class DeviceUpdates:
         """Sums of squares of a gradient on the device, by tensor; into a hold, if there is one, it is copied."""
         shared = _shared(subgroup, items)
         on_device = self._sums[: len(shared)]
-        on_host = self._sums_on_host[subgroup].bytes.view(torch.float64)[: len(shared)]
+        on_host = self._sums_on_host[subgroup][: len(shared)]
         kept = None if hold is None else hold.memory[: gradient.nbytes].view(gradient.dtype)
 
         def work() -> None:
@@ -189,10 +192,10 @@ class DeviceUpdates:
         sizes = [sum(target.nbytes for target, _ in copies) for copies in (came, went)]
         return Done(used, berth.free, sizes[0], sizes[1], arrived)
 
-    def bring_home(self, *, weights: bool = False) -> None:
+    def bring_home(self) -> None:
         """What stays on the device is copied to the host, where it can be read; it is fetched anew when it is used.
 
-        When no lane has work. `weights`: those, too; else the host has them already.
+        When no lane has work. The host has the weights already, unless a failure has kept them from it.
         """
         marks = []
         for subgroup, berth in self._own.items():
@@ -200,7 +203,7 @@ class DeviceUpdates:
                 spans = self._spans(subgroup)
                 areas = self._areas(berth, subgroup, spans)
                 pairs = list(zip(spans.rest, areas.rest, strict=True))
-                if weights:
+                if berth.free is not None and berth.free.failed():
                     pairs += self._weight_copies(subgroup, spans, areas)
                 marks.append(self._move(self._out, pairs, [], f"state out {subgroup.unit.name}"))
             berth.current = berth.expected = False
@@ -214,15 +217,14 @@ class DeviceUpdates:
 
     def recover(self) -> None:
         """After a failure, when no lane has work any more: updates that were made stay made, on the host too."""
-        for berth in (*self._berths, *self._own.values(), *self.holds):
+        self.bring_home()
+        for berth in (*self._berths, *self._own.values(), *self.holds.values()):
             berth.free = None
-        self.bring_home(weights=True)
 
     def release(self) -> None:
         """Gives the device's memory back."""
-        for memory in self._sums_on_host.values():
-            memory.close()
         self._sums_on_host.clear()
+        self._sums_memory.close()
         self._sums = torch.empty(0, dtype=torch.float64, device=self._device)
         self._scratch, self._look_scratch = Scratch(0, self._device), Scratch(0, self._device)
         self._berths.clear()

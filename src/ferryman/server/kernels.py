@@ -185,7 +185,7 @@ def add_squares_in_torch(gradient: torch.Tensor, total: torch.Tensor, scratch: S
     """Adds the sum of squares to `total`, in double, on any device."""
     for stretch in gradient.split(scratch.length):
         wide = scratch.doubles(stretch.numel()).copy_(stretch)
-        total.add_(torch.dot(wide, wide, out=scratch.number))
+        total.add_(torch.sum(wide.square_(), dim=0, out=scratch.number))
 
 
 def _check_piece(rule: Rule, piece: Piece, threads: int | None, path: str | None) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from ferryman.lanes import Lane, Mark
+from ferryman.lanes import Lane
+from ferryman.marks import Mark
 from ferryman.pinned import PinnedMemory
 from ferryman.server import kernels
 from ferryman.server.device_updates import Look

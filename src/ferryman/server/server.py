@@ -23,7 +23,8 @@ from typing import Protocol
 import torch
 
 from ferryman.cost.staging import Staging
-from ferryman.lanes import Lanes, Mark
+from ferryman.lanes import Lanes
+from ferryman.marks import Mark
 from ferryman.pinned import PinnedMemory
 from ferryman.server import calibration
 from ferryman.server.device_updates import Berth, DeviceUpdates, Done
@@ -123,7 +124,6 @@ class Server:
         self._device_updates: DeviceUpdates | None = None
         self._lanes = lanes
         self._weights: DeviceWeights | None = None
-        self._units: Sequence[Unit] = ()  # in forward order
         self._ready: dict[Unit, dict[str, Mark]] = {}  # the ends of the unit's last updates, on the host, on the device
         self._updated: dict[Subgroup, Mark] = {}  # the end of its last update
         self._returned: dict[Subgroup, Mark] = {}  # what the host has updated is on the device
@@ -137,13 +137,17 @@ class Server:
         self._begun: set[Unit] = set()  # units whose updates were carried out, or begun
         self._record = self._new_record(0)
         # Of the last one.
+        self._last_orders: dict[Unit, list[Order]] = {}  # those that waited for all gradients
+        self._last_begun: set[Unit] = set()
         self._norm: float | None = None
         self._last: Record | None = None
         self.has_stepped = False
 
     def serve(self, units: Sequence[Unit], weights: DeviceWeights, staging: Staging, *, held: bool) -> None:
         """These are the units from now on, in forward order; when no lane has work."""
-        self._units, self._weights, self._staging = units, weights, staging
+        if self._last is not None:
+            self._last.predicted_rate = self.split.predicted_rate(self._last.rates)
+        self._weights, self._staging = weights, staging
         if self.updates and staging.on_device:
             if self._device_updates is None:
                 self._device_updates = DeviceUpdates(self.store, staging, self._lanes, self._device, weights.memory)
@@ -195,15 +199,19 @@ class Server:
 
     @property
     def stats(self) -> Stats | None:
-        """Of the last step; waits for its updates."""
+        """Of the last step; waits for its updates, and for weights that return to the device."""
         self.settle()
-        return None if self._last is None else self._last.stats(self.split.predicted_rate(self._last.rates))
+        if self._last is None:
+            return None
+        for mark in self._last.returned:
+            mark.wait()
+        return self._stats_of(self._last)
 
     @property
     def update_rates(self) -> tuple[float | None, float | None]:
         """Parameters a second: as predicted, and as they were in the last step, if that is over."""
         last = self._last
-        achieved = None if last is None or not last.is_over else last.stats(None).achieved_rate
+        achieved = None if last is None or not last.is_over else last.stats().achieved_rate
         return self.split.predicted_rate(self.split.rates), achieved
 
     # Gradients come in.
@@ -220,8 +228,8 @@ class Server:
         self._observe()
         if self.is_eager:
             return self.split.at_once(subgroup)
-        room = len(self._on_hold) < len(self._device_updates.holds)
-        return room and self.split.among_all(subgroup, self.split.waiting_bytes)
+        has_hold = subgroup in self._device_updates.holds
+        return has_hold and self.split.among_all(subgroup, self.split.waiting_bytes)
 
     def use(self, subgroup: Subgroup, gradient: torch.Tensor, items: Collection[Item], after: Collection[Mark]) -> Mark:
         """A gradient on the device that stays there; the mark after which its memory may be used again."""
@@ -232,7 +240,7 @@ class Server:
             checked = self.looks.on_device(subgroup, look, self.what_has_changed)
             orders, before = self._orders_of(subgroup.unit, items), [*after, *self.looks.losses_checked, checked]
             return self._update_on_device(subgroup, orders, gradient, 1.0, before).used
-        hold = self._device_updates.holds[len(self._on_hold)]
+        hold = self._device_updates.holds[subgroup]
         before = [] if hold.free is None else [hold.free]
         look = self._device_updates.look(subgroup, gradient, items, [*after, *before], hold)
         self.looks.on_device(subgroup, look)
@@ -296,9 +304,10 @@ class Server:
         if broken is None:
             self._observe()
             clip = self._clip_factor(self._norm)
+            self._last_orders, self._last_begun = {}, self._begun
             for unit in units:
                 if (source := self._sources.get(unit)) is not None:
-                    orders = self.store.state(unit).order(source.items)
+                    orders = self._last_orders[unit] = self.store.state(unit).order(source.items)
                     for subgroup in self.subgroups(unit):
                         self._update(subgroup, orders, source, clip / source.scale)
         self._last, self._record = self._record, self._new_record(self._record.step + 1)
@@ -317,20 +326,24 @@ class Server:
 
     def what_has_changed(self) -> str:
         """In the step that runs, for an error that ends it."""
+        if lost := [unit for unit in self._last_orders if any(mark.failed() for mark in self.ready(unit))]:
+            return f"It was the step before whose update failed: {len(lost)} of {len(self._last_orders)} units lack it"
         if not self._begun:
             return "No weight was changed"
         return f"{len(self._begun)} units had been updated already, eagerly; deferred=True waits for all gradients"
 
     def forget_unit(self, unit: Unit) -> None:
         """It has left the model."""
-        self._sources.pop(unit, None)
-        self._ready.pop(unit, None)
+        for by_unit in (self._sources, self._ready, self._last_orders):
+            by_unit.pop(unit, None)
 
     def recover(self) -> None:
         """After a failure, when no lane has work any more: what was not done is not waited for, and does not count."""
-        for unit, orders in self._orders.items():
-            if unit not in self._begun:
-                self.store.state(unit).undo(orders)
+        for asked, begun in ((self._orders, self._begun), (self._last_orders, self._last_begun)):
+            for unit, orders in asked.items():
+                if unit not in begun:
+                    self.store.state(unit).undo(orders)
+        self._last_orders, self._last_begun = {}, set()
         self.forget_gradients()
         self._record = self._new_record(self._record.step)
         self._forget_marks()
@@ -367,8 +380,12 @@ class Server:
         trace, last = self._lanes.trace, self._last
         if trace is not None and last is not None and not last.noted and last.is_over:
             last.noted = True
-            stats = last.stats(self.split.predicted_rate(last.rates))
-            trace.note(f"updates of step {last.step}", dataclasses.asdict(stats))
+            trace.note(f"updates of step {last.step}", dataclasses.asdict(self._stats_of(last)))
+
+    def _stats_of(self, record: Record) -> Stats:
+        if record.predicted_rate is None:
+            record.predicted_rate = self.split.predicted_rate(record.rates)
+        return record.stats()
 
     def _observe(self) -> None:
         """Once a step, as late as can be: the updates of the last one may have ended only now."""
@@ -434,6 +451,7 @@ class Server:
             self._returned[subgroup] = back
             self._saw_link("in", back, nbytes)
             self._record.bytes_in += nbytes
+            self._record.returned.append(back)
         return mark
 
     def _update_on_device(
@@ -467,7 +485,8 @@ class Server:
 
     def _saw_link(self, direction: str, mark: Mark, nbytes: int) -> None:
         """Something crosses the link, which shows how fast it is, and what is queued there."""
-        (self.split.link_in if direction == "in" else self.split.link_out).add(mark, nbytes)
+        if self.split.rates is not None:
+            (self.split.link_in if direction == "in" else self.split.link_out).add(mark, nbytes)
 
     def _check_losses(self) -> None:
         if self._settings.on_nonfinite == "raise" and not self.scale.moves:

@@ -9,11 +9,13 @@ from ferryman.cost.model import predict
 from ferryman.cost.rates import Rates
 from ferryman.cost.schedule import Queues, Traffic, assign, choose, idle, on_device
 from ferryman.cost.staging import BERTHS, LEAST, Staging
-from ferryman.lanes import Mark, busy_seconds
+from ferryman.marks import Mark, busy_seconds
 from ferryman.units import GRADIENT, Subgroup, Unit, landing_dtype, master_itemsize, weight_itemsize
 
 # A plan for all subgroups stays as long as no rate has moved by more than this: noise is no reason to make another.
 _MOVED = 0.05
+
+_MANY = 1024  # pieces of work that are remembered
 
 _BACK = 1.2  # how fast it is expected back, each step
 
@@ -27,6 +29,9 @@ class Gauge:
 
     def add(self, mark: Mark, amount: float) -> None:
         self._under_way.append((mark, amount))
+        if len(self._under_way) > _MANY:  # nobody has asked for a long time, as between steps
+            self._look()
+            del self._passed[:-_MANY]
 
     def queued(self) -> float:
         """The amount that is not done yet."""
@@ -71,10 +76,12 @@ class Split:
         """These are the units from now on, in forward order."""
         self._staging = staging
         subgroups = staging.subgroups(units) if staging.on_device else []
+        if staging.policy.kind == "auto":
+            subgroups = [subgroup for subgroup in subgroups if subgroup.size >= LEAST]
         self._numbers = {subgroup: number for number, subgroup in enumerate(subgroups)}
         self._traffic, gradient_bytes = traffic_of(units, staging, held=held)
         self._weight_bytes = max((weight_itemsize(unit) for unit in units), default=0)
-        self.waiting_bytes = 0 if staging.holds(units, held=held) else gradient_bytes
+        self.waiting_bytes = 0 if staging.holding(units, held=held) else gradient_bytes
         self._assigned.clear()
 
     def at_once(self, subgroup: Subgroup) -> bool:
@@ -102,7 +109,7 @@ class Split:
             return False
         if staging.policy.kind != "auto":
             return staging.policy.device_owns(number)
-        return False if self.rates is None or subgroup.size < LEAST else None
+        return False if self.rates is None else None
 
     def traffic(self, gradient_bytes: int) -> Traffic:
         """Of an update that has waited for all gradients: those of the host's are there."""

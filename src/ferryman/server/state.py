@@ -174,15 +174,19 @@ class UnitState:
     def spans(self, subgroup: Subgroup, weights: torch.Tensor) -> Spans:
         """`weights` is the unit's memory."""
         width, runs = weight_itemsize(subgroup.unit), list[Run]()
-        for item, begin in self._offsets.items():
-            shared = overlap(item, begin, subgroup.start, subgroup.size)
+        before: Item | None = None  # in the unit
+        for item in subgroup.unit.items:
+            neighbour, before = before, item
+            shared = (
+                overlap(item, self._offsets[item], subgroup.start, subgroup.size) if item in self._offsets else None
+            )
             if shared is None:
                 continue
             own, theirs = shared
             offset, at = item.offset + own.start * item.dtype.itemsize, theirs.start * width
             end = item.offset + own.stop * item.dtype.itemsize
             last = runs[-1] if runs else None
-            if last is not None and offset - last.offset == at - last.at:  # alike in both memories
+            if last is not None and neighbour in self._offsets and offset - last.offset == at - last.at:
                 runs[-1] = Run(weights[last.offset : end], last.offset, last.at)
             else:
                 runs.append(Run(weights[offset:end], offset, at))

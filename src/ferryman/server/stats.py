@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ferryman.cost.rates import Rates
-from ferryman.lanes import Mark, busy_seconds, whole_seconds
+from ferryman.marks import Mark, busy_seconds, whole_seconds
 from ferryman.server.device_updates import Done
 
 
@@ -49,6 +49,7 @@ class Record:
     rates: Rates | None  # with which it was split
     observed: bool = False  # whether those follow the step before
     noted: bool = False  # whether it is in the trace
+    predicted_rate: float | None = None
     on_host: int = 0  # parameters
     on_device: int = 0
     bytes_in: int = 0
@@ -57,6 +58,7 @@ class Record:
     device: list[Mark] = field(default_factory=list)
     came: list[Mark] = field(default_factory=list)
     went: list[Mark] = field(default_factory=list)
+    returned: list[Mark] = field(default_factory=list)  # weights that the host has updated, and the device holds
 
     def by_host(self, mark: Mark, size: int) -> None:
         self.host.append(mark)
@@ -72,9 +74,9 @@ class Record:
 
     @property
     def is_over(self) -> bool:
-        return all(mark.passed() for mark in (*self.host, *self.device, *self.came, *self.went))
+        return all(mark.passed() for mark in (*self.host, *self.device, *self.came, *self.went, *self.returned))
 
-    def stats(self, predicted_rate: float | None) -> Stats:
+    def stats(self) -> Stats:
         """All of it has passed."""
         busy = [busy_seconds(marks) for marks in (self.host, self.device, self.came, self.went)]
         crossed, either = busy[2] + busy[3], busy_seconds([*self.came, *self.went])
@@ -91,11 +93,11 @@ class Record:
             bytes_out=self.bytes_out,
             host_busy=busy[0],
             device_busy=busy[1],
-            link_in_busy=busy[2],
+            link_in_busy=busy_seconds([*self.came, *self.returned]),
             link_out_busy=busy[3],
             duplex=(crossed - either) / either if either else 0.0,
             host_waited=max(0.0, device_span - host_span),
             device_waited=max(0.0, host_span - device_span),
-            predicted_rate=predicted_rate,
+            predicted_rate=self.predicted_rate,
             achieved_rate=total / seconds if seconds else 0.0,
         )

@@ -57,6 +57,8 @@ class RamStore:
     def remove(self, unit: Unit) -> None:
         """Its tensors keep their values, in memory that is no longer pinned."""
         self._empty = {item: version for item, version in self._empty.items() if item not in unit.items}
+        if unit in self._states:
+            self._states[unit].follow_edits()
         self._give_back(unit)
         mine = [key for key in self._gradients if key[0] is unit]
         for memory in (self._weights.pop(unit), *(self._gradients.pop(key) for key in mine)):
