@@ -12,6 +12,14 @@ from models import CASES, assert_same, build, cut, plain_step, step, text
 from ferryman.engine import Engine
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """As in a terminal: started in the background, a process ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("options", [{}, {"deferred": True}, {"stash": "host", "slots": 1}], ids=str)
 def test_the_next_step_is_right(options, device):
     if device.type != "cpu":
