@@ -12,6 +12,8 @@ from models import model_loss, text
 from updates import WAYS
 
 import ferryman
+from ferryman.lanes import Lane
+from ferryman.marks import Mark
 from ferryman.relay.held import HeldWeights
 from ferryman.server.device_updates import DeviceUpdates
 from ferryman.server.looks import Looks
@@ -139,11 +141,11 @@ def test_an_overflow_in_float16_skips_the_step(updates, held, virtual):
 
 
 def _without_arrival(real):
-    def move(self, lane, *args):
-        mark = real(self, lane, *args)
-        return self._look.here() if lane is self._in else mark
+    def copy(self, copies, **how):
+        mark = real(self, copies, **how)
+        return Mark(self._group, self.name, "nothing")._settle_at(None) if self.name == "state in" else mark
 
-    return move
+    return copy
 
 
 def _without_berths(real):
@@ -174,7 +176,7 @@ RELAYED = {"updates": "stride:2", "held": False, "subgroup": SUBGROUPS[2]}
 HELD = {**RELAYED, "held": True}
 
 WAITS = {
-    "for state that comes in": (DeviceUpdates, "_move", _without_arrival, RELAYED),
+    "for state that comes in": (Lane, "copy", _without_arrival, RELAYED),
     "for a free berth": (DeviceUpdates, "_next_berth", _without_berths, RELAYED),
     "for the gradient's use": (Server, "use", _without_use, RELAYED),
     "for weights that the device updates": (HeldWeights, "updated", lambda real: lambda self, unit, mark: None, HELD),

@@ -19,7 +19,8 @@ from ferryman.lanes import Lane, Lanes
 from ferryman.relay.gradient_slots import GradientSlots
 from ferryman.relay.slots import WeightSlots, count_fetches
 from ferryman.server.precision import Scale
-from ferryman.server.server import Server, Settings
+from ferryman.server.server import Server
+from ferryman.server.settings import Settings
 from ferryman.server.store import RamStore
 from ferryman.trace import Trace
 from ferryman.units import find_units

@@ -34,7 +34,8 @@ from ferryman.relay.relay import Relay
 from ferryman.server import memory as host_memory
 from ferryman.server.panel import Panel
 from ferryman.server.precision import dtype_of
-from ferryman.server.server import Server, Settings
+from ferryman.server.server import Server
+from ferryman.server.settings import Settings
 from ferryman.server.stats import Stats
 from ferryman.server.store import RamStore, account
 from ferryman.takeover import Takeover
@@ -103,8 +104,8 @@ class Engine:
         self._settings = Settings(max_grad_norm, on_nonfinite, deferred, host_threads)
         self._updates = updates
         self._planner = Planner(
-            model, self.device, self._budget, slots, units, resident, held, subgroup, self._dtype_of, self._panel,
-            self._settings,
+            model, self.device, budget=self._budget, slots=slots, units=units, resident=resident, held=held,
+            subgroup=subgroup, dtype_of=self._dtype_of, panel=self._panel, settings=self._settings,
         )  # fmt: skip
         self._blocks = Blocks(model, self.device)
         self._to_skip: frozenset[nn.Module] = frozenset()  # in the next step

@@ -138,6 +138,18 @@ class Lane:
                 self._perform(job)
         return mark
 
+    def copy(
+        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], *, after: Iterable[Mark] = (), label: str
+    ) -> Mark:
+        """Queues copies, each given as what is written and what is read; timed."""
+
+        def work() -> None:
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+
+        nbytes = sum(target.nbytes for target, _ in copies)
+        return self.submit(work, after=after, label=label, nbytes=nbytes, timed=True)
+
     def wait(self) -> None:
         """Blocks until all that was submitted so far is over; raises a failure that nobody has seen yet."""
         self._group._raise_failure()

@@ -14,7 +14,7 @@ from ferryman.cost.sizes import show_bytes
 from ferryman.cost.staging import LEAST, Staging, largest_subgroup, subgroup_for
 from ferryman.server.panel import Panel
 from ferryman.server.precision import Scale, scale_for
-from ferryman.server.server import Settings, is_eager
+from ferryman.server.settings import Settings, is_eager
 from ferryman.server.state import arrays, is_whole
 from ferryman.units import GRAIN, DtypeOf, Unit, find_units, master_dtype, trained_elements
 
@@ -56,20 +56,22 @@ class Planner:
     def change(self, plan: Plan, updates: str, needed: int) -> Plan:
         """The same with another policy; `needed`: bytes that micro-batches need while they run, as far as is known."""
         policy = parse_policy(updates)
-        if (changed := self._changed(plan, policy, needed)) is not None:
+        ways = self._ways(policy)
+        if (changed := self._changed(plan, ways, needed)) is not None:
             return changed
         assert self.budget is not None, "without one anything fits"
-        takes = plan.with_staging(self._ways(policy)[-1])
+        takes = plan.with_staging(ways[-1])
         shares = [Policy("static", share=number / 100) for number in range(int(policy.share * 100), 0, -1)]
-        fitting = [str(less) for less in shares if self._changed(plan, less, needed) is not None]
+        lesser = ((less, [replace(way, policy=less) for way in ways]) for less in shares)
+        fitting = [str(less) for less, fewer in lesser if self._changed(plan, fewer, needed) is not None]
         raise ValueError(
             f"updates={updates!r} does not fit: {show_bytes(takes.fixed)} would always be on the device beside "
             f"{show_bytes(needed)} for micro-batches, where memory={show_bytes(self.budget)}: {takes.explain()}. "
-            f"{f'{fitting[0]!r}' if fitting else repr('host')} would fit"
+            f"{(fitting or ['host'])[0]!r} would fit"
         )
 
-    def _changed(self, plan: Plan, policy: Policy, needed: int) -> Plan | None:
-        changed = (plan.with_staging(way) for way in self._ways(policy))
+    def _changed(self, plan: Plan, ways: Sequence[Staging], needed: int) -> Plan | None:
+        changed = map(plan.with_staging, ways)
         return next((one for one in changed if self.budget is None or one.fixed + needed <= self.budget), None)
 
     def check_fits(self, plan: Plan, what: str) -> None:

@@ -80,13 +80,8 @@ class GradientSlots:
         self._held[slot], self._since[slot] = unit, self.flushes
         if unit in self._kept and not self._discards:  # go on from there
             source, target = self._server.store.gradients(unit), self._memory[slot][: gradient_bytes(unit)]
-            came = self._h2d.submit(
-                lambda: target.copy_(source, non_blocking=True),
-                after=[*self._free[slot], self._kept.pop(unit)],
-                label=f"fetch gradients of {unit.name}",
-                nbytes=target.nbytes,
-            )
-            self._free[slot] = [came]
+            after, label = [*self._free[slot], self._kept.pop(unit)], f"fetch gradients of {unit.name}"
+            self._free[slot] = [self._h2d.copy([(target, source)], after=after, label=label)]
         return gradient_views(unit, self._memory[slot]), self._free[slot]
 
     def add(self, unit: Unit, item: Item, into: torch.Tensor, gradient: torch.Tensor, *, last: bool) -> None:
@@ -222,10 +217,4 @@ class GradientSlots:
         return [mark for marks in ends.values() for mark in marks]
 
     def _copy(self, unit: Unit, source: torch.Tensor, target: torch.Tensor, after: list[Mark]) -> Mark:
-        return self._d2h.submit(
-            lambda: target.copy_(source, non_blocking=True),
-            after=after,
-            label=f"flush {unit.name}",
-            nbytes=target.nbytes,
-            timed=True,
-        )
+        return self._d2h.copy([(target, source)], after=after, label=f"flush {unit.name}")

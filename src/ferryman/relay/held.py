@@ -54,20 +54,8 @@ class HeldWeights(WeightSlots):
             return None
         free = self._free[self._held.index(unit)]
         copies = [(slot[run.offset : run.offset + run.host.nbytes], run.host) for run in runs]
-        nbytes = sum(target.nbytes for target, _ in copies)
-
-        def work() -> None:
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
-
-        mark = self._h2d.submit(
-            work,
-            after=[after, *([] if free is None else [free])],
-            label=f"fetch {unit.name}",
-            nbytes=nbytes,
-            timed=True,
-        )
-        self._changed[unit]["copied"] = mark
+        before = [after, *([] if free is None else [free])]
+        mark = self._changed[unit]["copied"] = self._h2d.copy(copies, after=before, label=f"fetch {unit.name}")
         return mark
 
     def updated(self, unit: Unit, mark: Mark) -> None:

@@ -415,9 +415,7 @@ class Relay:
         target, source = self._server.looks.receive_loss(), loss.float().view(1)
         if isinstance(self._d2h, DeviceLane):
             source.record_stream(self._d2h.stream)
-        mark = self._d2h.submit(
-            lambda: target.copy_(source, non_blocking=True), after=[self._compute.here()], label="loss", nbytes=4
-        )
+        mark = self._d2h.copy([(target, source)], after=[self._compute.here()], label="loss")
         self._server.looks.expect_loss(target, mark)
 
     def _write_back(self, edited: Sequence[tuple[Item, torch.Tensor]], end: Mark) -> None:
@@ -425,12 +423,9 @@ class Relay:
         for item, tensor in edited:
             if tensor.device.type == "cpu":
                 continue  # it is the host's own
-            self._d2h.submit(
-                functools.partial(item.tensor.data.copy_, tensor.detach(), non_blocking=True),
-                after=[end, self._lanes.here()],  # evaluations run on the caller's own stream
-                label=f"write back {item.name}",
-                nbytes=item.nbytes,
-            ).wait()
+            after = [end, self._lanes.here()]  # evaluations run on the caller's own stream
+            copies = [(item.tensor.data, tensor.detach())]
+            self._d2h.copy(copies, after=after, label=f"write back {item.name}").wait()
 
     def _collect(self, item: Item, parameter: torch.Tensor) -> None:
         assert self._visited is not None

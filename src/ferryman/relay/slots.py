@@ -157,13 +157,8 @@ class WeightSlots:
     def _fetch(self, unit: Unit, slot: int) -> None:
         source, target = self._server.store.weights(unit), self._memory[slot][: unit.nbytes]
         free = self._free[slot]
-        mark = self._h2d.submit(
-            lambda: target.copy_(source, non_blocking=True),
-            after=[*([] if free is None else [free]), *self._server.ready(unit)],
-            label=f"fetch {unit.name}",
-            nbytes=unit.nbytes,
-            timed=True,
-        )
+        after = [*([] if free is None else [free]), *self._server.ready(unit)]
+        mark = self._h2d.copy([(target, source)], after=after, label=f"fetch {unit.name}")
         self._server.saw_fetch(unit, mark, unit.nbytes)
         self._submitted(unit, slot, mark)
         self.fetches += 1

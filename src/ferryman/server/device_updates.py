@@ -27,7 +27,7 @@ from ferryman.pinned import PinnedMemory
 from ferryman.server import kernels
 from ferryman.server.kernels import Piece, Scratch
 from ferryman.server.rules import Rule
-from ferryman.server.state import Order, Spans
+from ferryman.server.state import Order, Run, Spans
 from ferryman.server.store import RamStore
 from ferryman.units import (
     GRADIENT,
@@ -52,11 +52,19 @@ class Berth:
 
 
 class _Areas(NamedTuple):
-    """A berth's parts, for one subgroup; all in bytes."""
+    """Where one subgroup is updated: parts of a berth, in bytes, or for weights that stay on the device their slot."""
 
     weights: torch.Tensor
+    slot: torch.Tensor | None
     rest: list[torch.Tensor]  # as in `Spans`
     gradient: torch.Tensor
+
+    def weights_at(self, at: int, offset: int, nbytes: int) -> torch.Tensor:
+        """Given as in a `Run`."""
+        return self.weights[at : at + nbytes] if self.slot is None else self.slot[offset : offset + nbytes]
+
+    def weights_of(self, run: Run) -> torch.Tensor:
+        return self.weights_at(run.at, run.offset, run.host.nbytes)
 
 
 class Look(NamedTuple):
@@ -162,33 +170,32 @@ class DeviceUpdates:
         berth = own or self._next_berth()
         spans = self._spans(subgroup)
         areas = self._areas(berth, subgroup, spans)
-        slot = self._held(subgroup.unit)
         came: list[tuple[torch.Tensor, torch.Tensor]] = []  # to, from
         if own is None or not own.expected:
             came += zip(areas.rest, spans.rest, strict=True)
-            if slot is None:
-                came += [(areas.weights[run.at : run.at + run.host.nbytes], run.host) for run in spans.weights]
+            if areas.slot is None:
+                came += [(areas.weights_of(run), run.host) for run in spans.weights]
         if gradient.device != self._device:
             came.append((areas.gradient[: gradient.nbytes], gradient.view(torch.uint8)))
             gradient = areas.gradient[: gradient.nbytes].view(gradient.dtype)
         before = [*after, *([berth.free] if berth.free is not None else [])]
-        arrived = [self._move(self._in, came, before, f"state in {subgroup.unit.name}")] if came else []
-        pieces = self._pieces(subgroup, orders, areas, slot, gradient, factor)
+        arrived = [self._in.copy(came, after=before, label=f"state in {subgroup.unit.name}")] if came else []
+        pieces = self._pieces(subgroup, orders, areas, gradient, factor)
 
         def work() -> None:
             begins()
-            berth.current = True
+            berth.current = own is not None
             for rule, mine in pieces:
                 kernels.update_in_torch(rule, mine, self._scratch)
 
         used = self._update.submit(
             work, after=[*before, *arrived], label=f"update {subgroup.unit.name}", nbytes=gradient.nbytes, timed=True
         )
-        went = self._weight_copies(subgroup, spans, areas)
+        went = [(run.host, areas.weights_of(run)) for run in spans.weights]
         if own is None:
             went += zip(spans.rest, areas.rest, strict=True)
         berth.expected = own is not None
-        berth.free = self._move(self._out, went, [used], f"state out {subgroup.unit.name}")
+        berth.free = self._out.copy(went, after=[used], label=f"state out {subgroup.unit.name}")
         sizes = [sum(target.nbytes for target, _ in copies) for copies in (came, went)]
         return Done(used, berth.free, sizes[0], sizes[1], arrived)
 
@@ -204,8 +211,8 @@ class DeviceUpdates:
                 areas = self._areas(berth, subgroup, spans)
                 pairs = list(zip(spans.rest, areas.rest, strict=True))
                 if berth.free is not None and berth.free.failed():
-                    pairs += self._weight_copies(subgroup, spans, areas)
-                marks.append(self._move(self._out, pairs, [], f"state out {subgroup.unit.name}"))
+                    pairs += [(run.host, areas.weights_of(run)) for run in spans.weights]
+                marks.append(self._out.copy(pairs, label=f"state out {subgroup.unit.name}"))
             berth.current = berth.expected = False
         for mark in marks:
             mark.wait()
@@ -248,10 +255,10 @@ class DeviceUpdates:
         piece = Piece(parts[0], parts[0], None, list(parts[1:]), numbers)
 
         def go_in() -> Mark:
-            return self._move(self._in, [(berth[:length], host.bytes)], [], "rehearse in")
+            return self._in.copy([(berth[:length], host.bytes)], label="rehearse in")
 
         def go_out() -> Mark:
-            return self._move(self._out, [(host.bytes, berth[:length])], [], "rehearse out")
+            return self._out.copy([(host.bytes, berth[:length])], label="rehearse out")
 
         def update() -> Mark:
             return self._update.submit(
@@ -262,16 +269,6 @@ class DeviceUpdates:
 
     def _spans(self, subgroup: Subgroup) -> Spans:
         return self._store.state(subgroup.unit).spans(subgroup, self._store.weights(subgroup.unit))
-
-    def _move(
-        self, lane: Lane, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Iterable[Mark], label: str
-    ) -> Mark:
-        def work() -> None:
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
-
-        nbytes = sum(target.nbytes for target, _ in copies)
-        return lane.submit(work, after=after, label=label, nbytes=nbytes, timed=True)
 
     def _next_berth(self) -> Berth:
         self._turn = (self._turn + 1) % len(self._berths)
@@ -289,24 +286,14 @@ class DeviceUpdates:
         for part in spans.rest:
             rest.append(berth.memory[end : end + part.nbytes])
             end += part.nbytes
-        return _Areas(weights, rest, berth.memory[end : end + subgroup.size * GRADIENT.itemsize])
-
-    def _weight_copies(
-        self, subgroup: Subgroup, spans: Spans, areas: _Areas
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """To the host."""
-        slot = self._held(subgroup.unit)
-        return [(run.host, self._weights_of(run.at, run.offset, run.host.nbytes, areas, slot)) for run in spans.weights]
-
-    def _weights_of(self, at: int, offset: int, nbytes: int, areas: _Areas, slot: torch.Tensor | None) -> torch.Tensor:
-        return areas.weights[at : at + nbytes] if slot is None else slot[offset : offset + nbytes]
+        gradient = berth.memory[end : end + subgroup.size * GRADIENT.itemsize]
+        return _Areas(weights, self._held(subgroup.unit), rest, gradient)
 
     def _pieces(
         self,
         subgroup: Subgroup,
         orders: Sequence[Order],
         areas: _Areas,
-        slot: torch.Tensor | None,
         gradient: torch.Tensor,
         factor: float,
     ) -> list[tuple[Rule, list[Piece]]]:
@@ -328,7 +315,7 @@ class DeviceUpdates:
                 master = areas.rest[0][begin : begin + (own.stop - own.start) * dtype.itemsize].view(dtype)
             piece = Piece(
                 gradient[theirs],
-                self._weights_of(at, offset, nbytes, areas, slot).view(order.item.dtype),
+                areas.weights_at(at, offset, nbytes).view(order.item.dtype),
                 master,
                 [state[theirs] for state in states[: len(order.rule.states)]],
                 (factor, *order.numbers[1:]),

@@ -25,12 +25,13 @@ import torch
 from ferryman.cost.staging import Staging
 from ferryman.lanes import Lanes
 from ferryman.marks import Mark
-from ferryman.pinned import PinnedMemory
 from ferryman.server import calibration
 from ferryman.server.device_updates import Berth, DeviceUpdates, Done
+from ferryman.server.landing import Landing
 from ferryman.server.looks import Looks, non_finite, squares
 from ferryman.server.panel import Panel
 from ferryman.server.precision import Scale
+from ferryman.server.settings import Settings, is_eager
 from ferryman.server.split import Split
 from ferryman.server.state import Order, Run, is_whole
 from ferryman.server.stats import Record, Stats
@@ -44,24 +45,6 @@ from ferryman.units import (
     landing_dtype,
     trained_elements,
 )
-
-_BUFFERS = 4  # for subgroups of gradients on their way to an eager update
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user has asked for."""
-
-    max_grad_norm: float | None = None
-    on_nonfinite: str = "raise"
-    deferred: bool = False
-    threads: int | None = None
-
-
-def is_eager(settings: Settings, scale: Scale) -> bool:
-    """Whether nothing needs the whole gradient before the first weight changes."""
-    waits = settings.deferred or settings.max_grad_norm is not None or settings.on_nonfinite == "skip"
-    return not (waits or scale.moves)
 
 
 class DeviceWeights(Protocol):
@@ -81,12 +64,6 @@ class DeviceWeights(Protocol):
 
     def updated(self, unit: Unit, mark: Mark) -> None:
         """The device has; they are there after the mark."""
-
-
-@dataclass
-class _Buffer:
-    memory: PinnedMemory
-    free: Mark | None = None
 
 
 @dataclass(frozen=True)
@@ -128,8 +105,7 @@ class Server:
         self._updated: dict[Subgroup, Mark] = {}  # the end of its last update
         self._returned: dict[Subgroup, Mark] = {}  # what the host has updated is on the device
         self._fetched: dict[Unit, Mark] = {}  # the end of the last copy to the device
-        self._ring: list[_Buffer] = []
-        self._turn = 0
+        self._landing = Landing(device)
         # Of the step that runs.
         self._orders: dict[Unit, list[Order]] = {}
         self._sources: dict[Unit, _Source] = {}  # gradients that have landed, or are on their way
@@ -253,7 +229,7 @@ class Server:
         unit, dtype = subgroup.unit, landing_dtype(subgroup.unit)
         if self.is_eager:
             nbytes = subgroup.size * dtype.itemsize
-            buffer = self._next_buffer(nbytes)
+            buffer = self._landing.next(nbytes)
             target = buffer.memory.bytes[:nbytes].view(dtype)
             return target, [buffer.free] if buffer.free is not None else []
         flat = self.store.gradients(unit, dtype).view(dtype)
@@ -268,10 +244,10 @@ class Server:
             self.looks.on_host(subgroup, target, items, [mark])
             return
         self._check_losses()
-        orders, buffer = self._orders_of(subgroup.unit, items), self._ring[self._turn]
+        orders = self._orders_of(subgroup.unit, items)
         seen = self.looks.on_host(subgroup, target, items, [mark], self.what_has_changed)
         self.split.host.add(seen, 0)  # its time counts
-        buffer.free = self._update_on_host(subgroup, orders, target, 1.0)
+        self._landing.latest.free = self._update_on_host(subgroup, orders, target, 1.0)
 
     def keep(self, unit: Unit, items: Collection[Item]) -> None:
         """The unit's gradients were added up in float32 and left for the user."""
@@ -348,14 +324,12 @@ class Server:
         self._record = self._new_record(self._record.step)
         self._forget_marks()
         self.split.forget()
-        for buffer in self._ring:
-            buffer.free = None
+        self._landing.recover()
         if self._device_updates is not None:
             self._device_updates.recover()
 
     def close(self) -> None:
-        for buffer in self._ring:
-            buffer.memory.close()
+        self._landing.close()
         self.looks.close()
         if self._device_updates is not None:
             self._device_updates.release()
@@ -491,15 +465,3 @@ class Server:
     def _check_losses(self) -> None:
         if self._settings.on_nonfinite == "raise" and not self.scale.moves:
             self.looks.check_losses()
-
-    def _next_buffer(self, nbytes: int) -> _Buffer:
-        self._turn = (self._turn + 1) % _BUFFERS
-        while len(self._ring) < _BUFFERS:
-            self._ring.append(_Buffer(PinnedMemory(nbytes, self._device)))
-        buffer = self._ring[self._turn]
-        if buffer.memory.bytes.nbytes < nbytes:
-            if buffer.free is not None:
-                buffer.free.wait()
-            buffer.memory.close()
-            buffer.memory = PinnedMemory(nbytes, self._device)
-        return buffer
