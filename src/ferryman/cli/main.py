@@ -1,0 +1,44 @@
+"""The `ferryman` command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+import ferryman
+
+app = typer.Typer(
+    name="ferryman",
+    help="Trains neural networks that do not fit on the device.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ferryman {ferryman.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Before any command."""
+
+
+def main() -> None:
+    """Runs a command. What a user can get wrong ends with one message and the code 2, not with a traceback."""
+    try:
+        app()
+    except ValueError as error:
+        typer.secho(f"ferryman: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
