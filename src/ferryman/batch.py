@@ -35,7 +35,7 @@ def split(batch: Any, micro_batches: int | None, reduction: str = "mean") -> lis
                 "these are the parts of one batch (inputs, labels), give a tuple: engine.step((inputs, labels))"
             )
         # A mapping that is not a dict, as tokenizers make, would be one leaf to all that looks for tensors in it.
-        parts = [dict(part) if isinstance(part, Mapping) else part for part in batch]
+        parts = [dict(x) if isinstance(x, Mapping) and not isinstance(x, dict) else x for x in batch]
     else:
         parts = _cut(batch, 1 if micro_batches is None else micro_batches)
     if not parts:
