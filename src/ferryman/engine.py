@@ -4,7 +4,9 @@
 which runs the user's code and moves units (`units.py`) between the server's store (`server/store.py`) and the device's
 slots (`relay/slots.py`), on lanes (`lanes.py`). `Engine.step` has the server (`server/server.py`) update the weights,
 as the user's optimizer says (`server/panel.py`). A budget of device memory is kept by the plan (`cost/plan.py`) and by
-the size of micro-batches (`relay/fit.py`). Blocks come and go between steps (`blocks.py`).
+the size of micro-batches (`sizing.py`, `relay/fit.py`). Blocks come and go between steps (`blocks.py`). All that a
+plan needs is made, and put into the user's model, by an assembly (`assembly.py`). `Engine.save` and `Engine.load` write
+and read checkpoints (`checkpoint/`).
 """
 
 from __future__ import annotations
