@@ -8,7 +8,8 @@ import torch
 
 from ferryman.pinned import PinnedMemory
 from ferryman.server.panel import Panel
-from ferryman.server.state import UnitState, master_bytes, state_bytes
+from ferryman.ranks import Ranks, Share
+from ferryman.server.state import UnitState, bounds, fill, master_bytes, part_elements, state_bytes
 from ferryman.units import GRADIENT, Item, Unit, gradient_bytes, landing_bytes, trained_elements
 
 _NOTHING = 0xFF  # each byte of what came without values: in any floating-point format not a number
@@ -21,9 +22,12 @@ class RamStore:
     gradients is made when it is first asked for.
     """
 
-    def __init__(self, units: Iterable[Unit], device: torch.device, panel: Panel | None = None) -> None:
+    def __init__(
+        self, units: Iterable[Unit], device: torch.device, panel: Panel | None = None, ranks: Ranks | None = None
+    ) -> None:
         self._device = device
         self._panel = panel
+        self._ranks = Ranks() if ranks is None else ranks
         self._weights: dict[Unit, PinnedMemory] = {}
         self._states: dict[Unit, UnitState] = {}
         self._gradients: dict[tuple[Unit, torch.dtype], PinnedMemory] = {}
@@ -34,8 +38,10 @@ class RamStore:
             self.add(unit)
 
     def add(self, unit: Unit) -> None:
-        memory = self._weights[unit] = PinnedMemory(unit.nbytes, self._device)
-        state = None if self._panel is None else UnitState(unit, self._panel, self._device)
+        ranks = self._ranks
+        common = ranks.shared_bytes(unit.nbytes) if len(ranks.node) > 1 else None
+        memory = self._weights[unit] = PinnedMemory(unit.nbytes, self._device, common)
+        state = None if self._panel is None else UnitState(unit, self._panel, self._device, ranks.share)
         if state is not None:
             self._states[unit] = state
         for item in unit.items:
@@ -48,20 +54,26 @@ class RamStore:
                 _give_memory(item.tensor, view)
                 self._empty[item] = item.tensor._version
             else:
+                values = item.tensor.detach()
+                if not ranks.alone:
+                    values = ranks.broadcast(values.clone())
                 if trained is not None:
-                    trained.take(item, item.tensor, view)
-                else:
-                    view.copy_(item.tensor.detach())
+                    if len(ranks.leaders) > 1 and ranks.leads:
+                        fill(values, view)  # also what belongs to ranks elsewhere
+                    trained.take(item, values, view)
+                elif ranks.leads:
+                    view.copy_(values)
                 item.tensor.data = view
             if trained is not None:
                 trained.taken(item)
+        ranks.meet()  # all have written their parts
 
-    def remove(self, unit: Unit) -> None:
-        """Its tensors keep their values, in memory that is no longer pinned."""
+    def remove(self, unit: Unit, *, together: bool = True) -> None:
+        """Its tensors keep their values, in memory that is no longer pinned, nor shared."""
         self._empty = {item: version for item, version in self._empty.items() if item not in unit.items}
         if unit in self._states:
             self._states[unit].follow_edits()
-        self._give_back(unit)
+        self._give_back(unit, together=together)
         mine = [key for key in self._gradients if key[0] is unit]
         for memory in (self._weights.pop(unit), *(self._gradients.pop(key) for key in mine)):
             memory.close()
@@ -123,29 +135,51 @@ class RamStore:
                 "(model.load_state_dict(...), not assign=True). Buffers that no state_dict has need some, too"
             )
 
-    def close(self) -> None:
+    def close(self, *, together: bool = True) -> None:
+        """`together`: all ranks are here."""
         for unit in list(self._weights):
-            self.remove(unit)
+            self.remove(unit, together=together)
 
-    def _give_back(self, unit: Unit) -> None:
+    def _give_back(self, unit: Unit, *, together: bool) -> None:
         """Tensors get the dtype back that they came in."""
+        shared = len(self._ranks.node) > 1
         for item in unit.items:
             dtype = self._came_as.pop(item)
             if dtype != item.dtype:
-                master = self._states[unit].in_float32(item) if item.trains and unit in self._states else item.tensor
+                values = item.tensor
+                if item.trains and unit in self._states and (together or self._ranks.alone):
+                    values = self._in_float32(unit, item)
                 item.tensor.grad = None
-                item.tensor.data = master.detach().to(dtype)
+                item.tensor.data = values.detach().to(dtype)
+            elif shared:
+                item.tensor.data = item.tensor.detach().clone()
+
+    def _in_float32(self, unit: Unit, item: Item) -> torch.Tensor:
+        """From the ranks that have its parts."""
+        assert self._panel is not None
+        mine, ranks = self._states[unit].in_float32(item), self._ranks
+        if ranks.alone:
+            return mine.view(item.tensor.shape)
+        cuts, begin = bounds(unit, self._panel, ranks.share), trained_offsets(unit)[item]
+        whole = torch.empty(item.tensor.numel())
+        for owner in range(ranks.size):
+            if (both := overlap(item, begin, cuts[owner], cuts[owner + 1] - cuts[owner])) is not None:
+                ranks.broadcast(whole[both[0]].copy_(mine) if owner == ranks.rank else whole[both[0]], owner)
+        return whole.view(item.tensor.shape)
 
 
-def account(units: Iterable[Unit], panel: Panel | None, *, landing: bool) -> dict[str, int]:
-    """Bytes of host memory, by what they are for; `landing`: gradients of all units are there at once."""
-    units = list(units)
+def account(units: Iterable[Unit], panel: Panel | None, *, landing: bool, share: Share | None = None) -> dict[str, int]:
+    """Bytes of host memory, by what they are for; `landing`: gradients of all units are there at once.
+
+    Of several ranks, what this one has; and the weights, which those of a node have in common.
+    """
+    units, share = list(units), share or Share()
     found = {"weights": sum(unit.nbytes for unit in units)}
     if panel is not None:
-        found["the float32 master's rest"] = sum(master_bytes(unit) for unit in units)
-        found["optimizer state"] = sum(state_bytes(unit, panel) for unit in units)
+        found["the float32 master's rest"] = sum(master_bytes(unit, panel, share) for unit in units)
+        found["optimizer state"] = sum(state_bytes(unit, panel, share) for unit in units)
         if landing:
-            found["gradients"] = sum(landing_bytes(unit) for unit in units)
+            found["gradients"] = sum(landing_width(unit) * part_elements(unit, panel, share) for unit in units)
     else:
         found["gradients"] = sum(gradient_bytes(unit) for unit in units)
     return found
