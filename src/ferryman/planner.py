@@ -12,10 +12,11 @@ from ferryman.cost.plan import Need, Plan, make_plan
 from ferryman.cost.policy import Policy, parse_policy
 from ferryman.cost.sizes import show_bytes
 from ferryman.cost.staging import LEAST, Staging, largest_subgroup, subgroup_for
+from ferryman.ranks import Share
 from ferryman.server.panel import Panel
 from ferryman.server.precision import Scale, scale_for
 from ferryman.server.settings import Settings, is_eager
-from ferryman.server.state import arrays, is_whole
+from ferryman.server.state import arrays, is_whole, part
 from ferryman.units import GRAIN, DtypeOf, Unit, find_units, master_dtype, trained_elements
 
 _HOST = Policy("host")
@@ -36,6 +37,7 @@ class Planner:
     dtype_of: DtypeOf
     panel: Panel | None
     settings: Settings
+    share: Share
 
     def make(self, updates: str, needed: Need | None = None, *, smallest: bool = False) -> Plan:
         """A ValueError if there is none; see `make_plan`."""
@@ -119,16 +121,26 @@ class Planner:
         if policy.kind == "auto" and (self.subgroup or most) < LEAST:
             policy = _HOST
         deferred = self.panel is not None and not is_eager(self.settings, self.scale())
+        if not self.share.size == 1 and policy.kind != "host":
+            deferred = self.panel is not None  # what a device shall update is known when all ranks' gradients are
         given = None if self.subgroup is None else -(-self.subgroup // GRAIN) * GRAIN
-        at_host = Staging(_HOST, given or most, self._arrays, deferred)
+        at_host = Staging(_HOST, given or most, self._arrays, deferred, own=self._own)
         if policy.kind == "host":
             return [at_host]
         sizes = [given or (most if self.budget is None else subgroup_for(self.budget, most))]
         while given is None and self.budget is not None and sizes[-1] > LEAST:
             sizes.append(max(LEAST, sizes[-1] // 2 // GRAIN * GRAIN))
         holding = [True, False] if policy.kind == "auto" and self.budget is not None else [True]
-        ways = [Staging(policy, size, self._arrays, deferred, holds) for holds in holding for size in sizes]
+        if self.share.size > 1:
+            holding = [False]  # they wait on the host, where those of all ranks are added up
+        ways = [
+            Staging(policy, size, self._arrays, deferred, holds, self._own) for holds in holding for size in sizes
+        ]
         return [*ways, at_host] if policy.kind == "auto" and given is None else ways
+
+    def _own(self, unit: Unit) -> tuple[int, int]:
+        """Of the unit's trained elements, those that this rank updates."""
+        return (0, trained_elements(unit)) if self.panel is None else part(unit, self.panel, self.share)
 
     def _arrays(self, unit: Unit) -> int | None:
         if self.panel is None or not trained_elements(unit) or is_whole(unit, self.panel):

@@ -48,6 +48,7 @@ class Staging:
     arrays: Callable[[Unit], int | None]  # numbers that are kept of each element; None: it cannot be done on a device
     deferred: bool
     holds_gradients: bool = True  # whether they may wait on the device at all
+    own: Callable[[Unit], tuple[int, int]] | None = None  # of several ranks, which elements are this one's
 
     @property
     def berths(self) -> int:
@@ -62,7 +63,7 @@ class Staging:
     def subgroups(self, units: Iterable[Unit]) -> list[Subgroup]:
         """Those that the device can update, in the order given: what a policy counts."""
         able = (unit for unit in units if self.arrays(unit) is not None)
-        return [subgroup for unit in able for subgroup in cut_into_subgroups(unit, self.subgroup)]
+        return [subgroup for unit in able for subgroup in cut_into_subgroups(unit, self.subgroup, *self._part(unit))]
 
     def owned(self, units: Iterable[Unit]) -> list[Subgroup]:
         """Those that are the device's for good."""
@@ -99,6 +100,9 @@ class Staging:
             "state on the device": sum(s.size * self._element_bytes(s.unit) for s in resident),
             "gradients on the device": sum(map(hold_bytes, self.holding(units, held=held))),
         }
+
+    def _part(self, unit: Unit) -> tuple[int, int]:
+        return (0, trained_elements(unit)) if self.own is None else self.own(unit)
 
     def _element_bytes(self, unit: Unit) -> int:
         arrays = self.arrays(unit)

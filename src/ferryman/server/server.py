@@ -15,6 +15,8 @@ and `update` takes them from there.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,15 +27,17 @@ import torch
 from ferryman.cost.staging import Staging
 from ferryman.lanes import Lanes
 from ferryman.marks import Mark
+from ferryman.ranks import Ranks
 from ferryman.server import calibration
 from ferryman.server.device_updates import Berth, DeviceUpdates, Done
-from ferryman.server.landing import Landing
+from ferryman.server.exchange import Exchange
+from ferryman.server.landing import Buffer, Landing
 from ferryman.server.looks import Looks, non_finite, squares
 from ferryman.server.panel import Panel
 from ferryman.server.precision import Scale
-from ferryman.server.settings import Settings, is_eager
+from ferryman.server.settings import Settings
 from ferryman.server.split import Split
-from ferryman.server.state import Order, Run, is_whole
+from ferryman.server.state import Order, Run, bounds, is_whole
 from ferryman.server.stats import Record, Stats
 from ferryman.server.store import RamStore
 from ferryman.units import (
@@ -65,14 +69,18 @@ class DeviceWeights(Protocol):
     def updated(self, unit: Unit, mark: Mark) -> None:
         """The device has; they are there after the mark."""
 
+    def renew(self, unit: Unit) -> None:
+        """Other ranks have, or will have by the time it is ready: it must be fetched."""
+
 
 @dataclass(frozen=True)
 class _Source:
     """The gradients of one unit, on the host; of some subgroups, instead, on the device."""
 
     flat: torch.Tensor
-    items: tuple[Item, ...]  # those that have a gradient
+    items: Collection[Item]  # those that have a gradient
     scale: float  # by which they are too large
+    low: int = 0  # the element that it begins with
     is_kept: bool = False  # from `forward_backward`, for the user to see
 
 
@@ -88,8 +96,10 @@ class Server:
         settings: Settings,
         scale: Scale,
         staging: Staging,
+        ranks: Ranks,
     ) -> None:
         self.store = store
+        self._ranks = ranks
         self.scale = scale
         self.split = Split()
         self._panel = panel
@@ -106,6 +116,10 @@ class Server:
         self._returned: dict[Subgroup, Mark] = {}  # what the host has updated is on the device
         self._fetched: dict[Unit, Mark] = {}  # the end of the last copy to the device
         self._landing = Landing(device)
+        self._exchange: Exchange | None = None
+        if not ranks.alone and panel is not None:
+            self._exchange = Exchange(ranks, lanes, device, store, panel, self._arrived, self._exchanged)
+        self._units: Sequence[Unit] = ()  # in forward order
         # Of the step that runs.
         self._orders: dict[Unit, list[Order]] = {}
         self._sources: dict[Unit, _Source] = {}  # gradients that have landed, or are on their way
@@ -123,7 +137,7 @@ class Server:
         """These are the units from now on, in forward order; when no lane has work."""
         if self._last is not None:
             self._last.predicted_rate = self.split.predicted_rate(self._last.rates)
-        self._weights, self._staging = weights, staging
+        self._weights, self._staging, self._units = weights, staging, units
         if self.updates and staging.on_device:
             if self._device_updates is None:
                 self._device_updates = DeviceUpdates(self.store, staging, self._lanes, self._device, weights.memory)
@@ -145,7 +159,7 @@ class Server:
 
     @property
     def is_eager(self) -> bool:
-        return self.updates and is_eager(self._settings, self.scale)
+        return self.updates and not self._staging.deferred
 
     @property
     def steps(self) -> int:
@@ -166,6 +180,8 @@ class Server:
         self._host.wait()
         if self._device_updates is not None:
             self._device_updates.wait()
+        if self._exchange is not None:
+            self._exchange.wait()
         self._note_last()
 
     def bring_home(self) -> None:
@@ -203,13 +219,22 @@ class Server:
     # Gradients come in.
 
     def subgroups(self, unit: Unit) -> list[Subgroup]:
-        total = trained_elements(unit)
-        whole = self._panel is not None and is_whole(unit, self._panel)
-        return cut_into_subgroups(unit, max(total, 1) if whole else self._staging.subgroup)
+        """Of all ranks."""
+        if self._panel is None:
+            return cut_into_subgroups(unit, self._staging.subgroup)
+        size = max(trained_elements(unit), 1) if is_whole(unit, self._panel) else self._staging.subgroup
+        cuts = itertools.pairwise(bounds(unit, self._panel, self._ranks.share))
+        return [subgroup for low, high in cuts for subgroup in cut_into_subgroups(unit, size, low, high)]
+
+    def begin_step(self, *, kept: bool = False) -> None:
+        """Gradients will come, of this rank or of another; `kept`: those that were left in float32, and only they."""
+        if self._exchange is not None:
+            order = [*reversed(self._units[1:]), self._units[0]]
+            self._exchange.begin(order, self.subgroups, (lambda _: GRADIENT) if kept else landing_dtype)
 
     def stays(self, subgroup: Subgroup) -> bool:
         """Whether the subgroup's gradient is used on the device, or waits there, and does not cross."""
-        if self._device_updates is None:
+        if self._device_updates is None or self._exchange is not None:
             return False
         self._observe()
         if self.is_eager:
@@ -237,6 +262,8 @@ class Server:
     def receive(self, subgroup: Subgroup) -> tuple[torch.Tensor, list[Mark]]:
         """Where a subgroup lands, and what must be over before."""
         unit, dtype = subgroup.unit, landing_dtype(subgroup.unit)
+        if self._exchange is not None:
+            return self._exchange.receive(subgroup)
         if self.is_eager:
             nbytes = subgroup.size * dtype.itemsize
             buffer = self._landing.next(nbytes)
@@ -249,6 +276,9 @@ class Server:
         """A subgroup is on its way; its copy ends with the mark."""
         self._saw_link("out", mark, target.nbytes)
         self._record.bytes_out += target.nbytes
+        if self._exchange is not None:
+            self._exchange.send(subgroup, items, [mark])
+            return
         if not self.is_eager:
             self._add_source(subgroup.unit, target.dtype, items)
             self.looks.on_host(subgroup, target, items, [mark])
@@ -258,6 +288,50 @@ class Server:
         seen = self.looks.on_host(subgroup, target, items, [mark], self.what_has_changed)
         self.split.host.add(seen, 0)  # its time counts
         self._landing.latest.free = self._update_on_host(subgroup, orders, target, 1.0)
+
+    def _arrived(
+        self, subgroup: Subgroup, buffer: Buffer, gradient: torch.Tensor, mark: Mark, items: list[Item]
+    ) -> None:
+        """The sum of all ranks' gradients, which is this one's to use; of the tensors that are listed by then."""
+        unit = subgroup.unit
+        if self.is_eager:
+            self._check_losses()
+            orders = self._orders_of(unit, unit.trained)
+            self.looks.on_host(subgroup, gradient, items, [mark], self.what_has_changed)
+            buffer.free = self._update_on_host(subgroup, orders, gradient, 1.0, only=items)
+            return
+        source = self._add_source(unit, gradient.dtype, items)
+        waits = source.flat[subgroup.start - source.low : subgroup.stop - source.low]
+        seen = self.looks.on_host(subgroup, gradient, items, [mark, *self.ready(unit)])
+        buffer.free = self._host.submit(
+            lambda: waits.copy_(gradient), after=[seen], label=f"land {unit.name}", reads=[gradient], writes=[waits]
+        )
+
+    def _exchanged(self, unit: Unit) -> None:
+        if self.is_eager:
+            self._share(unit)
+
+    def _share(self, unit: Unit) -> None:
+        """Its updates have been asked for; other ranks update other parts of it."""
+        assert self._exchange is not None
+        mark = self._exchange.share(unit, self.subgroups(unit), self.ready(unit))
+        self._ready.setdefault(unit, {})["shared"] = mark
+        if self._weights is not None:
+            self._weights.renew(unit)
+
+    def _send_rest(self, kept: Mapping[Unit, Collection[Item]]) -> None:
+        """What no backward of this rank has sent: gradients that were kept, or nothing."""
+        assert self._exchange is not None
+        for unit in self._exchange.missing():
+            flat = self.store.gradients(unit).view(GRADIENT) if unit in kept else None
+            for subgroup in self.subgroups(unit):
+                target, before = self._exchange.receive(subgroup)
+                if flat is not None:
+                    factor = 1.0 if target.dtype == GRADIENT else self.scale.value
+                    source = flat[subgroup.start : subgroup.stop]
+                    before = [self._host.submit(functools.partial(_narrow, source, factor, target), after=before,
+                        label=f"send {unit.name}", reads=[source], writes=[target])]
+                self._exchange.send(subgroup, kept.get(unit, ()), before)
 
     def keep(self, unit: Unit, items: Collection[Item]) -> None:
         """The unit's gradients were added up in float32 and left for the user."""
@@ -276,28 +350,43 @@ class Server:
         `kept`: units whose gradients were left in float32 and are used now.
         """
         self._check_losses()
-        for unit, items in kept.items():
-            self.keep(unit, items)
-            flat = self._sources[unit].flat
-            for subgroup in self.subgroups(unit):
-                self.looks.on_host(subgroup, flat[subgroup.start : subgroup.stop], items, [])
+        if self._exchange is not None:
+            self._send_rest(kept)
+        else:
+            for unit, items in kept.items():
+                self.keep(unit, items)
+                flat = self._sources[unit].flat
+                for subgroup in self.subgroups(unit):
+                    self.looks.on_host(subgroup, flat[subgroup.start : subgroup.stop], items, [])
         self.looks.wait()
         scales = {item: source.scale for source in self._sources.values() for item in source.items}
-        broken, self._norm = self.looks.broken(), self.looks.norm(scales)
-        if broken is not None and not self.scale.moves and self._settings.on_nonfinite == "raise":
+        broken = self.looks.broken()
+        finite, self._norm = self._of_all(broken, self.looks.norm(scales))
+        if not finite and not self.scale.moves and self._settings.on_nonfinite == "raise":
             raise non_finite(broken, self.what_has_changed())
-        self.scale.went(finite=broken is None)
-        if broken is None:
+        self.scale.went(finite=finite)
+        if finite:
             self._observe()
             clip = self._clip_factor(self._norm)
             self._last_orders, self._last_begun = {}, self._begun
             for unit in units:
                 if (source := self._sources.get(unit)) is not None:
                     orders = self._last_orders[unit] = self.store.state(unit).order(source.items)
-                    for subgroup in self.subgroups(unit):
+                    for subgroup in self._own_subgroups(unit):
                         self._update(subgroup, orders, source, clip / source.scale)
+                if self._exchange is not None and not self.is_eager and unit.trained:
+                    self._share(unit)
         self._last, self._record = self._record, self._new_record(self._record.step + 1)
         self.forget_gradients()
+
+    def _own_subgroups(self, unit: Unit) -> list[Subgroup]:
+        every = self.subgroups(unit)
+        return every if self._exchange is None else [s for s in every if self._exchange.owner(s) == self._ranks.rank]
+
+    def _of_all(self, broken: Item | None, norm: float) -> tuple[bool, float]:
+        """Whether gradients are finite on all ranks, and the norm of all."""
+        said = self._ranks.count([float(broken is None), norm**2 if broken is None else 0.0])
+        return all(finite for finite, _ in said), math.sqrt(math.fsum(square for _, square in said))
 
     @property
     def grad_norm(self) -> float | None:
@@ -335,6 +424,8 @@ class Server:
         self._forget_marks()
         self.split.forget()
         self._landing.recover()
+        if self._exchange is not None:
+            self._exchange.recover()
         if self._device_updates is not None:
             self._device_updates.recover()
 
@@ -342,6 +433,8 @@ class Server:
         """When no lane has work."""
         self._note_last()
         self._landing.close()
+        if self._exchange is not None:
+            self._exchange.close()
         self.looks.close()
         if self._device_updates is not None:
             self._device_updates.release()
@@ -387,8 +480,12 @@ class Server:
 
     def _add_source(self, unit: Unit, dtype: torch.dtype, items: Collection[Item]) -> _Source:
         if unit not in self._sources:
-            scale = self.scale.value if dtype != GRADIENT else 1.0
-            self._sources[unit] = _Source(self.store.gradients(unit, dtype).view(dtype), tuple(items), scale)
+            scale, low = self.scale.value if dtype != GRADIENT else 1.0, 0
+            if self._exchange is None:
+                flat = self.store.gradients(unit, dtype).view(dtype)
+            else:
+                flat, low = self.store.sums(unit, dtype).view(dtype), self.store.state(unit).low
+            self._sources[unit] = _Source(flat, items, scale, low=low)
         return self._sources[unit]
 
     def _clip_factor(self, norm: float) -> float:
@@ -402,7 +499,7 @@ class Server:
             hold, gradient = self._on_hold[subgroup]
             hold.free = self._update_on_device(subgroup, orders, gradient, factor, []).used
             return
-        gradient = source.flat[subgroup.start : subgroup.stop]
+        gradient = source.flat[subgroup.start - source.low : subgroup.stop - source.low]
         waited = GRADIENT.itemsize if source.is_kept else self.split.waiting_bytes
         if self._device_updates is not None and self.split.among_all(subgroup, waited):
             self._update_on_device(subgroup, orders, gradient, factor, [])
@@ -410,8 +507,14 @@ class Server:
             self._update_on_host(subgroup, orders, gradient, factor)
 
     def _update_on_host(
-        self, subgroup: Subgroup, orders: Sequence[Order], gradients: torch.Tensor, factor: float
+        self,
+        subgroup: Subgroup,
+        orders: Sequence[Order],
+        gradients: torch.Tensor,
+        factor: float,
+        only: Collection[Item] | None = None,
     ) -> Mark:
+        """`only`: of the orders, those for tensors that will be in it by then."""
         unit = subgroup.unit
         state, threads, begun = self.store.state(unit), self._settings.threads, self._begun
         spans = state.spans(subgroup, self.store.weights(unit))
@@ -419,7 +522,7 @@ class Server:
 
         def update() -> None:
             begun.add(unit)
-            state.update(orders, gradients, subgroup.start, factor, threads)
+            state.update(orders, gradients, subgroup.start, factor, threads, only)
 
         mark = self._host.submit(
             update,
@@ -432,7 +535,8 @@ class Server:
         self._ready.setdefault(unit, {})["host"] = self._updated[subgroup] = mark
         self.split.host.add(mark, subgroup.size)
         self._record.by_host(mark, subgroup.size)
-        if self._weights is not None and (back := self._weights.refresh(unit, spans.weights, mark)) is not None:
+        renewed = self._exchange is not None  # by a fetch of all that ranks have updated
+        if self._weights is not None and not renewed and (back := self._weights.refresh(unit, spans.weights, mark)) is not None:
             nbytes = sum(run.host.nbytes for run in spans.weights)
             self._returned[subgroup] = back
             self._saw_link("in", back, nbytes)
@@ -477,3 +581,7 @@ class Server:
     def _check_losses(self) -> None:
         if self._settings.on_nonfinite == "raise" and not self.scale.moves:
             self.looks.check_losses()
+
+
+def _narrow(source: torch.Tensor, factor: float, into: torch.Tensor) -> None:
+    torch.mul(source, factor, out=into) if factor != 1 else into.copy_(source)

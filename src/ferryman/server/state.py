@@ -118,15 +118,16 @@ class UnitState:
     def __init__(self, unit: Unit, panel: Panel, device: torch.device, share: Share) -> None:
         self._panel = panel
         self._offsets = trained_offsets(unit)
-        self._low, high = part(unit, panel, share)
-        self._masters = PinnedMemory((high - self._low) * master_itemsize(unit), device)
+        self.low, high = part(unit, panel, share)
+        self._masters = PinnedMemory((high - self.low) * master_itemsize(unit), device)
         count = arrays(unit, panel)
-        self._states = [PinnedMemory((high - self._low) * GRADIENT.itemsize, device) for _ in range(count)]
+        self._states = [PinnedMemory((high - self.low) * GRADIENT.itemsize, device) for _ in range(count)]
         self._parts: dict[Item, _Part] = {}
         for item, begin in self._offsets.items():
-            shared = overlap(item, begin, self._low, high - self._low)
+            shared = overlap(item, begin, self.low, high - self.low)
             self._parts[item] = _Part(slice(0, 0), 0) if shared is None else _Part(shared[0], shared[1].start)
         self._steps = dict.fromkeys(unit.trained, 0)
+        self._in_vain: set[Item] = set()  # of the last orders, those for tensors without a gradient
         self._versions: dict[Item, int] = {}
         self._torch: dict[Item, torch.optim.Optimizer] = {}  # of tensors that are left to torch
         self._theirs: dict[Item, dict[str, Any]] = {}  # what torch's optimizer had of a tensor when it was taken
@@ -229,6 +230,7 @@ class UnitState:
     def order(self, items: Collection[Item]) -> list[Order]:
         """One step for these tensors: counts it, and reads the groups as they are now."""
         orders = []
+        self._in_vain = set()
         for item in items:
             self._steps[item] += 1
             rule, group = self._panel.rule(item), self._panel.group(item)
@@ -240,7 +242,7 @@ class UnitState:
     def spans(self, subgroup: Subgroup, weights: torch.Tensor) -> Spans:
         """`weights` is the unit's memory; the subgroup is this rank's."""
         lacking = master_itemsize(subgroup.unit)
-        low, high = subgroup.start - self._low, subgroup.stop - self._low
+        low, high = subgroup.start - self.low, subgroup.stop - self.low
         rest = [self._masters.bytes[low * lacking : high * lacking]] if lacking else []
         rest += [memory.bytes[low * 4 : high * 4] for memory in self._states]
         return Spans(self.runs(subgroup, weights), rest)
@@ -267,12 +269,26 @@ class UnitState:
         return runs
 
     def update(
-        self, orders: Sequence[Order], gradients: torch.Tensor, start: int, factor: float, threads: int | None
+        self,
+        orders: Sequence[Order],
+        gradients: torch.Tensor,
+        start: int,
+        factor: float,
+        threads: int | None,
+        only: Collection[Item] | None = None,
     ) -> None:
-        """Carries out the part of the orders whose gradients are given: flat, from the element `start` on."""
+        """Carries out the part of the orders whose gradients are given: flat, from the element `start` on.
+
+        `only`: those tensors have one; the others were asked for in vain.
+        """
         ruled: dict[str, tuple[Rule, list[Piece]]] = {}
         for order in orders:
             shared = overlap(order.item, self._offsets[order.item], start, gradients.numel())
+            if only is not None and order.item not in only:
+                if order.item not in self._in_vain:
+                    self._in_vain.add(order.item)
+                    self._steps[order.item] -= 1
+                continue
             if shared is None:
                 continue
             at, gradient = shared[0], gradients[shared[1]]

@@ -31,6 +31,7 @@ class RamStore:
         self._weights: dict[Unit, PinnedMemory] = {}
         self._states: dict[Unit, UnitState] = {}
         self._gradients: dict[tuple[Unit, torch.dtype], PinnedMemory] = {}
+        self._sums: dict[tuple[Unit, torch.dtype], PinnedMemory] = {}
         self.trained: dict[Item, bool] = {}  # whether it did when it came
         self._came_as: dict[Item, torch.dtype] = {}
         self._empty: dict[Item, int] = {}  # tensors that came without values, and their version then
@@ -74,8 +75,10 @@ class RamStore:
         if unit in self._states:
             self._states[unit].follow_edits()
         self._give_back(unit, together=together)
-        mine = [key for key in self._gradients if key[0] is unit]
-        for memory in (self._weights.pop(unit), *(self._gradients.pop(key) for key in mine)):
+        memories = [self._weights.pop(unit)]
+        for of_unit in (self._gradients, self._sums):
+            memories += [of_unit.pop(key) for key in list(of_unit) if key[0] is unit]
+        for memory in memories:
             memory.close()
         if (state := self._states.pop(unit, None)) is not None:
             state.give_states()
@@ -102,6 +105,14 @@ class RamStore:
             memory = PinnedMemory(trained_elements(unit) * dtype.itemsize, self._device)
             self._gradients[unit, dtype] = memory
         return self._gradients[unit, dtype].bytes
+
+    def sums(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
+        """Flat memory for the gradients of all ranks, of what is this one's."""
+        assert self._panel is not None
+        if (unit, dtype) not in self._sums:
+            nbytes = part_elements(unit, self._panel, self._ranks.share) * dtype.itemsize
+            self._sums[unit, dtype] = PinnedMemory(nbytes, self._device)
+        return self._sums[unit, dtype].bytes
 
     @property
     def edited(self) -> bool:
