@@ -31,7 +31,6 @@ _REFUSED = {
     "fsdp": "it would cut the model itself",
     "parallelism_config": "the engine trains on one device",
     "torch_compile": "the engine runs the model's blocks one by one, and a compiled model cannot be taken apart",
-    "gradient_checkpointing": "the engine recomputes blocks in the backward already, and keeps only what is between",
     "auto_find_batch_size": "the engine keeps to a budget by itself: give engine={'memory': '8GiB'}",
     "enable_jit_checkpoint": "it marks a checkpoint's directory first, and the engine writes directories as a whole",
     "bf16_full_eval": "it would move the whole model to the device; bf16=True evaluates in bfloat16 while it trains",
