@@ -140,6 +140,13 @@ class FerrymanTrainer(Trainer):
                 self.engine.forward_backward(self._micro_batches)
             else:
                 self.engine.step(self._micro_batches)
+        except ValueError as error:
+            if "micro_batches=" in str(error):  # too large for the budget; the trainer has other names for it
+                size = self.args.per_device_train_batch_size
+                error.add_note(
+                    f"per_device_train_batch_size={size} is their size; gradient_accumulation_steps, how many"
+                )
+            raise
         finally:
             self._stepping = False
 
