@@ -244,7 +244,7 @@ class FerrymanTrainer(Trainer):
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(path)
-        (path / "training_args.json").write_text(self.args.to_json_string())
+        (path / "training_args.json").write_text(self.args.to_json_string())  # type: ignore[no-untyped-call]
 
     def _objects(self) -> dict[str, Stateful]:
         assert self.lr_scheduler is not None
