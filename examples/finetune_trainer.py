@@ -62,7 +62,7 @@ def main() -> None:
     engine: dict[str, Any] = {} if chosen.memory is None else {"memory": chosen.memory}
     if chosen.tiny:
         model, tokenizer = tiny_model(), None
-        engine = {"device": "virtual", "memory": "10MiB"}  # weights, gradients and moments take 16
+        engine = {"device": "virtual", "memory": "8MiB"}  # weights, gradients and moments take 16
     else:
         model = AutoModelForCausalLM.from_pretrained(chosen.model)
         tokenizer = AutoTokenizer.from_pretrained(chosen.model)
