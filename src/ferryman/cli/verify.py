@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -22,15 +23,16 @@ from ferryman.verify.verify import verify as run
 
 _COLOURS = {Outcome.OK: "green", Outcome.FAILED: "bold red", Outcome.INCONCLUSIVE: "yellow", Outcome.SKIPPED: "dim"}
 
+# Not in the signature, since what comes as a list is taken for a default that can be changed.
+_ONLY = typer.Option(None, help="parity, races, overlap or memory; may be given several times.")
+
 
 def verify(
     device: str | None = typer.Option(
         None, help="Such as cuda, cuda:1, cpu or virtual; by default the accelerator that PyTorch reports."
     ),
     quick: bool = typer.Option(False, "--quick", help="Fewer modes and fewer rounds."),
-    only: list[str] = typer.Option(  # noqa: B008 - as typer has it
-        [], help=f"One of {', '.join(GROUPS)}; may be given several times."
-    ),
+    only: list[str] | None = _ONLY,
     as_json: bool = typer.Option(False, "--json", help="Print JSON in place of the table."),
 ) -> None:
     """Checks Ferryman on this machine's device: parity with plain PyTorch, races, overlap, memory.
@@ -45,15 +47,16 @@ def verify(
 
         ferryman verify --only races --json
     """
-    for group in only:
+    groups = only or list(GROUPS)
+    for group in groups:
         if group not in GROUPS:
-            raise ValueError(f"--only {group}: there are {', '.join(GROUPS)}{hint(group, GROUPS)}")
+            raise ValueError(f"--only {group}: there is no such group of checks{hint(group, GROUPS)}")
     bench = Bench(_device(device), quick=quick)
     about = _about(bench)
     console = Console(stderr=as_json)
     console.print(", ".join(str(value) for value in about.values()), highlight=False)
     with console.status("") as status:
-        results = list(run(bench, only or list(GROUPS), lambda c: status.update(f"{c.group}: {c.name}")))
+        results = list(run(bench, groups, lambda c: status.update(f"{c.group}: {c.name}")))
     if as_json:
         typer.echo(json.dumps(_report(about, results), indent=2))
     else:
@@ -107,9 +110,11 @@ def _report(about: dict[str, str], results: list[Result]) -> dict[str, Any]:
 
 
 def _table(results: list[Result]) -> Table:
-    table = Table(show_lines=False, pad_edge=False)
-    for name, style in (("check", ""), ("compared", "dim"), ("result", ""), ("figures", "")):
-        table.add_column(name, style=style, overflow="fold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("check", ratio=3)
+    table.add_column("compared", ratio=4, style="dim")
+    table.add_column("result", no_wrap=True)
+    table.add_column("figures", ratio=5)
     groups: set[str] = set()
     compared: set[str] = set()
     for check, verdict, _ in results:

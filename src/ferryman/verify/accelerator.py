@@ -107,4 +107,5 @@ class Accelerator:
     def link(self, **changes: float) -> contextlib.AbstractContextManager[None]:
         """Within, the link is so (`h2d`, `d2h`: bytes a second, `delay`: seconds); only where it can be set."""
         assert self.is_simulated, "a real link is what it is"
-        return self._module.link(self.device, **changes)
+        link: contextlib.AbstractContextManager[None] = self._module.link(self.device, **changes)
+        return link

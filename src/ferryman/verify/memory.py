@@ -14,7 +14,6 @@ from ferryman.verify.result import Check, Figures, Verdict
 
 _DEPTHS = 4, 16
 _SAME = 0.05  # a copy may come back late, and its memory with it
-_STEPS = 3
 
 
 def checks(bench: Bench) -> Iterator[Check]:
@@ -40,7 +39,7 @@ def _budget(bench: Bench) -> Verdict:
     with Engine(model, adamw(model), device=bench.device, memory=budget) as engine:
         engine.step(batch(0))  # with the trial that finds out how large micro-batches may be
         peak.reset()
-        for seed in range(1, _STEPS):
+        for seed in range(1, 3):
             engine.step(batch(seed))
         engine.wait()
         most = peak.bytes()
@@ -60,10 +59,10 @@ def _depth(bench: Bench) -> Verdict:
 
 def _step_peak(bench: Bench, blocks: int, **options: Any) -> int:
     """Of steps that know their order; the least of a few, since copies may be late."""
-    peaks = []
+    peaks: list[int] = []
     peak = _Peak(bench)
     with Engine(_model(bench, blocks), device=bench.device, **options) as engine:
-        for _ in range(_STEPS):
+        for _ in range(2 if bench.quick else 4):
             peak.reset()
             engine.forward_backward(batch(0), 4)
             engine.zero_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -66,6 +66,22 @@ class Transformer(nn.Module):
         return Output(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()))
 
 
+class Stack(nn.Module):
+    """Blocks between two layers: more units than the device has slots. It looks nothing up: where waits are
+    left out, numbers are wrong, and an index that is wrong can end a device's process."""
+
+    def __init__(self, blocks: int = 4, width: int = 64) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width, dropout=0.1) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> Output:
+        deep = self.first(x)
+        for block in self.blocks:
+            deep = block(deep)
+        return Output((self.last(deep) - x).square().mean())
+
+
 def tied() -> nn.Module:
     return Transformer()
 
@@ -74,18 +90,22 @@ def untied() -> nn.Module:
     return Transformer(tied=False)
 
 
-def short() -> nn.Module:
-    """With just more units than the device has slots."""
-    return Transformer(blocks=2, tied=False)
-
-
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0
+        vocab_size=VOCABULARY,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
     )
-    return GPT2LMHeadModel(_written_out(config))  # type: ignore[no-untyped-call]
+    config._attn_implementation = "eager"  # written out, as in `Block`
+    model = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+    model.loss_type = "ForCausalLM"  # else transformers warns that it takes that one
+    return model
 
 
 def llama() -> nn.Module:
@@ -100,14 +120,8 @@ def llama() -> nn.Module:
         num_key_value_heads=2,
         max_position_embeddings=32,
     )
-    return LlamaForCausalLM(_written_out(config))  # type: ignore[no-untyped-call]
-
-
-def _written_out(config: Any) -> Any:
-    """Attention, as in `Block`; and transformers is not to warn of what it is told to do."""
     config._attn_implementation = "eager"
-    config.loss_type = "ForCausalLM"
-    return config
+    return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
 
 
 def has_transformers() -> bool:
@@ -124,6 +138,11 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
 def batch(seed: int, samples: int = 4, length: int = 16) -> Batch:
     ids = torch.randint(0, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+def features(seed: int, samples: int = 4, length: int = 16, width: int = 64) -> Batch:
+    """For a `Stack`."""
+    return {"x": torch.randn(samples, length, width, generator=torch.Generator().manual_seed(seed))}
 
 
 def tied_names(model: nn.Module) -> set[str]:

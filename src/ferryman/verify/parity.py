@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +55,10 @@ def checks(bench: Bench) -> Iterator[Check]:
     compared = f"losses, gradients, weights after {steps} steps against plain PyTorch"
     for case in _cases(bench):
         yield Check("parity", case.name, compared, lambda case=case: _compare(bench, case))  # type: ignore[misc]
+    compared = (
+        "weights after 3 steps, saved and loaded after the second, against those of a run that went on: same bits"
+    )
+    yield Check("parity", "checkpoint", compared, lambda: _resume(bench))
 
 
 def _cases(bench: Bench) -> Iterator[Case]:
@@ -76,9 +82,9 @@ def _cases(bench: Bench) -> Iterator[Case]:
             yield Case("fp16, static:0.5, held", models.untied, held | _in("fp16", "static:0.5"))
     yield Case("bf16", models.untied, _in("bf16", "host"))
     yield Case("fp16", models.untied, _in("fp16", "host"))
-    for make in (models.gpt2, models.llama):
-        if not bench.quick or make is models.gpt2:
-            yield Case(f"{make.__name__} of transformers", make, {})
+    if not bench.quick:
+        yield Case("GPT-2 of transformers", models.gpt2, {})
+        yield Case("Llama of transformers", models.llama, {})
 
 
 def _in(precision: str, updates: str) -> dict[str, Any]:
@@ -107,6 +113,35 @@ def _compare(bench: Bench, case: Case) -> Verdict:
         if not stats.device_share and policy != "auto":
             wrong.append(f"updates={policy!r} had nothing updated on the device")
     return Verdict.failed("; ".join(wrong), figures) if wrong else Verdict.ok(figures)
+
+
+def _resume(bench: Bench) -> Verdict:
+    """Random numbers go on as well, so nothing is seeded after the save."""
+    options: dict[str, Any] = {"updates": "static:0.5", "subgroup": SUBGROUP, "max_grad_norm": 0.3}
+    if bench.accelerator.is_host:
+        options = {"max_grad_norm": 0.3}
+    *before, last = bench.batches[:3]
+    found = []
+    with tempfile.TemporaryDirectory() as directory:
+        for resumed in (False, True):
+            model = models.build(models.tied)
+            with Engine(model, adamw(model), device=bench.device, **options) as engine:
+                if resumed:
+                    torch.manual_seed(1)
+                    engine.load(Path(directory, "checkpoint"))
+                else:
+                    torch.manual_seed(0)
+                    for batch in before:
+                        engine.step(batch, MICRO_BATCHES)
+                    engine.save(Path(directory, "checkpoint"))
+                    saved = _values(model)
+                engine.step(last, MICRO_BATCHES)
+            found.append(_values(model))
+    off = distance(*found) / distance(saved, found[0])
+    figures: Figures = {"weights": "bitwise" if off == 0 else off}
+    if off > (0 if bench.repeats else _LIMITS["fp32"].unsteady_weights):
+        return Verdict.failed("the run that was resumed went another way", figures)
+    return Verdict.ok(figures)
 
 
 def train(engine: Engine, model: nn.Module, bench: Bench) -> Trained:
