@@ -43,8 +43,8 @@ class Delays:
     @contextlib.contextmanager
     def late(self, engine: Engine, names: Collection[str], *, times: int = 1) -> Iterator[None]:
         """Within, whatever the engine's lanes of these names do begins late, by so many times the usual delay."""
-        lanes = [lane for lane in engine._lanes._lanes if lane.name in names]
-        assert len(lanes) == len(names), f"an engine has lanes {[lane.name for lane in engine._lanes._lanes]}"
+        lanes = [lane for lane in engine._parts.lanes._lanes if lane.name in names]
+        assert len(lanes) == len(names), f"an engine has lanes {[lane.name for lane in engine._parts.lanes._lanes]}"
         with contextlib.ExitStack() as stack:
             if self._accelerator.is_simulated and any(isinstance(lane, DeviceLane) for lane in lanes):
                 stack.enter_context(self._accelerator.link(delay=times * _SECONDS))

@@ -151,16 +151,16 @@ def _relative(weights: Tensors, others: Tensors) -> float:
 
 
 def _without_fetched_weights(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    real = engine._relay._weights.enter
-    return replaced(engine._relay._weights, "enter", lambda unit, upcoming: (real(unit, upcoming)[0], []))
+    real = engine._parts.relay._weights.enter
+    return replaced(engine._parts.relay._weights, "enter", lambda unit, upcoming: (real(unit, upcoming)[0], []))
 
 
 def _without_free_slots(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    return replaced(engine._relay._weights, "leave", lambda slot, end: None)
+    return replaced(engine._parts.relay._weights, "leave", lambda slot, end: None)
 
 
 def _without_flushes(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    slots = engine._relay._gradients
+    slots = engine._parts.relay._gradients
     real = slots._flush
 
     def flush(slot: int, *, for_good: bool) -> None:
@@ -171,11 +171,11 @@ def _without_flushes(engine: Engine) -> contextlib.AbstractContextManager[None]:
 
 
 def _without_updates(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    return replaced(engine._server, "ready", lambda unit: [])
+    return replaced(engine._parts.server, "ready", lambda unit: [])
 
 
 def _without_state(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    updates = engine._server._device_updates
+    updates = engine._parts.server._device_updates
     assert updates is not None, "the device has a share of the updates here"
     lane = updates._in
     real = lane.copy
@@ -188,11 +188,11 @@ def _without_state(engine: Engine) -> contextlib.AbstractContextManager[None]:
 
 
 def _without_stash(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    return replaced(engine._relay._on_host, "follow", lambda batch: None)
+    return replaced(engine._parts.relay._on_host, "follow", lambda batch: None)
 
 
 def _without_host(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    weights, h2d = engine._relay._weights, engine._relay._weights._h2d
+    weights, h2d = engine._parts.relay._weights, engine._parts.relay._weights._h2d
     real = weights.refresh
     return replaced(weights, "refresh", lambda unit, runs, after: real(unit, runs, h2d.here()))
 
