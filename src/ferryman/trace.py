@@ -108,7 +108,7 @@ class Trace:
     host's clock is known, so that all lanes share one time axis.
 
     `keep_steps` is for long runs: spans and memory samples of the last so many steps are kept, and of those before only
-    the figures, some 2 kB a step. `steps()` and `last_step` can be read while training goes on, and never wait: of the
+    the figures, some 3 kB a step. `steps()` and `last_step` can be read while training goes on, and never wait: of the
     newest step they count what has run so far. A step that is traced resets the device's peak statistics at its start.
     """
 
@@ -276,10 +276,11 @@ class Trace:
             order = -1 if row == len(rows) else row
             events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}})
             events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": row, "args": {"sort_index": order}})
-        for step in steps:
-            names = ("number", "micro_batches", "samples", "tokens", "loss", "peak")
-            figures = _sayable({**{name: getattr(step, name) for name in names}, "busy": step.busy})
-            events.append(_event(f"step {step.number}", len(rows), step.start, step.end, figures))
+        kept = len(steps) - len(self._kept) - len(self._ended)  # the first whose spans are there
+        for index, step in enumerate(steps):
+            names = ("number", "micro_batches", "samples", "tokens", "loss", "peak", "busy")
+            figures = {**{name: getattr(step, name) for name in names}, "kept": index >= kept}
+            events.append(_event(f"step {step.number}", len(rows), step.start, step.end, _sayable(figures)))
         for span in self.spans():
             args: dict[str, float] = {"bytes": span.nbytes}
             if span.nbytes and span.end > span.start:

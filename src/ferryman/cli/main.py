@@ -7,7 +7,7 @@ import sys
 import typer
 
 import ferryman
-from ferryman.cli.verify import verify
+from ferryman.cli import report, verify
 
 app = typer.Typer(
     name="ferryman",
@@ -32,7 +32,8 @@ def _common(
     """Before any command."""
 
 
-app.command()(verify)
+app.command()(report.report)
+app.command()(verify.verify)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import torch
 
 from ferryman.engine import Engine
 from ferryman.lanes import Lanes
+from ferryman.marks import covered
 from ferryman.pinned import PinnedMemory
 from ferryman.trace import Span, Trace
 from ferryman.verify.bench import Bench
@@ -257,12 +257,7 @@ class _Steps:
 
 
 def _busy(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one of them was under way."""
-    total, until = 0.0, -math.inf
-    for span in sorted(spans, key=lambda span: span.start):
-        total += max(0.0, span.end - max(span.start, until))
-        until = max(until, span.end)
-    return total
+    return covered((span.start, span.end) for span in spans)
 
 
 def _ms(seconds: float) -> str:
