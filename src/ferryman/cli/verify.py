@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import platform
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -23,29 +23,27 @@ from ferryman.verify.verify import verify as run
 
 _COLOURS = {Outcome.OK: "green", Outcome.FAILED: "bold red", Outcome.INCONCLUSIVE: "yellow", Outcome.SKIPPED: "dim"}
 
-# Not in the signature, since what comes as a list is taken for a default that can be changed.
-_ONLY = typer.Option(None, help="parity, races, overlap or memory; may be given several times.")
-
 
 def verify(
-    device: str | None = typer.Option(
-        None, help="Such as cuda, cuda:1, cpu or virtual; by default the accelerator that PyTorch reports."
-    ),
-    quick: bool = typer.Option(False, "--quick", help="Fewer modes and fewer rounds."),
-    only: list[str] | None = _ONLY,
-    as_json: bool = typer.Option(False, "--json", help="Print JSON in place of the table."),
+    device: Annotated[
+        str | None,
+        typer.Option(help="Such as cuda, cuda:1, cpu or virtual; by default the accelerator that PyTorch reports."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer modes and fewer rounds.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="parity, races, overlap or memory; may be given several times.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
 ) -> None:
-    """Checks Ferryman on this machine's device: parity with plain PyTorch, races, overlap, memory.
+    """Check Ferryman on this machine's device: parity with plain PyTorch, races, overlap, memory.
 
-    Ends with 0 if everything holds and with 1 if anything fails.
+    Ends with 0 if everything holds and with 1 if anything fails. docs/verify.md tells what each row means.
 
-    [bold]Examples[/]
-
-        ferryman verify                            the accelerator that PyTorch reports
-
-        ferryman verify --device virtual --quick   the virtual accelerator, in seconds
-
-        ferryman verify --only races --json
+    \b
+    [bold]Examples[/bold]
+      ferryman verify                            on the default accelerator
+      ferryman verify --device virtual --quick   without one, in seconds
+      ferryman verify --only races --json        for machines, and for issues
     """
     groups = only or list(GROUPS)
     for group in groups:
