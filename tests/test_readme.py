@@ -11,10 +11,10 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "virtual" / "README.md", *ROOT.glob("docs/*.md")])
 
 
-def test_the_snippet_runs_and_prints_what_it_says():
+def test_the_snippet_runs_and_prints_what_it_says(tmp_path):
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
     expected = re.findall(r"print\(.*?\) +# (.*)", code)
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert expected
     assert ran.stdout.split("\n")[:-1] == expected
 
