@@ -60,6 +60,11 @@ class Description:
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
         return model.train()
 
+    def on_host(self) -> nn.Module:
+        """The model, in training, with new weights."""
+        model: nn.Module = _transformers().AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
+        return model.train()
+
     @property
     def context(self) -> int | None:
         """The longest sequence that it takes, where its configuration tells."""

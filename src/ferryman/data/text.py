@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy
+import numpy as np
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 TOKEN_SUFFIXES = (".bin", ".npy")
@@ -48,9 +48,9 @@ def _nothing_in(path: Path, files: Sequence[Path], wanted: Sequence[str]) -> str
     )
 
 
-def as_bytes(text: bytes) -> numpy.ndarray[Any, Any]:
+def as_bytes(text: bytes) -> np.ndarray[Any, Any]:
     """Every byte is a token."""
-    return numpy.frombuffer(text, dtype=numpy.uint8)
+    return np.frombuffer(text, dtype=np.uint8)
 
 
 def with_tokenizer(tokenizer: Any) -> Encode:
@@ -70,10 +70,10 @@ def write_tokens(texts: Iterable[Path], target: Path, encode: Encode, dtype: str
             for number, path in enumerate(texts):
                 if number:
                     ids = [between] if isinstance(between, int) else encode(between)
-                    out.write(numpy.asarray(ids, dtype=dtype).tobytes())
+                    out.write(np.asarray(ids, dtype=dtype).tobytes())
                 with path.open("rb") as file:
                     for lines in _lines(file):
-                        out.write(numpy.asarray(encode(lines), dtype=dtype).tobytes())
+                        out.write(np.asarray(encode(lines), dtype=dtype).tobytes())
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
+import numpy as np
 import torch
 
 DTYPES = ("uint8", "uint16", "uint32")
@@ -21,7 +21,7 @@ class Part(NamedTuple):
     """The tokens of one file."""
 
     path: Path
-    ids: numpy.ndarray[Any, Any]
+    ids: np.ndarray[Any, Any]
 
 
 class Tokens:
@@ -45,11 +45,11 @@ class Tokens:
         while start < stop:
             part, end = self._parts[index], min(stop, self._ends[index])
             first = self._ends[index] - len(part.ids)
-            piece = numpy.asarray(part.ids[start - first : end - first], dtype=numpy.int64)
+            piece = np.asarray(part.ids[start - first : end - first], dtype=np.int64)
             self._check(part, piece, start - first)
             pieces.append(piece)
             start, index = end, index + 1
-        return torch.from_numpy(numpy.concatenate(pieces)) if pieces else torch.empty(0, dtype=torch.int64)
+        return torch.from_numpy(np.concatenate(pieces)) if pieces else torch.empty(0, dtype=torch.int64)
 
     def _look(self, part: Part) -> None:
         """At some of it, all over the file: with the wrong dtype or tokenizer, this tells at once."""
@@ -57,7 +57,7 @@ class Tokens:
             start = i * max(0, len(part.ids) - _LOOK) // (_LOOKS - 1)
             self._check(part, part.ids[start : start + _LOOK], start)
 
-    def _check(self, part: Part, ids: numpy.ndarray[Any, Any], start: int) -> None:
+    def _check(self, part: Part, ids: np.ndarray[Any, Any], start: int) -> None:
         wrong = (ids < 0) | (ids >= self._vocabulary)
         if wrong.any():
             at = int(wrong.argmax())
@@ -74,7 +74,7 @@ def open_tokens(path: Path, dtype: str) -> Part:
         raise ValueError(f"--token-dtype {dtype}: there are {', '.join(DTYPES)}")
     if path.suffix == ".npy":
         return Part(path, _open_npy(path))
-    size, width = path.stat().st_size, numpy.dtype(dtype).itemsize
+    size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size % width:
         raise ValueError(
             f"{path}: {size} bytes are no whole number of {dtype} tokens ({width} bytes each); say what they are with "
@@ -82,7 +82,7 @@ def open_tokens(path: Path, dtype: str) -> Part:
         )
     if size == 0:
         raise ValueError(f"{path} is empty")
-    ids = numpy.memmap(path, dtype=numpy.dtype(dtype).newbyteorder("<"), mode="r")
+    ids = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
     head = ids[: 2 * _LOOK]
     if dtype == "uint16" and size % 4 == 0 and len(head) > 64 and not head[1::2].any() and head.any():
         raise ValueError(
@@ -91,13 +91,13 @@ def open_tokens(path: Path, dtype: str) -> Part:
     return Part(path, ids)
 
 
-def _open_npy(path: Path) -> numpy.ndarray[Any, Any]:
+def _open_npy(path: Path) -> np.ndarray[Any, Any]:
     try:
-        ids = numpy.load(path, mmap_mode="r", allow_pickle=False)
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path} cannot be read as a .npy file: {error}") from error
-    if not isinstance(ids, numpy.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
-        what = f"{ids.dtype} of shape {ids.shape}" if isinstance(ids, numpy.ndarray) else type(ids).__name__
+    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
+        what = f"{ids.dtype} of shape {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
         raise ValueError(f"{path} must hold one row of whole numbers, the token ids; it holds {what}")
     if len(ids) == 0:
         raise ValueError(f"{path} is empty")
