@@ -5,7 +5,7 @@ A position is a number, or the block's name ("decoder.layers.3") where the model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,6 +42,7 @@ class Blocks:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.skipped: frozenset[nn.Module] = frozenset()  # in the step that runs
+        self._to_skip: frozenset[nn.Module] = frozenset()  # in the next one
         self._model = model
         self._lists = block_lists(model)  # found once: a list that shrinks to one block is a list still
         self._randomness = Randomness(device)
@@ -60,6 +61,18 @@ class Blocks:
         if not 0 <= index < len(blocks):
             raise ValueError(f"there is no block {position!r}: {name!r} has blocks 0 to {len(blocks) - 1}")
         return blocks[index]
+
+    def skip(self, positions: Position | Iterable[Position]) -> None:
+        """In the next step."""
+        several = [positions] if isinstance(positions, int | str) else positions
+        self._to_skip = frozenset(self.at(position) for position in several)
+
+    def begin_step(self) -> None:
+        self.skipped, self._to_skip = self._to_skip, frozenset()
+
+    def are_skipped(self, modules: Iterable[nn.Module]) -> bool:
+        """In the step that runs: whether all of these are in blocks that are."""
+        return {module for block in self.skipped for module in block.modules()}.issuperset(modules)
 
     def insert(self, position: Position, block: nn.Module) -> None:
         """The block will be at this position; those from there on move up."""

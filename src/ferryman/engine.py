@@ -11,25 +11,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ferryman import checks
-from ferryman.batch import samples_in, split
+from ferryman.batch import split
 from ferryman.blocks import Blocks, Position
-from ferryman.cost.plan import Need, Plan
-from ferryman.cost.sizes import parse_bytes, show_bytes
+from ferryman.checkpoint import loading, pretrained, saving
+from ferryman.checkpoint.contents import Contents, Objects
+from ferryman.cost.plan import Plan
+from ferryman.cost.sizes import parse_bytes
 from ferryman.gradients import Gradients
 from ferryman.interrupts import Interrupts
 from ferryman.lanes import Lanes
 from ferryman.planner import Planner
-from ferryman.relay.fit import Choice, Fit, TooLargeError, Trial, advice
+from ferryman.relay.fit import Choice, Trial, advice
 from ferryman.relay.relay import Relay
 from ferryman.server import memory as host_memory
 from ferryman.server.panel import Panel
@@ -38,13 +39,14 @@ from ferryman.server.server import Server
 from ferryman.server.settings import Settings
 from ferryman.server.stats import Stats
 from ferryman.server.store import RamStore, account
+from ferryman.sizing import Sizing
 from ferryman.takeover import Takeover
 from ferryman.trace import Trace
 from ferryman.units import Unit, hint, rename, units_of_block
-from ferryman.work import Loss, caches_off, evaluation, model_loss, to_device
+from ferryman.work import Loss, caches_off, evaluation, model_loss, weighted_loss
 
 
-class Engine:
+class Engine(contextlib.AbstractContextManager["Engine"]):
     """Trains a model that may be larger than the device.
 
     `optimizer` is a torch optimizer over the model's parameters. Its groups are read in every step, so learning rates
@@ -108,11 +110,12 @@ class Engine:
             subgroup=subgroup, dtype_of=self._dtype_of, panel=self._panel, settings=self._settings,
         )  # fmt: skip
         self._blocks = Blocks(model, self.device)
-        self._to_skip: frozenset[nn.Module] = frozenset()  # in the next step
         self._takeover = Takeover(self.wait)
         self.choice: Choice | None = None  # of the last step: how many micro-batches, and where the stash was
         self._stepping = False
         self._closed = False
+        self._loaded: tuple[Path, list[int]] | None = None  # a checkpoint, and the tensors' versions then
+        self._half_loaded: Path | None = None
         self._build(self._planner.make(updates))
 
     def forward_backward(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
@@ -183,13 +186,51 @@ class Engine:
     def set_updates(self, updates: str) -> None:
         """From the next step on this is who updates the weights; nothing else changes."""
         self._need_optimizer()
-        plan = self._planner.change(self._plan, updates, 0 if self._fit is None else self._fit.last)
+        plan = self._planner.change(self._plan, updates, self._sizing.needed)
         self._updates = updates
         self._serve(plan)
 
     def wait(self) -> None:
         """Blocks until the weights are those of the last update, for those who read them past `state_dict`."""
         self._server.settle()
+
+    @property
+    def steps(self) -> int:
+        """How many have been made, those before a checkpoint that was loaded among them."""
+        return self._server.steps
+
+    def save(self, directory: str | Path, *, objects: Objects | None = None, keep: int | None = None) -> Path:
+        """Writes a checkpoint: weights that transformers can load, and all that is needed to go on; returns where.
+
+        `objects` are saved beside, by name: anything with `state_dict` and `load_state_dict`, such as a scheduler or
+        the position in the data. The directory is the checkpoint, and takes the place of the one before in one moment;
+        with `keep` it holds a series, of which the newest so many stay.
+        """
+        return saving.save_in(self._contents(), Path(directory), objects or {}, keep)
+
+    def load(self, directory: str | Path, *, objects: Objects | None = None) -> Path:
+        """Goes on from a checkpoint, or from the newest of a series; returns which. The model, what trains and the
+        optimizer must be the same; device, memory, precision and all else may be others."""
+        path = loading.find(Path(directory))
+        checkpoint = loading.Checkpoint(path, self._contents(loading=True), objects or {})
+        self._half_loaded = path  # until it is whole
+        checkpoint.load()
+        self._recover(forget=True)
+        self._half_loaded, self._loaded = None, (path, self._versions())
+        return path
+
+    def load_weights(self, directory: str | Path) -> None:
+        """Pretrained weights from safetensors files, unit by unit, also into a model on meta. The optimizer's state
+        stays as it is."""
+        pretrained.load(self._contents(loading=True), Path(directory))
+        self._recover(forget=True)
+
+    def _contents(self, *, loading: bool = False) -> Contents:
+        """What checkpoints are of, when no lane has work."""
+        self._check_open(loading=loading)
+        self._server.bring_home()
+        self._store.follow_edits()
+        return Contents(self._model, self.device, self._all_units(), self._store, self._panel, self._server)
 
     def _run(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
         self._check_model()
@@ -198,8 +239,8 @@ class Engine:
         seed = int(torch.randint(0, 2**62, ()).item())
         self._gradients.take(self._all_units())
         self._server.forget_gradients()
-        self._blocks.skipped, self._to_skip = self._to_skip, frozenset()
-        without = [unit for unit in self.units if self._is_skipped(unit)]
+        self._blocks.begin_step()
+        without = [unit for unit in self.units if self._blocks.are_skipped(unit.modules)]
         scale = self._server.scale.value
         try:
             with self._step(), Interrupts() as interrupts:
@@ -257,8 +298,7 @@ class Engine:
     def skip(self, blocks: Position | Iterable[Position]) -> None:
         """In the next step these blocks hand their input on: they are neither fetched nor do they get gradients."""
         self._check_open()
-        positions = [blocks] if isinstance(blocks, int | str) else blocks
-        self._to_skip = frozenset(self._blocks.at(position) for position in positions)
+        self._blocks.skip(blocks)
 
     def insert(self, position: Position, block: nn.Module) -> None:
         """From now on the block runs at this position of the model; those from there on move up.
@@ -284,7 +324,6 @@ class Engine:
         self._lanes.wait()
         for unit in added:
             self._store.add(unit)
-            self._trains.update((item, item.trains) for item in unit.items)
         self._serve(plan)
         self._take_over(added)
         self._take_over_block(block)
@@ -346,8 +385,7 @@ class Engine:
             self._store.close()
             raise
         self._gradients = Gradients(self._relay, self._store, self.wait, wide=self._panel is not None)
-        self._trains = {item: item.trains for unit in units for item in unit.items}
-        self._fit = self._new_fit()
+        self._sizing = self._size(plan)
         self._take_over(plan.units)
         for block in self._blocks:
             self._take_over_block(block)
@@ -374,9 +412,15 @@ class Engine:
         """The model's blocks have changed."""
         self._lanes.wait()  # a unit that was expected, and not used, may still be on its way
         self._plan = plan
-        self._fit = self._new_fit()
+        self._sizing = self._size(plan)
         rename(self._model, self._all_units())
         self._relay.serve(plan)
+
+    def _versions(self) -> list[int]:
+        return [parameter._version for parameter in self._model.parameters()]
+
+    def _size(self, plan: Plan) -> Sizing:
+        return Sizing(self._planner, plan, self._updates, self._stash, self._try_out)
 
     def _all_units(self) -> tuple[Unit, ...]:
         return (*self._plan.units, self._plan.residents)
@@ -391,82 +435,41 @@ class Engine:
         self._takeover.watch(block.modules())
 
     def _work(self, content: Any, weight: float) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            here = to_device(content, self.device)
-            self._relay.adopt([x for x in pytree.tree_leaves(here) if isinstance(x, torch.Tensor)])
-            loss = self._loss(self._model, here)
-            checks.loss(loss)
-            return loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight
-
-        return run
-
-    # Memory.
-
-    def _new_fit(self) -> Fit | None:
-        return None if self._budget is None else Fit(self._budget, self._stash, self._try_out)
+        return lambda: weighted_loss(self._loss, self._model, content, weight, self.device, self._relay.adopt)
 
     def _choose(self, batch: Any, micro_batches: int | None) -> Choice:
         """How the batch is cut, and where the stash is."""
-        ready = isinstance(batch, list)
-        parts = split(batch, micro_batches)  # also to refuse what cannot be cut before it is tried
-        sample = max((part.content for part in parts), key=lambda content: samples_in(content) or 0) if ready else batch
-        size = samples_in(sample)
-        if self._fit is None or size is None:
-            return Choice(len(parts), self._stash == "host")
-        count = len(parts) if ready else micro_batches
         while True:
-            try:
-                return self._fit.choose(sample, size * len(parts) if ready else size, count, self._plan.fixed)
-            except TooLargeError as error:
-                needed = error.need
-            gc.collect()  # what the trial had is on the device as long as anything of its exception lives
-            self._make_room(needed, sample, size)
+            begun = self._server.has_stepped or bool(self._relay.kept)
+            chosen = self._sizing.choose(batch, micro_batches, begun=begun)
+            if isinstance(chosen, Choice):
+                return chosen
+            self._rebuild(chosen)
 
     def _try_out(self, contents: list[Any], room: int) -> Trial:
-        try:
-            with self._step():
-                return self._relay.try_out([self._work(content, 1 / len(contents)) for content in contents], room)
-        except torch.OutOfMemoryError:
-            pass
-        raise TooLargeError(Need(room + 1, f"a trial of {len(contents)} micro-batches", is_all=False))
+        with self._step():
+            return self._relay.try_out([self._work(content, 1 / len(contents)) for content in contents], room)
 
-    def _make_room(self, needed: Need, sample: Any, size: int) -> None:
-        """A smaller plan, now that it is known what one sample needs; a ValueError if there is none."""
-        assert self._budget is not None
-        assert self._fit is not None
-        least = self._planner.make(self._updates, smallest=True)
-        try:
-            plan = self._planner.make(self._updates, needed)
-        except ValueError:
-            plan = least  # finer units may need less while they run
-            if least.fixed == self._plan.fixed:
-                if not needed.is_all:  # to be able to say what would do, one trial may take what it takes
-                    self._planner.make(self._updates, self._fit.whole_need(sample, size))
-                raise
-        if self._server.has_stepped or self._relay.kept:
-            raise ValueError(
-                f"{needed} beside {show_bytes(self._plan.fixed)} that are always there; memory="
-                f"{show_bytes(self._budget)} is too small for it, and units cannot be cut any more once training has "
-                "begun. Begin with the longest batch"
-            )
+    def _rebuild(self, plan: Plan) -> None:
         self._tear_down()
         self._build(plan)
+        if self._loaded is not None and self._loaded[1] == self._versions():  # torch's optimizer cannot hold it all
+            loading.Checkpoint(self._loaded[0], self._contents(), {}).load_tensors()
 
     # What may be wrong.
 
-    def _check_open(self) -> None:
+    def _check_open(self, *, loading: bool = False) -> None:
         if self._closed:
             raise ValueError("the engine is closed; make a new one to train the model further")
+        if self._half_loaded is not None and not loading:
+            raise ValueError(f"weights are half those of {self._half_loaded}, which failed to load; load another one")
 
     def _check_model(self) -> None:
         self._check_open()
         self._store.check_values()
         for unit in self._all_units():
-            checks.unchanged(unit, self._store.weights(unit), self._trains)
+            checks.unchanged(unit, self._store.weights(unit), self._store.trained)
         checks.can_step(self._model)
-
-    def _is_skipped(self, unit: Unit) -> bool:
-        return {m for block in self._blocks.skipped for m in block.modules()}.issuperset(unit.modules)
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
@@ -488,9 +491,6 @@ class Engine:
             return streamed(*args, **kwargs)
 
         return run
-
-    def __enter__(self) -> Engine:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ferryman import checks
+
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
@@ -23,6 +25,22 @@ def model_loss(model: nn.Module, micro_batch: Any) -> torch.Tensor:
             "into the batch; else pass loss=, a function of the model and a micro-batch that returns the loss"
         )
     return loss  # type: ignore[no-any-return]
+
+
+def weighted_loss(
+    loss: Loss,
+    model: nn.Module,
+    content: Any,
+    weight: float,
+    device: torch.device,
+    adopt: Callable[[list[torch.Tensor]], None],
+) -> torch.Tensor:
+    """A micro-batch's part of a step's loss; `adopt` is told which tensors it has on the device."""
+    here = to_device(content, device)
+    adopt([x for x in pytree.tree_leaves(here) if isinstance(x, torch.Tensor)])
+    value = loss(model, here)
+    checks.loss(value)
+    return value.to(torch.promote_types(value.dtype, torch.float32)) * weight
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ class Fit:
     """Chooses the number of micro-batches and the stash's place. `stash` is "auto", "device" or "host"."""
 
     def __init__(self, budget: int, stash: str, measure: Callable[[list[Any], int], Trial]) -> None:
-        self._budget = budget
+        self.budget = budget
         self._stash = stash
         self._measure = measure
         self._known: dict[Shape, Needs] = {}
@@ -92,7 +92,7 @@ class Fit:
 
     def choose(self, batch: Any, size: int, count: int | None, fixed: int) -> Choice:
         """For `size` samples in `count` micro-batches, or as few as will do; `fixed` bytes are always on the device."""
-        room = self._budget - fixed
+        room = self.budget - fixed
         needs = self._needs_of(batch, room)
         if count is not None:
             per_part = -(-size // count)
@@ -101,7 +101,7 @@ class Fit:
                 best = self._largest(needs, size, room)
                 raise ValueError(
                     f"micro_batches={count} makes micro-batches of {per_part} samples, which need "
-                    f"{show_bytes(fixed + _padded(needs.peak(per_part)))} where memory={show_bytes(self._budget)}; use "
+                    f"{show_bytes(fixed + _padded(needs.peak(per_part)))} where memory={show_bytes(self.budget)}; use "
                     f"micro_batches={best.micro_batches}, or leave it out and the engine chooses"
                 )
             return Choice(count, on_host)
@@ -120,7 +120,7 @@ class Fit:
         try:
             return self._need_of_one(self._measure([take(batch, 1)] * TRIAL, sys.maxsize), size)
         except TooLargeError:
-            return Need(self._budget, "a trial", is_all=False)
+            return Need(self.budget, "a trial", is_all=False)
 
     def _need_of_one(self, one: Trial, size: int) -> Need:
         most = _highest(one.stretches)

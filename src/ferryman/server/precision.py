@@ -61,6 +61,15 @@ class Scale:
             self.value *= 2.0
             self._good_steps = 0
 
+    def state(self) -> dict[str, float] | None:
+        """For a checkpoint; None: it does not move."""
+        return {"value": self.value, "good_steps": self._good_steps} if self.moves else None
+
+    def restore(self, state: dict[str, float] | None) -> None:
+        """That of another precision is left out."""
+        if self.moves and state is not None:
+            self.value, self._good_steps = state["value"], int(state["good_steps"])
+
 
 def scale_for(dtypes: set[torch.dtype]) -> Scale:
     return Scale(2.0**16, moves=True) if torch.float16 in dtypes else Scale()

@@ -147,6 +147,16 @@ class Server:
     def is_eager(self) -> bool:
         return self.updates and is_eager(self._settings, self.scale)
 
+    @property
+    def steps(self) -> int:
+        """That were finished."""
+        return self._record.step
+
+    def restart(self, steps: int) -> None:
+        """Everything has been loaded, as it was after this many steps; no lane has work."""
+        self._norm = self._last = None
+        self._record = self._new_record(steps)
+
     def ready(self, unit: Unit) -> list[Mark]:
         """After which the unit's weights, on the host, are those of the last update."""
         return list(self._ready.get(unit, {}).values())

@@ -134,6 +134,31 @@ class UnitState:
             if theirs is not None:
                 self._panel.optimizer.state[item.tensor] = theirs
 
+    def kept(self, item: Item) -> dict[str, torch.Tensor]:
+        """What there is of a tensor beside its weights, in place: what these lack in float32, and the rule's state."""
+        master, rule = self._master[item], self._panel.rule(item)
+        found = {} if master is None else {"master": master}
+        if rule is not None:
+            found.update(zip(rule.states, self._states_of(item, rule), strict=True))
+        return found
+
+    def kept_by_torch(self, item: Item) -> dict[str, Any] | None:
+        """The state of a tensor that is left to torch."""
+        if item in self._torch:
+            return dict(*self._torch[item].state.values())
+        return self._theirs.get(item) if self._panel.rule(item) is None else None
+
+    def steps(self, item: Item) -> int:
+        return self._steps[item]
+
+    def restore(self, item: Item, steps: int, theirs: dict[str, Any] | None) -> None:
+        """What `kept` shows has been written; this is the rest."""
+        self._steps[item] = steps
+        self._torch.pop(item, None)
+        self._theirs.pop(item, None)
+        if theirs is not None:
+            self._theirs[item] = theirs
+
     def take(self, item: Item, values: torch.Tensor, into: torch.Tensor) -> None:
         """Stores a tensor's weights, given in any dtype: the working copy and its master."""
         flat, weights, master = values.detach().reshape(-1), into.view(-1), self._master[item]

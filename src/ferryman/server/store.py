@@ -27,6 +27,7 @@ class RamStore:
         self._weights: dict[Unit, PinnedMemory] = {}
         self._states: dict[Unit, UnitState] = {}
         self._gradients: dict[tuple[Unit, torch.dtype], PinnedMemory] = {}
+        self.trained: dict[Item, bool] = {}  # whether it did when it came
         self._came_as: dict[Item, torch.dtype] = {}
         self._empty: dict[Item, int] = {}  # tensors that came without values, and their version then
         for unit in units:
@@ -39,6 +40,7 @@ class RamStore:
             self._states[unit] = state
         for item in unit.items:
             self._came_as[item] = item.tensor.dtype
+            self.trained[item] = item.trains
             view = item.view(memory.bytes)
             trained = state if item.trains else None
             if item.tensor.is_meta:
@@ -73,6 +75,15 @@ class RamStore:
     def state(self, unit: Unit) -> UnitState:
         return self._states[unit]
 
+    def take(self, unit: Unit, item: Item, values: torch.Tensor) -> None:
+        """A tensor's values from elsewhere, in any dtype; no lane uses them."""
+        target = item.tensor.data
+        if unit in self._states and item.trains:
+            self._states[unit].take(item, values, target)
+            self._states[unit].taken(item)
+        else:
+            target.copy_(values.view(target.shape))
+
     def gradients(self, unit: Unit, dtype: torch.dtype = GRADIENT) -> torch.Tensor:
         """Flat memory for the unit's gradients."""
         if (unit, dtype) not in self._gradients:
@@ -96,14 +107,17 @@ class RamStore:
         for state in self._states.values():
             state.give_states()
 
-    def check_values(self) -> None:
-        """Refuses tensors that were on meta, and have not been given values since."""
+    def empty(self) -> list[Item]:
+        """Tensors that were on meta, and have not been given values since."""
         self._empty = {
             item: version
             for item, version in self._empty.items()
             if item.tensor._version == version and _is_untouched(item.tensor)
         }
-        for item in self._empty:
+        return list(self._empty)
+
+    def check_values(self) -> None:
+        for item in self.empty():
             raise ValueError(
                 f"{item.name!r} was on the meta device and has not been given values yet: load weights first in place "
                 "(model.load_state_dict(...), not assign=True). Buffers that no state_dict has need some, too"

@@ -1,0 +1,85 @@
+"""What a checkpoint is of: an engine's parts, and how their tensors are called in files."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ferryman.server.panel import Panel
+from ferryman.server.server import Server
+from ferryman.server.store import RamStore
+from ferryman.units import Item, Unit
+
+
+class Stateful(Protocol):
+    """Whatever is saved beside the model: a scheduler, the position in the data."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+Objects = Mapping[str, Stateful]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Of an engine, when no lane has work and all state is on the host."""
+
+    model: nn.Module
+    device: torch.device
+    units: tuple[Unit, ...]
+    store: RamStore
+    panel: Panel | None
+    server: Server
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether it is a model of PEFT: then what trains is saved, and the model below is the user's to keep."""
+        return hasattr(self.model, "peft_config") and hasattr(self.model, "get_base_model")
+
+    def names(self) -> dict[Item, str]:
+        """How each tensor is called, of those that a state_dict has; for shared ones, as transformers does."""
+        lasting = self.model.state_dict()
+        if strange := [name for name, value in lasting.items() if not isinstance(value, torch.Tensor)]:
+            raise ValueError(
+                f"{strange[0]!r} in the model's state_dict is no tensor, and a checkpoint has only tensors"
+            )
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        dropped = set(getattr(self.model, "_keys_to_ignore_on_save", None) or ())
+        found = {}
+        for unit in self.units:
+            for item in unit.items:
+                of_item = [place.name for place in item.places if place.name in lasting and place.name not in dropped]
+                if of_item and (item.trains or not self.is_adapted):
+                    found[item] = next((name for name in of_item if name not in tied), of_item[0])
+        return found
+
+    def unit_of(self) -> dict[Item, Unit]:
+        return {item: unit for unit in self.units for item in unit.items}
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Of all generators that training code draws from."""
+    found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        found["numpy"] = numpy.random.get_state(legacy=False)
+    if device.type != "cpu":
+        found[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return found
+
+
+def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Those of another kind of device are left out."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(states["numpy"])
+    if device.type in states and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[device.type], device)

@@ -1,0 +1,252 @@
+"""Reads a checkpoint into an engine: on any device, budget, precision and policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ferryman.checkpoint import directory as directories
+from ferryman.checkpoint import plain, tensor_file
+from ferryman.checkpoint.contents import Contents, Objects, set_random_states
+from ferryman.checkpoint.missing import fill_missing
+from ferryman.checkpoint.saving import FORMAT, crc_of
+from ferryman.checkpoint.tensor_file import DamagedError, Entry
+from ferryman.server import kernels
+from ferryman.units import Item, hint
+
+
+def find(directory: Path) -> Path:
+    """The checkpoint that is meant: the directory itself, or the newest of the series in it."""
+    found = directories.current(directory)
+    if directories.is_checkpoint(found):
+        return found
+    if series := directories.series(directory):
+        return series[-1]
+    if not directory.exists():
+        near = [path.name for path in directory.parent.glob("*") if path.is_dir()] if directory.parent.is_dir() else []
+        raise ValueError(f"there is no checkpoint at {directory}{hint(directory.name, near) if near else ''}")
+    raise ValueError(
+        f"{directory} is no checkpoint: it has no {directories.MANIFEST}, nor a series of step-... with one. "
+        "Weights alone, of a pretrained model, are loaded by engine.load_weights(directory)"
+    )
+
+
+class Checkpoint:
+    """One on the disk, compared with the engine that shall have it before anything is changed."""
+
+    def __init__(self, path: Path, contents: Contents, objects: Objects) -> None:
+        self.path = path
+        self.manifest = _read_manifest(path)
+        self._contents = contents
+        self._objects = objects
+        self._names = {name: item for item, name in contents.names().items()}
+        self._units = contents.unit_of()
+        self._check_files()
+        self._weights = self._entries("weights")
+        self._state = self._entries("state")
+        self._check_tensors()
+        if contents.panel is not None:
+            self._check_optimizer()
+        missing = [name for name in objects if name not in self.manifest["objects"]]
+        if missing:
+            raise ValueError(
+                f"{path} has no object {missing[0]!r}{hint(missing[0], self.manifest['objects'])} It was saved without"
+            )
+
+    def load(self) -> None:
+        """From here on the engine is neither what it was nor what it shall be, until this returns."""
+        rest = self.load_tensors()
+        self._contents.server.scale.restore(self.manifest["loss_scale"])
+        self._contents.server.restart(self.manifest["step"])
+        for name, thing in self._objects.items():
+            thing.load_state_dict(plain.decode(self.manifest["objects"][name], rest))
+        # Last: what was called until here may have drawn from them.
+        set_random_states(plain.decode(self.manifest["random"], rest), self._contents.device)
+
+    def load_tensors(self) -> dict[str, torch.Tensor]:
+        """Weights and the optimizer's state; returns those that belong to other things."""
+        rest: dict[str, torch.Tensor] = {}
+        self._read("rest", lambda entry: rest.setdefault(entry.name, _new(entry)))
+        self._load_weights()
+        if self._contents.panel is not None:
+            self._load_state()
+            self._restore_optimizer(rest)
+        fill_missing(self._contents)
+        return rest
+
+    def _load_weights(self) -> None:
+        narrow: dict[str, torch.Tensor] = {}
+
+        def target(entry: Entry) -> torch.Tensor:
+            item = self._names[entry.name]
+            if entry.dtype == item.dtype:
+                return item.tensor.data
+            return narrow.setdefault(entry.name, _new(entry))
+
+        def done(entry: Entry) -> None:
+            if entry.name in narrow:
+                self._take(self._names[entry.name], narrow.pop(entry.name))
+
+        self._read("weights", target, done)
+        for item in self._names.values():
+            if self._contents.panel is not None and item.trains:
+                self._contents.store.state(self._units[item]).taken(item)
+        if self._contents.panel is None:
+            self._widen()
+
+    def _load_state(self) -> None:
+        other: dict[str, torch.Tensor] = {}
+
+        def target(entry: Entry) -> torch.Tensor:
+            name, key = entry.name.rsplit("/", 1)
+            item = self._names[name]
+            if key != "master" or self._weights[name][1].dtype == item.dtype:
+                return self._contents.store.state(self._units[item]).kept(item)[key]
+            return other.setdefault(name, _new(entry))
+
+        def done(entry: Entry) -> None:
+            name = entry.name.rsplit("/", 1)[0]
+            if name in other:  # in another precision
+                self._take(self._names[name], self._in_float32(name, other.pop(name)))
+
+        self._read("state", target, done)
+
+    def _widen(self) -> None:
+        """Without an optimizer weights are all there is; in float32 they are the master."""
+        for name, (path, entry) in self._state.items():
+            weights, _, key = name.rpartition("/")
+            item = self._names.get(weights)
+            if key == "master" and item is not None and self._weights[weights][1].dtype != item.dtype:
+                self._take(item, self._in_float32(weights, tensor_file.read_tensor(path, entry)))
+
+    def _in_float32(self, name: str, master: torch.Tensor) -> torch.Tensor:
+        path, entry = self._weights[name]
+        return kernels.join(tensor_file.read_tensor(path, entry).view(-1), master.view(-1))
+
+    def _take(self, item: Item, values: torch.Tensor) -> None:
+        self._contents.store.take(self._units[item], item, values)
+
+    def _restore_optimizer(self, rest: dict[str, torch.Tensor]) -> None:
+        saved, panel = self.manifest["optimizer"], self._contents.panel
+        assert panel is not None
+        for group, there in zip(panel.optimizer.param_groups, saved["groups"], strict=True):
+            group.update(plain.decode(there["options"], rest))
+        for name, item in self._names.items():
+            if item.trains:
+                theirs = plain.decode(saved["torch"][name], rest) if name in saved["torch"] else None
+                self._contents.store.state(self._units[item]).restore(item, saved["steps"][name], theirs)
+
+    def _read(
+        self, what: str, target: Callable[[Entry], torch.Tensor], done: Callable[[Entry], None] = lambda _: None
+    ) -> None:
+        for file in self.manifest[what]:
+            found = tensor_file.read(self.path / file, target, done)
+            if found.crc32 != self.manifest["files"][file]["crc32"]:
+                raise DamagedError(f"{self.path / file} is damaged: its checksum is not that of what was written")
+
+    def _entries(self, what: str) -> dict[str, tuple[Path, Entry]]:
+        paths = [self.path / file for file in self.manifest[what]]
+        return {name: (path, entry) for path in paths for name, entry in tensor_file.read_header(path).items()}
+
+    # What may be wrong.
+
+    def _check_files(self) -> None:
+        for file, told in self.manifest["files"].items():
+            path = self.path / file
+            if not path.is_file():
+                raise DamagedError(f"{path} is missing from the checkpoint")
+            if (size := path.stat().st_size) != told["bytes"]:
+                word = "truncated" if size < told["bytes"] else "damaged"
+                raise DamagedError(f"{path} is {word}: it has {size} bytes in place of {told['bytes']}")
+
+    def _check_tensors(self) -> None:
+        shapes = {name: tuple(item.tensor.shape) for name, item in self._names.items()}
+        there = {name: entry.shape for name, (_, entry) in self._weights.items()}
+        if differences := compare(shapes, there):
+            raise ValueError(
+                f"{self.path} is of another model (a {self.manifest['model']}, this is a "
+                f"{type(self._contents.model).__name__}): {differences}"
+            )
+
+    def _check_optimizer(self) -> None:
+        panel, saved = self._contents.panel, self.manifest.get("optimizer")
+        assert panel is not None
+        if saved is None:
+            raise ValueError(
+                f"{self.path} was saved by an engine without an optimizer, so it has no state for one; "
+                "engine.load_weights(directory) loads the weights alone"
+            )
+        kind = type(panel.optimizer).__name__
+        if saved["kind"] != kind:
+            raise ValueError(f"{self.path} has the state of {saved['kind']}, and the engine's optimizer is {kind}")
+        groups = panel.optimizer.param_groups
+        if len(groups) != len(saved["groups"]):
+            raise ValueError(
+                f"{self.path} has {len(saved['groups'])} groups of parameters, and the optimizer {len(groups)}"
+            )
+        for number, (group, told) in enumerate(zip(groups, saved["groups"], strict=True)):
+            members = {name for name, item in self._names.items() if item.trains and panel.group(item) is group}
+            if differences := _first_difference(members, set(told["parameters"])):
+                raise ValueError(f"group {number} of the optimizer is not that of {self.path}: {differences}")
+        there: dict[str, set[str]] = {}
+        for name, _, key in (full.rpartition("/") for full in self._state):
+            there.setdefault(name, set()).update({key} - {"master"})
+        for name, item in self._names.items():
+            if item.trains:
+                mine = set(self._contents.store.state(self._units[item]).kept(item)) - {"master"}
+                if mine != there.get(name, set()):
+                    raise ValueError(
+                        f"{self.path} has {sorted(there.get(name, ()))} of {name!r}, and the optimizer keeps "
+                        f"{sorted(mine)}: it had other options (momentum, amsgrad, maximize) when it was saved"
+                    )
+
+
+def compare(mine: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int, ...]]) -> str:
+    """How the tensors of a model differ from those in files; nothing if they do not."""
+    found = []
+    for names, what in (
+        (mine.keys() - theirs.keys(), "is missing there"),
+        (theirs.keys() - mine.keys(), "is only there"),
+    ):
+        if names:
+            found.append(f"{_some(names)} {what}")
+    other = [name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]]
+    found += [f"{name!r} has shape {mine[name]} here and {theirs[name]} there" for name in sorted(other)[:3]]
+    return "; ".join(found) + (f"; and {len(other) - 3} more shapes" if len(other) > 3 else "")
+
+
+def _first_difference(mine: Collection[str], theirs: Collection[str]) -> str:
+    mine, theirs = set(mine), set(theirs)
+    if mine - theirs:
+        return f"{_some(mine - theirs)} did not train there, or was in another group"
+    return f"{_some(theirs - mine)} trained there, and does not here, or is in another group" if theirs - mine else ""
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return f"{ordered[0]!r}{f' and {len(ordered) - 1} more' if len(ordered) > 1 else ''}"
+
+
+def _new(entry: Entry) -> torch.Tensor:
+    return torch.empty(entry.shape, dtype=entry.dtype)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / directories.MANIFEST
+    try:
+        whole = json.loads(file.read_text())
+        content: dict[str, Any] = whole["content"]
+        intact = whole["crc32"] == crc_of(content)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{file} is damaged: {error}") from error
+    if not intact:
+        raise DamagedError(f"{file} is damaged: its checksum is not that of what was written")
+    if content["format"] != FORMAT:
+        raise ValueError(
+            f"{path} has the format {content['format']}, of ferryman {content['ferryman']}; this one reads {FORMAT}"
+        )
+    return content

@@ -1,0 +1,161 @@
+"""Pretrained weights, from a directory as transformers has them, into an engine's model.
+
+Files may call tensors otherwise than the model does, or hold several where it has one (the experts of a mixture).
+transformers knows how its own models were called; what follows asks it, and moves tensors one group at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ferryman.checkpoint import tensor_file
+from ferryman.checkpoint.contents import Contents
+from ferryman.checkpoint.loading import compare
+from ferryman.checkpoint.missing import fill_missing
+from ferryman.checkpoint.tensor_file import DamagedError, Entry
+from ferryman.units import Item
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+@dataclass
+class _Group:
+    """Tensors of files that become one tensor, or a few, of the model."""
+
+    converter: Any = None  # transformers'; None: it is the very tensor
+    sources: list[tuple[str, str, Path, Entry]] = field(default_factory=list)  # name and pattern
+
+
+def load(contents: Contents, directory: Path) -> None:
+    """Refuses, before anything is changed, what the files lack and what they have that the model has not."""
+    files = _files(directory)
+    entries = {name: (path, entry) for path in files for name, entry in tensor_file.read_header(path).items()}
+    items = _items_by_name(contents)
+    groups = _groups(contents.model, entries, set(items))
+    _check(contents, directory, items, groups)
+    units = contents.unit_of()
+    for name, group in groups.items():
+        if group.converter is None:
+            ((_, _, path, entry),) = group.sources
+            contents.store.take(units[items[name]], items[name], tensor_file.read_tensor(path, entry))
+            continue
+        for source, pattern, path, entry in group.sources:
+            group.converter.add_tensor(name, source, pattern, tensor_file.read_tensor(path, entry))
+        made = group.converter.convert(name, model=contents.model, config=contents.model.config)
+        for target, tensor in made.items():
+            values = tensor[0] if isinstance(tensor, list) else tensor
+            contents.store.take(units[items[target]], items[target], values.contiguous())
+        group.converter = None  # with the tensors that it has collected
+    fill_missing(contents)
+
+
+def has_weights(directory: Path) -> bool:
+    return (directory / _INDEX).is_file() or any(directory.glob("*.safetensors"))
+
+
+def _files(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is no directory; give one with safetensors files, as save_pretrained writes it")
+    if (directory / _INDEX).is_file():
+        try:
+            names = sorted(set(json.loads((directory / _INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise DamagedError(f"{directory / _INDEX} is damaged: {error}") from error
+        if missing := [name for name in names if not (directory / name).is_file()]:
+            raise DamagedError(f"{directory / missing[0]} is missing, which {_INDEX} names")
+        return [directory / name for name in names]
+    if (directory / _SINGLE).is_file():
+        return [directory / _SINGLE]
+    found = sorted(directory.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    others = sorted(path.name for path in (*directory.glob("*.bin"), *directory.glob("*.pt")))
+    told = f"; {others[0]} would have to be unpickled, which ferryman does not do" if others else ""
+    raise ValueError(f"{directory} has neither {_SINGLE} nor {_INDEX}{told}")
+
+
+def _items_by_name(contents: Contents) -> dict[str, Item]:
+    """Each lasting tensor, under all its names."""
+    by_tensor = {id(item.tensor): item for unit in contents.units for item in unit.items}
+    lasting = contents.model.state_dict(keep_vars=True)
+    return {name: by_tensor[id(tensor)] for name, tensor in lasting.items() if id(tensor) in by_tensor}
+
+
+def _groups(model: nn.Module, entries: dict[str, tuple[Path, Entry]], mine: set[str]) -> dict[str, _Group]:
+    groups: dict[str, _Group] = {}
+    naming = _Naming(model, mine)
+    for name in naming.ordered(entries):
+        target, pattern, converter = naming.target(name)
+        group = groups.setdefault(target, _Group(converter))
+        group.sources.append((name, pattern, *entries[name]))
+    return groups
+
+
+class _Naming:
+    """From names in files to names in the model."""
+
+    def __init__(self, model: Any, mine: set[str]) -> None:
+        self._mine = mine
+        self._prefix = getattr(model, "base_model_prefix", "")
+        self._renamings: list[Any] = []
+        self._converters: list[Any] = []
+        self._shapes = model.state_dict()
+        if hasattr(model, "config") and hasattr(model, "base_model_prefix"):
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import WeightConverter
+
+            for one in get_model_conversion_mapping(model):
+                (self._converters if isinstance(one, WeightConverter) else self._renamings).append(one)
+        self._by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
+
+    def ordered(self, names: Any) -> list[str]:
+        """Experts by their number: their order is part of their meaning."""
+        if not self._converters:
+            return list(names)
+        from transformers.core_model_loading import dot_natural_key
+
+        return sorted(names, key=dot_natural_key)
+
+    def target(self, name: str) -> tuple[str, str, Any]:
+        """What it is called in the model, the pattern that it matched, and a converter if it takes one."""
+        if name in self._mine or not self._prefix:
+            return name, name, None
+        from transformers.core_model_loading import rename_source_key
+
+        target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._shapes)
+        if pattern is None:
+            return target, name, None
+        return target, pattern, copy.deepcopy(self._by_pattern[pattern])
+
+
+def _check(contents: Contents, directory: Path, items: dict[str, Item], groups: dict[str, _Group]) -> None:
+    model: Any = contents.model
+    wanted = contents.names()
+    named = {name: wanted.get(item, name) for name, item in items.items()}  # those that share a tensor have one name
+    plain = {name: group.sources[0][3].shape for name, group in groups.items() if group.converter is None}
+    there = {named.get(name, name): shape for name, shape in plain.items()}
+    mine = {name: tuple(item.tensor.shape) for item, name in wanted.items()}
+    for name, group in groups.items():
+        if group.converter is not None and name in items:  # its shape shows when it has been made
+            for target in _targets(group, name):
+                there[named.get(target, target)] = mine.get(named.get(target, target), ())
+    ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    for name in [name for name in there if name not in mine]:
+        if any(re.search(pattern, name) for pattern in ignored):
+            del there[name]
+            groups.pop(name, None)
+    if differences := compare(mine, there):
+        raise ValueError(f"{directory} is not of this model (a {type(model).__name__}): {differences}")
+
+
+def _targets(group: _Group, first: str) -> list[str]:
+    patterns = group.converter.target_patterns
+    return [first.replace(patterns[0], pattern) for pattern in patterns]

@@ -1,0 +1,266 @@
+"""Files in the safetensors format, written from and read into memory that is there already.
+
+The format is eight bytes with the length of a header, the header (JSON: each tensor's dtype, shape and place) and the
+tensors' bytes without gaps. The library of that name copies all tensors of a file before it writes them, which a host
+that is full of a model cannot spare; here nothing is copied. Checksums are computed beside, by a thread of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+_CHUNK = 16 << 20  # bytes that are written or read at a time
+_MOST = 256  # pieces of memory in one call
+_LARGEST_HEADER = 100 << 20  # bytes; the format's own limit
+
+
+class Sum(NamedTuple):
+    """Of a file."""
+
+    nbytes: int
+    crc32: int
+
+
+class Entry(NamedTuple):
+    """A tensor in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # in the file
+    stop: int
+
+
+class DamagedError(ValueError):
+    """A file is not what was written."""
+
+
+def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Sum:
+    """Returns when all of it is on the disk. Wide dtypes come first, so that every tensor is aligned."""
+    ordered = sorted(tensors, key=lambda pair: -pair[1].dtype.itemsize)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        assert tensor.is_contiguous(), name
+        assert tensor.device.type == "cpu", name
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    parts = [memoryview(len(text).to_bytes(8, "little") + text), *(as_bytes(tensor) for _, tensor in ordered)]
+    return write_bytes(path, parts)
+
+
+def write_bytes(path: Path, parts: Sequence[memoryview]) -> Sum:
+    with path.open("xb", buffering=0) as file, _Checksum() as checksum:
+        for pieces in _chunks(parts):
+            checksum.add(pieces)
+            _move_all(lambda views: os.writev(file.fileno(), views), pieces)
+        os.fsync(file.fileno())
+        return Sum(file.tell(), checksum.value())
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The file's tensors, in its order. Refuses a file that is shorter, or longer, than its header says."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size, _LARGEST_HEADER):
+            raise DamagedError(f"{path} is damaged or truncated: it has {size} bytes, and its header alone {length}")
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        entries = [
+            Entry(name, _DTYPES[it["dtype"]], tuple(it["shape"]), *(8 + length + at for at in it["data_offsets"]))
+            for name, it in header.items()
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{path} is damaged: its header is not that of a safetensors file ({error})") from error
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    end = 8 + length
+    for entry in entries:
+        if entry.start != end or entry.stop - entry.start != math.prod(entry.shape) * entry.dtype.itemsize:
+            raise DamagedError(f"{path} is damaged: the place of {entry.name!r} does not fit the others")
+        end = entry.stop
+    if end != size:
+        raise DamagedError(
+            f"{path} is {'truncated' if size < end else 'damaged'}: it has {size} bytes in place of {end}"
+        )
+    return {entry.name: entry for entry in entries}
+
+
+def read(path: Path, target: Callable[[Entry], torch.Tensor], done: Callable[[Entry], None] = lambda _: None) -> Sum:
+    """Reads the whole file: each tensor into the memory that `target` gives for it; `done` when it is there."""
+    entries = list(read_header(path).values())
+    with path.open("rb", buffering=0) as file, _Checksum() as checksum:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        head = memoryview(bytearray(entries[0].start if entries else file.seek(0, os.SEEK_END)))
+        file.seek(0)
+        _move_all(lambda views: os.readv(file.fileno(), views), [head])
+        checksum.add([head])
+        for some in _together(entries):
+            targets = [target(entry) for entry in some]
+            for pieces in _chunks([as_bytes(tensor) for tensor in targets]):
+                _move_all(lambda views: os.readv(file.fileno(), views), pieces)
+                checksum.add(pieces)
+            for entry in some:
+                done(entry)
+        return Sum(file.tell(), checksum.value())
+
+
+def read_tensor(path: Path, entry: Entry) -> torch.Tensor:
+    """One of a file."""
+    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    with path.open("rb", buffering=0) as file:
+        file.seek(entry.start)
+        _move_all(lambda views: os.readv(file.fileno(), views), [as_bytes(tensor)])
+    return tensor
+
+
+def check_sum(path: Path) -> Sum:
+    """Of any file."""
+    buffer, crc, total = bytearray(_CHUNK), 0, 0
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc, total = zlib.crc32(memoryview(buffer)[:count], crc), total + count
+    return Sum(total, crc)
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's own memory."""
+    flat = tensor.detach().view(-1) if tensor.dim() else tensor.detach().view(1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def _together(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """Small tensors are read at once, and only they."""
+    some: list[Entry] = []
+    for entry in entries:
+        if some and (entry.stop - some[0].start > _CHUNK or len(some) == _MOST):
+            yield some
+            some = []
+        some.append(entry)
+    if some:
+        yield some
+
+
+def _chunks(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    pieces: list[memoryview] = []
+    room = _CHUNK
+    for part in parts:
+        while len(part):
+            pieces.append(part[:room])
+            part, room = part[room:], room - len(pieces[-1])
+            if not room or len(pieces) == _MOST:
+                yield pieces
+                pieces, room = [], _CHUNK
+    if pieces:
+        yield pieces
+
+
+def _move_all(move: Callable[[Sequence[memoryview]], int], pieces: Sequence[memoryview]) -> None:
+    """A system call may do less than it was asked for."""
+    left = [piece for piece in pieces if len(piece)]
+    while left:
+        count = move(left)
+        if not count:
+            raise DamagedError("the file ended too soon")
+        while count:
+            taken = min(count, len(left[0]))
+            left[0], count = left[0][taken:], count - taken
+            if not len(left[0]):
+                left.pop(0)
+
+
+class _Checksum:
+    """Follows a stream; at most a few chunks behind, so that these are still in the cache."""
+
+    _BEHIND = 4
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "checksum")
+        self._under_way: deque[Future[None]] = deque()
+        self._crc = 0
+
+    def add(self, pieces: Sequence[memoryview]) -> None:
+        """The memory must stay as it is until `value` is asked for."""
+        self._under_way.append(self._pool.submit(self._follow, list(pieces)))
+        while len(self._under_way) > self._BEHIND:
+            self._under_way.popleft().result()
+
+    def value(self) -> int:
+        while self._under_way:
+            self._under_way.popleft().result()
+        return self._crc
+
+    def _follow(self, pieces: Sequence[memoryview]) -> None:
+        for piece in pieces:
+            self._crc = zlib.crc32(piece, self._crc)
+
+    def __enter__(self) -> _Checksum:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def shard(tensors: Sequence[tuple[str, torch.Tensor]], limit: int) -> list[list[tuple[str, torch.Tensor]]]:
+    """Cuts a list, in its order, into files of at most `limit` bytes, or of one tensor."""
+    shards: list[list[tuple[str, torch.Tensor]]] = [[]]
+    room = limit
+    for name, tensor in tensors:
+        if shards[-1] and tensor.nbytes > room:
+            shards.append([])
+            room = limit
+        shards[-1].append((name, tensor))
+        room -= tensor.nbytes
+    return shards
+
+
+def file_names(stem: str, count: int) -> list[str]:
+    """As transformers names the parts of a model."""
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def index(names: Sequence[str], shards: Sequence[Sequence[tuple[str, torch.Tensor]]]) -> Mapping[str, object]:
+    """What tells transformers which tensor is in which file."""
+    total = sum(tensor.nbytes for some in shards for _, tensor in some)
+    places = {name: file for file, some in zip(names, shards, strict=True) for name, _ in some}
+    return {"metadata": {"total_size": total}, "weight_map": places}

@@ -1,0 +1,80 @@
+"""How a batch is cut so that a budget of device memory is kept, and a smaller plan where no cut is enough."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ferryman.batch import samples_in, split
+from ferryman.cost.plan import Need, Plan
+from ferryman.cost.sizes import show_bytes
+from ferryman.planner import Planner
+from ferryman.relay.fit import Choice, Fit, TooLargeError, Trial
+
+
+class Sizing:
+    """For one plan; `try_out` runs micro-batches for what memory they take, within so many bytes."""
+
+    def __init__(
+        self, planner: Planner, plan: Plan, updates: str, stash: str, try_out: Callable[[list[Any], int], Trial]
+    ) -> None:
+        self._planner = planner
+        self._plan = plan
+        self._updates = updates
+        self._stash = stash
+        self._try_out = try_out
+        self._fit = None if planner.budget is None else Fit(planner.budget, stash, self._measure)
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the last batch's micro-batches take, as far as it is known."""
+        return 0 if self._fit is None else self._fit.last
+
+    def choose(self, batch: Any, micro_batches: int | None, *, begun: bool) -> Choice | Plan:
+        """How the batch is cut, and where the stash is; or the plan with which it can be cut, if there is one.
+
+        `begun`: training has, and it is too late for another plan.
+        """
+        ready = isinstance(batch, list)
+        parts = split(batch, micro_batches)  # also to refuse what cannot be cut before it is tried
+        sample = max((part.content for part in parts), key=lambda content: samples_in(content) or 0) if ready else batch
+        size = samples_in(sample)
+        if self._fit is None or size is None:
+            return Choice(len(parts), self._stash == "host")
+        count = len(parts) if ready else micro_batches
+        try:
+            return self._fit.choose(sample, size * len(parts) if ready else size, count, self._plan.fixed)
+        except TooLargeError as error:
+            needed = error.need
+        gc.collect()  # what the trial had is on the device as long as anything of its exception lives
+        plan = self._smaller(needed, sample, size)
+        if begun:
+            raise ValueError(
+                f"{needed} beside {show_bytes(self._plan.fixed)} that are always there; memory="
+                f"{show_bytes(self._fit.budget)} is too small for it, and units cannot be cut any more once training "
+                "has begun. Begin with the longest batch"
+            )
+        return plan
+
+    def _smaller(self, needed: Need, sample: Any, size: int) -> Plan:
+        """A plan, now that it is known what one sample needs; a ValueError if there is none."""
+        assert self._fit is not None
+        least = self._planner.make(self._updates, smallest=True)
+        try:
+            return self._planner.make(self._updates, needed)
+        except ValueError:
+            if least.fixed == self._plan.fixed:
+                if not needed.is_all:  # to be able to say what would do, one trial may take what it takes
+                    self._planner.make(self._updates, self._fit.whole_need(sample, size))
+                raise
+        return least  # finer units may need less while they run
+
+    def _measure(self, contents: list[Any], room: int) -> Trial:
+        try:
+            return self._try_out(contents, room)
+        except torch.OutOfMemoryError:
+            pass
+        raise TooLargeError(Need(room + 1, f"a trial of {len(contents)} micro-batches", is_all=False))
