@@ -29,6 +29,7 @@ from ferryman.gradients import Gradients
 from ferryman.interrupts import Interrupts
 from ferryman.lanes import Lanes
 from ferryman.planner import Planner
+from ferryman.recorder import Recorder
 from ferryman.relay.fit import Choice, Fit, TooLargeError, Trial, advice
 from ferryman.relay.relay import Relay
 from ferryman.server import memory as host_memory
@@ -95,14 +96,11 @@ class Engine:
         checks.free(model)
         checks.update_arguments(optimizer, precision, max_grad_norm, on_nonfinite, deferred, host_threads)
         checks.interleave_arguments(optimizer, self.device, slots, held, updates, subgroup)
-        self._model = model
-        self._loss = loss
-        self._stash = stash
-        self._trace = trace
+        self._model, self._loss, self._stash, self._updates = model, loss, stash, updates
         self._panel = None if optimizer is None else Panel(optimizer, model)
         self._dtype_of = dtype_of(model, precision)
         self._settings = Settings(max_grad_norm, on_nonfinite, deferred, host_threads)
-        self._updates = updates
+        self._recorder = Recorder(trace, model, self.device, self._budget, self._panel, self._dtype_of)
         self._planner = Planner(
             model, self.device, budget=self._budget, slots=slots, units=units, resident=resident, held=held,
             subgroup=subgroup, dtype_of=self._dtype_of, panel=self._panel, settings=self._settings,
@@ -111,8 +109,7 @@ class Engine:
         self._to_skip: frozenset[nn.Module] = frozenset()  # in the next step
         self._takeover = Takeover(self.wait)
         self.choice: Choice | None = None  # of the last step: how many micro-batches, and where the stash was
-        self._stepping = False
-        self._closed = False
+        self._stepping = self._closed = False
         self._build(self._planner.make(updates))
 
     def forward_backward(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
@@ -201,6 +198,7 @@ class Engine:
         self._blocks.skipped, self._to_skip = self._to_skip, frozenset()
         without = [unit for unit in self.units if self._is_skipped(unit)]
         scale = self._server.scale.value
+        self._recorder.begin(self._server.steps, self._plan)
         try:
             with self._step(), Interrupts() as interrupts:
                 total = self._relay.run(
@@ -221,7 +219,7 @@ class Engine:
             raise
         finally:
             self._blocks.skipped = frozenset()
-        return total if scale == 1 else total / scale
+        return self._recorder.ran(parts, total if scale == 1 else total / scale)
 
     def _finish(self, panel: Panel) -> None:
         """Gradients are there, or on their way: has them used up."""
@@ -233,6 +231,7 @@ class Engine:
                 self._lanes.drain()
                 self._recover(forget=True)
                 raise
+            self._recorder.end()
             self.zero_grad()
             panel.stepped()
 
@@ -313,6 +312,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
+        self._recorder.abandon()
         self._relay.clear_gradients()
         self._server.forget_gradients()
         for parameter in self._model.parameters():
@@ -336,7 +336,7 @@ class Engine:
         )
         self._store = RamStore(units, self.device, self._panel)
         host_memory.trim()
-        self._lanes = Lanes(self.device, trace=self._trace)
+        self._lanes = Lanes(self.device, trace=self._recorder.trace)
         scale = self._planner.scale()
         self._server = Server(self._store, self._panel, self._lanes, self.device, self._settings, scale, plan.staging)
         try:

@@ -147,6 +147,11 @@ class Server:
     def is_eager(self) -> bool:
         return self.updates and is_eager(self._settings, self.scale)
 
+    @property
+    def steps(self) -> int:
+        """That were finished."""
+        return self._record.step
+
     def ready(self, unit: Unit) -> list[Mark]:
         """After which the unit's weights, on the host, are those of the last update."""
         return list(self._ready.get(unit, {}).values())
@@ -329,6 +334,8 @@ class Server:
             self._device_updates.recover()
 
     def close(self) -> None:
+        """When no lane has work."""
+        self._note_last()
         self._landing.close()
         self.looks.close()
         if self._device_updates is not None:
