@@ -7,7 +7,9 @@ import time
 import pytest
 import torch
 import torch_virtual
+from models import Toy, text
 
+from ferryman.engine import Engine
 from ferryman.lanes import Lanes
 from ferryman.trace import Trace
 
@@ -90,3 +92,150 @@ def test_work_that_failed_or_was_cancelled_is_not_recorded_as_done(device):
     with pytest.raises(ZeroDivisionError):
         lanes.close()
     assert trace.spans() == []
+
+
+def engine_of(device, trace, **options):
+    torch.manual_seed(0)
+    model = Toy()
+    options = {"optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3), "max_grad_norm": 1.0, **options}
+    return Engine(model, device=device, trace=trace, **options)
+
+
+def busy_of(spans, step):
+    """Of each lane, by itself: how much of the step its spans cover."""
+    busy = {}
+    for span in spans:
+        inside = max(0.0, min(span.end, step.end) - max(span.start, step.start))
+        busy[span.lane] = busy.get(span.lane, 0.0) + inside
+    return {lane: seconds for lane, seconds in busy.items() if seconds}
+
+
+def test_steps_have_their_figures(device):
+    trace, on_device = Trace(), device.type != "cpu"
+    with engine_of(device, trace, memory="1MiB" if on_device else None) as engine:
+        losses = [engine.step(text(8, seed), micro_batches=4).item() for seed in range(3)]
+        fixed = engine.plan.fixed
+    steps = trace.steps()
+    assert [step.number for step in steps] == [0, 1, 2]
+    assert [step.loss for step in steps] == losses
+    assert {(step.micro_batches, step.samples, step.tokens) for step in steps} == {(4, 8, text(8)["input_ids"].numel())}
+    for before, after in itertools.pairwise(steps):
+        assert before.start < before.end <= after.start
+    for step in steps:
+        assert step.busy == pytest.approx(busy_of(trace.spans(), step))
+        assert 0 < step.share("compute") <= 1
+    assert trace.last_step == steps[-1]
+    samples = trace.samples()
+    assert bool(samples) == on_device
+    if on_device:
+        assert all(fixed <= sample.nbytes <= step.peak <= 2**20 for sample in samples for step in steps)
+        assert [sample.at for sample in samples] == sorted(sample.at for sample in samples)
+    else:
+        assert {step.peak for step in steps} == {None}
+
+
+def test_what_is_no_step_is_not_recorded_as_one(virtual):
+    trace = Trace()
+    with engine_of(virtual, trace) as engine:
+        first, second = (engine.forward_backward(text(4, seed), 2).item() for seed in range(2))
+        engine.update()  # with both: one step
+        with pytest.raises(ValueError, match="micro_batches"):
+            engine.step(text(4), 5)
+        engine.forward_backward(text(4), 2)
+        engine.zero_grad()
+        for parameter in engine._model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        engine.update()  # with the user's own gradients: nothing ran
+        engine.step(text(6), 3)
+    both, last = trace.steps()
+    assert (both.number, both.micro_batches, both.samples) == (0, 4, 8)
+    assert both.loss == pytest.approx((first + second) / 2)
+    assert (last.number, last.micro_batches, last.samples) == (2, 3, 6)
+
+
+def test_without_an_optimizer_a_step_ends_with_its_backward(device):
+    trace = Trace()
+    with engine_of(device, trace, optimizer=None, max_grad_norm=None) as engine:
+        losses = [engine.forward_backward(text(4), 2).item() for _ in range(2)]
+    assert [(step.number, step.loss) for step in trace.steps()] == list(enumerate(losses))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 4])
+def test_only_the_last_steps_are_kept_but_the_figures_of_all(device, keep):
+    trace, seen = Trace(keep_steps=keep), set()
+    with engine_of(device, trace) as engine:
+        for seed in range(7):
+            engine.step(text(4, seed), 2)
+            seen |= set(trace.spans())
+        engine.wait()
+    spans, steps = trace.spans(), trace.steps()
+    seen |= set(spans)
+    assert [step.number for step in steps] == list(range(7))
+    for step in steps:  # also of those whose spans are gone
+        assert step.busy == pytest.approx(busy_of(seen, step))
+    # What is in the time of a step that is kept is there, and what ended before the first of them is not.
+    begin = steps[-keep].start
+    assert {span for span in seen if span.end > begin} <= set(spans)
+    before = steps[-keep - 1].end
+    assert not any(span.end < before for span in spans)
+    assert all(sample.at > before for sample in trace.samples())
+
+
+def test_a_copy_that_outlasts_steps_is_not_lost(virtual):
+    nbytes = 10_000_000
+    torch_virtual.set_link(virtual, h2d=100e6)
+    source = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    slot = torch.zeros(nbytes, dtype=torch.uint8, device=virtual)
+    torch_virtual.synchronize()
+    trace = Trace(keep_steps=1)
+    with Lanes(virtual, trace=trace) as lanes:
+        h2d = lanes.device("h2d")
+        slow = h2d.submit(lambda: slot.copy_(source, non_blocking=True), label="slow", nbytes=nbytes)
+        time.sleep(0.005)
+        for number in range(4):
+            trace.begin_step(number)
+            time.sleep(0.01)
+            trace.end_step(loss=0.0, micro_batches=1)
+        assert not slow.passed()
+        assert trace.spans() == []
+        slow.wait()
+        for number in range(4, 7):
+            trace.begin_step(number)
+            assert [span.label for span in trace.spans()] == (["slow"] if number < 6 else [])  # until its time is over
+            trace.end_step(loss=0.0, micro_batches=1)
+    assert [round(step.share("h2d"), 3) for step in trace.steps()] == [1, 1, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8"])
+def test_a_number_of_steps_to_keep_must_be_one(wrong):
+    with pytest.raises(ValueError, match="keep_steps"):
+        Trace(keep_steps=wrong)
+
+
+def test_the_file_has_steps_memory_and_facts(virtual, tmp_path):
+    trace, path = Trace(), tmp_path / "trace.json"
+    with engine_of(virtual, trace, memory="1MiB") as engine:
+        engine.step(text(4), 2)
+        engine.wait()
+    trace.begin_step(1)
+    trace.end_step(loss=float("nan"), micro_batches=2)
+    trace.save(path)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    content = json.loads(path.read_text(), parse_constant=refuse)
+    events = content["traceEvents"]
+    steps = [e for e in events if e["ph"] == "X" and e["name"].startswith("step ")]
+    assert [e["args"]["loss"] for e in steps] == [trace.steps()[0].loss, "nan"]
+    assert [(e["ts"] / 1e6, e["args"]["allocated"]) for e in events if e["ph"] == "C"] == trace.samples()
+    assert [e["name"] for e in events if e["ph"] == "i"] == ["updates of step 0"]
+    facts = content["otherData"]["ferryman"]["0"]
+    assert (facts["device"], facts["virtual"], facts["budget"], facts["precision"]) == (
+        "virtual:0",
+        True,
+        2**20,
+        ["float32"],
+    )
+    assert facts["parameters"] == sum(p.numel() for p in Toy().parameters())
+    assert facts["plan"]["account"] == engine.plan.account

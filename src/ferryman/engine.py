@@ -30,6 +30,7 @@ from ferryman.gradients import Gradients
 from ferryman.interrupts import Interrupts
 from ferryman.lanes import Lanes
 from ferryman.planner import Planner
+from ferryman.recorder import Recorder
 from ferryman.relay.fit import Choice, Trial, advice
 from ferryman.relay.relay import Relay
 from ferryman.server import memory as host_memory
@@ -97,14 +98,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         checks.free(model)
         checks.update_arguments(optimizer, precision, max_grad_norm, on_nonfinite, deferred, host_threads)
         checks.interleave_arguments(optimizer, self.device, slots, held, updates, subgroup)
-        self._model = model
-        self._loss = loss
-        self._stash = stash
-        self._trace = trace
+        self._model, self._loss, self._stash, self._updates = model, loss, stash, updates
         self._panel = None if optimizer is None else Panel(optimizer, model)
         self._dtype_of = dtype_of(model, precision)
         self._settings = Settings(max_grad_norm, on_nonfinite, deferred, host_threads)
-        self._updates = updates
+        self._recorder = Recorder(trace, model, self.device, self._budget, self._panel, self._dtype_of)
         self._planner = Planner(
             model, self.device, budget=self._budget, slots=slots, units=units, resident=resident, held=held,
             subgroup=subgroup, dtype_of=self._dtype_of, panel=self._panel, settings=self._settings,
@@ -112,8 +110,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._blocks = Blocks(model, self.device)
         self._takeover = Takeover(self.wait)
         self.choice: Choice | None = None  # of the last step: how many micro-batches, and where the stash was
-        self._stepping = False
-        self._closed = False
+        self._stepping = self._closed = False
         self._loaded: tuple[Path, list[int]] | None = None  # a checkpoint, and the tensors' versions then
         self._half_loaded: Path | None = None
         self._build(self._planner.make(updates))
@@ -242,6 +239,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._blocks.begin_step()
         without = [unit for unit in self.units if self._blocks.are_skipped(unit.modules)]
         scale = self._server.scale.value
+        self._recorder.begin(self._server.steps, self._plan)
         try:
             with self._step(), Interrupts() as interrupts:
                 total = self._relay.run(
@@ -262,7 +260,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             raise
         finally:
             self._blocks.skipped = frozenset()
-        return total if scale == 1 else total / scale
+        return self._recorder.ran(parts, total if scale == 1 else total / scale)
 
     def _finish(self, panel: Panel) -> None:
         """Gradients are there, or on their way: has them used up."""
@@ -274,6 +272,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 self._lanes.drain()
                 self._recover(forget=True)
                 raise
+            self._recorder.end()
             self.zero_grad()
             panel.stepped()
 
@@ -352,6 +351,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
+        self._recorder.abandon()
         self._relay.clear_gradients()
         self._server.forget_gradients()
         for parameter in self._model.parameters():
@@ -375,7 +375,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         )
         self._store = RamStore(units, self.device, self._panel)
         host_memory.trim()
-        self._lanes = Lanes(self.device, trace=self._trace)
+        self._lanes = Lanes(self.device, trace=self._recorder.trace)
         scale = self._planner.scale()
         self._server = Server(self._store, self._panel, self._lanes, self.device, self._settings, scale, plan.staging)
         try:

@@ -1,16 +1,27 @@
-"""What ran when: one row per lane, in the Chrome trace format (open it in https://ui.perfetto.dev)."""
+"""What ran when: one row per lane, in the Chrome trace format (open it in https://ui.perfetto.dev).
+
+A saved trace is also all that `ferryman report` needs: steps with their figures, the device's memory over time, and
+facts about the run are in it.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+# Looking at the device's memory may take this share of the time.
+_LOOKING = 0.02
 
 
 class Span(NamedTuple):
@@ -31,9 +42,43 @@ class Note(NamedTuple):
     values: Mapping[str, Any]
 
 
+class Sample(NamedTuple):
+    """Bytes allocated on the device at a moment, as the thread that launches work sees it."""
+
+    at: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The figures of one step, which are kept for all steps.
+
+    Updates that wait for the norm of all gradients run beside the next step, and are in that one's time.
+    """
+
+    number: int
+    start: float
+    end: float
+    micro_batches: int
+    samples: int | None
+    tokens: int | None
+    loss: float | None
+    peak: int | None  # the most bytes that were on the device; None: the device is the host
+    busy: Mapping[str, float]  # seconds within the step, by lane
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    def share(self, lane: str) -> float:
+        """Of the step's time, the part in which the lane was busy."""
+        return self.busy.get(lane, 0.0) / self.seconds if self.seconds else 0.0
+
+
 class _DeviceSpan(NamedTuple):
     """A span whose times its device knows, and only once the work has run."""
 
+    number: int  # of those that were issued
     lane: str
     label: str
     begin: torch.Event
@@ -41,21 +86,50 @@ class _DeviceSpan(NamedTuple):
     nbytes: int
 
 
+class _Ended(NamedTuple):
+    """A step whose spans may not all be known yet."""
+
+    figures: Step  # but for `busy`
+    issued: int  # device spans until its end
+
+
+@dataclass
+class _Chapter:
+    """What was recorded until a step's end, and not before the last one's."""
+
+    spans: list[Span] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+
 class Trace:
     """Collects spans from any thread.
 
     An accelerator's work is timed by its own events. They are compared with an anchor, an event whose time on the
     host's clock is known, so that all lanes share one time axis.
+
+    `keep_steps` is for long runs: spans and memory samples of the last so many steps are kept, and of those before only
+    the figures, some 2 kB a step. `steps()` and `last_step` can be read while training goes on, and never wait: of the
+    newest step they count what has run so far. A step that is traced resets the device's peak statistics at its start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_steps: int | None = None) -> None:
+        if keep_steps is not None and (type(keep_steps) is not int or keep_steps < 1):
+            raise ValueError(f"keep_steps={keep_steps!r}: a whole number of steps, 1 or more, or None to keep all")
         self._began = time.perf_counter()
         self._lock = threading.Lock()
         self._lanes: list[str] = []
-        self._spans: list[Span] = []
         self._notes: list[Note] = []
-        self._unread: list[_DeviceSpan] = []
+        self._facts: dict[str, Any] = {}
+        self._issued = 0
+        self._unread: deque[_DeviceSpan] = deque()
         self._anchors: dict[torch.device, tuple[torch.Event, float]] = {}
+        self._next_look = 0.0
+        # The newest step to have ended waits for its last spans, and counts among those that are kept.
+        self._kept: deque[_Chapter] = deque(maxlen=None if keep_steps is None else keep_steps - 1)
+        self._recent = _Chapter()
+        self._steps: list[Step] = []
+        self._ended: deque[_Ended] = deque()
+        self._step_began = (0, 0.0)  # its number, and when
 
     def now(self) -> float:
         return self.at(time.perf_counter())
@@ -77,10 +151,10 @@ class Trace:
 
     def add(self, span: Span) -> None:
         with self._lock:
-            self._spans.append(span)
+            self._recent.spans.append(span)
 
     def note(self, label: str, values: Mapping[str, Any]) -> None:
-        """Such as the figures of a step."""
+        """Such as the figures of a step's updates."""
         with self._lock:
             self._notes.append(Note(label, self.now(), values))
 
@@ -88,53 +162,165 @@ class Trace:
         with self._lock:
             return list(self._notes)
 
+    def know(self, facts: Mapping[str, Any]) -> None:
+        """Facts about the run, which JSON can say; they replace what was known under their names."""
+        with self._lock:
+            self._facts.update(facts)
+
     def add_device_span(self, lane: str, label: str, begin: torch.Event, end: torch.Event, nbytes: int) -> None:
         """The events are timed, and recorded on a stream of a lane that the trace knows."""
         with self._lock:
-            self._unread.append(_DeviceSpan(lane, label, begin, end, nbytes))
+            self._unread.append(_DeviceSpan(self._issued, lane, label, begin, end, nbytes))
+            self._issued += 1
+
+    def look_at_memory(self) -> None:
+        """Notes what is allocated on the device, if there is one; passes where it was looked at just now."""
+        if self._anchors and (now := self.now()) >= self._next_look:
+            allocated, _ = self._memory()
+            with self._lock:
+                self._recent.samples.append(Sample(now, allocated))
+                self._next_look = now + (self.now() - now) / _LOOKING
+
+    # Steps.
+
+    def begin_step(self, number: int) -> None:
+        """A step begins now; one that has begun and not ended came to nothing."""
+        for device in self._anchors:
+            torch.accelerator.reset_peak_memory_stats(device)
+        self._step_began = number, self.now()
+
+    def end_step(
+        self, *, loss: float | None, micro_batches: int, samples: int | None = None, tokens: int | None = None
+    ) -> None:
+        """The step that has begun ends now."""
+        number, start = self._step_began
+        peak = self._memory()[1] if self._anchors else None
+        with self._lock:
+            step = Step(number, start, self.now(), micro_batches, samples, tokens, loss, peak, {})
+            self._ended.append(_Ended(step, self._issued))
+            self._read()
+            # The newest waits: its last spans, on the host too, end in the next.
+            while len(self._ended) > 1 and not (self._unread and self._unread[0].number < self._ended[0].issued):
+                self._close_chapter(self._ended.popleft().figures)
+
+    def steps(self) -> list[Step]:
+        """All steps that have ended, in order."""
+        with self._lock:
+            self._read()
+            return [*self._steps, *(_with_busy(step, self._recent.spans) for step, _ in self._ended)]
+
+    @property
+    def last_step(self) -> Step | None:
+        """The newest step that has ended."""
+        with self._lock:
+            self._read()
+            return _with_busy(self._ended[-1].figures, self._recent.spans) if self._ended else None
+
+    # What was recorded.
 
     def spans(self) -> list[Span]:
-        """All spans of work that has ended, in order of their start."""
+        """All spans that are kept of work that has ended, in order of their start."""
         with self._lock:
-            unread, self._unread = self._unread, []
-            for span in unread:
-                if not span.end.query():
-                    self._unread.append(span)
-                    continue
-                anchor, at = self._anchors[span.end.device]
-                start, end = (at + anchor.elapsed_time(event) / 1e3 for event in (span.begin, span.end))
-                self._spans.append(Span(span.lane, span.label, start, end, span.nbytes))
-            self._spans.sort(key=lambda span: span.start)
-            return list(self._spans)
+            self._read()
+            chapters = [*self._kept, self._recent]
+            return sorted(itertools.chain(*(chapter.spans for chapter in chapters)), key=lambda span: span.start)
+
+    def samples(self) -> list[Sample]:
+        """All samples of the device's memory that are kept, in order."""
+        with self._lock:
+            return list(itertools.chain(*(chapter.samples for chapter in (*self._kept, self._recent))))
+
+    def _read(self) -> None:
+        """Device spans whose work has ended become spans."""
+        for _ in range(len(self._unread)):
+            span = self._unread.popleft()
+            if not span.end.query():
+                self._unread.append(span)
+                continue
+            anchor, at = self._anchors[span.end.device]
+            start, end = (at + anchor.elapsed_time(event) / 1e3 for event in (span.begin, span.end))
+            self._recent.spans.append(Span(span.lane, span.label, start, end, span.nbytes))
+
+    def _close_chapter(self, step: Step) -> None:
+        """All spans of the step are known. What reaches into the next one's time stays with that."""
+        recent = self._recent
+        self._steps.append(_with_busy(step, recent.spans))
+        self._kept.append(
+            _Chapter(
+                [span for span in recent.spans if span.end < step.end],
+                [sample for sample in recent.samples if sample.at <= step.end],
+            )
+        )
+        self._recent = _Chapter(
+            [span for span in recent.spans if span.end >= step.end],
+            [sample for sample in recent.samples if sample.at > step.end],
+        )
+
+    def _memory(self) -> tuple[int, int]:
+        """Allocated now, and at most since the statistics were reset.
+
+        Not `torch.accelerator.memory_stats`, which asks the same and then sorts it, for most of the time it takes.
+        """
+        now = peak = 0
+        for device in self._anchors:
+            stats = torch._C._accelerator_getDeviceStats(device.index or 0)["allocated_bytes"]["all"]
+            now, peak = now + stats["current"], peak + stats["peak"]
+        return now, peak
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file whole or not at all."""
-        spans = self.spans()
         rows = {name: row for row, name in enumerate(self._lanes)}
         events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "ferryman"}}]
-        for name, row in rows.items():
+        steps = self.steps()
+        for name, row in (*rows.items(), *([("steps", len(rows))] if steps else [])):
+            order = -1 if row == len(rows) else row
             events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}})
-            events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": row, "args": {"sort_index": row}})
-        for span in spans:
-            event = {
-                "ph": "X",
-                "name": span.label,
-                "pid": 0,
-                "tid": rows[span.lane],
-                "ts": span.start * 1e6,
-                "dur": (span.end - span.start) * 1e6,
-                "args": {"bytes": span.nbytes},
-            }
+            events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": row, "args": {"sort_index": order}})
+        for step in steps:
+            names = ("number", "micro_batches", "samples", "tokens", "loss", "peak")
+            figures = _sayable({**{name: getattr(step, name) for name in names}, "busy": step.busy})
+            events.append(_event(f"step {step.number}", len(rows), step.start, step.end, figures))
+        for span in self.spans():
+            args: dict[str, float] = {"bytes": span.nbytes}
             if span.nbytes and span.end > span.start:
-                event["args"] = {"bytes": span.nbytes, "GB/s": span.nbytes / (span.end - span.start) / 1e9}
-            events.append(event)
+                args = {"bytes": span.nbytes, "GB/s": span.nbytes / (span.end - span.start) / 1e9}
+            events.append(_event(span.label, rows[span.lane], span.start, span.end, args))
+        for sample in self.samples():
+            what = {"ph": "C", "name": "device memory", "pid": 0}
+            events.append({**what, "ts": sample.at * 1e6, "args": {"allocated": sample.nbytes}})
         for note in self.notes():
             what = {"ph": "i", "s": "g", "pid": 0, "tid": 0, "name": note.label}
-            events.append({**what, "ts": note.at * 1e6, "args": dict(note.values)})
+            events.append({**what, "ts": note.at * 1e6, "args": _sayable(note.values)})
+        facts = {"ferryman": {"0": _sayable(self._facts)}}
+        content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
         target = Path(path)
         partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
         try:
-            partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+            partial.write_text(json.dumps(content, allow_nan=False))
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def _event(name: str, row: int, start: float, end: float, args: Mapping[str, Any]) -> dict[str, Any]:
+    what = {"ph": "X", "name": name, "pid": 0, "tid": row}
+    return {**what, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
+
+
+def _with_busy(step: Step, spans: Iterable[Span]) -> Step:
+    """Work of a lane is in order, so its spans do not overlap."""
+    busy: dict[str, float] = {}
+    for span in spans:
+        inside = min(span.end, step.end) - max(span.start, step.start)
+        if inside > 0:
+            busy[span.lane] = busy.get(span.lane, 0.0) + inside
+    return replace(step, busy=busy)
+
+
+def _sayable(value: Any) -> Any:
+    """JSON knows no inf and no NaN: they are written as texts, which `float` reads."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _sayable(item) for key, item in value.items()}
+    return [_sayable(item) for item in value] if isinstance(value, list | tuple) else value

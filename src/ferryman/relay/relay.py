@@ -325,6 +325,7 @@ class Relay:
             batch.resume()
         finally:
             self._running = None
+        self._look_at_memory()
         if self._stretches is not None:
             peak = torch.accelerator.max_memory_allocated(self._device)
             if peak > self._ceiling:
@@ -342,7 +343,9 @@ class Relay:
         slot, ready = self._weights.enter(unit, upcoming)
         finished = False
         try:
-            with self._compute.occupy(f"visit {unit.name}", after=ready):
+            backward = self._all_turned()
+            with self._compute.occupy(f"visit {unit.name}", after=ready) as mark:
+                self._look_at_memory()
                 tensors = self._weights.tensors(unit, slot)
                 self._buffers = [pair for pair in tensors if not isinstance(pair[1], nn.Parameter)]
                 bind(tensors)
@@ -355,6 +358,8 @@ class Relay:
                     while batch.wish is not None and batch.wish.unit is unit:
                         self._resume(batch)
                     self.stash.stow(batch)
+                direction = "backward" if backward else "turn" if self._all_turned() else "forward"
+                mark.label += f" ({direction})"
                 if finished := not self._open.get(unit) and (not self.for_good or self._all_turned()):
                     self._gradients.complete(unit)
         finally:
@@ -427,8 +432,13 @@ class Relay:
             copies = [(item.tensor.data, tensor.detach())]
             self._d2h.copy(copies, after=after, label=f"write back {item.name}").wait()
 
+    def _look_at_memory(self) -> None:
+        if self._lanes.trace is not None:
+            self._lanes.trace.look_at_memory()
+
     def _collect(self, item: Item, parameter: torch.Tensor) -> None:
         assert self._visited is not None
+        self._look_at_memory()  # the call's graph is there
         self._gradients.add(self._visited, item, self._sums[item], _take(parameter), last=self._is_last)
 
     def _collect_resident(self, item: Item, parameter: torch.Tensor) -> None:

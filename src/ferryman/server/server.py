@@ -339,6 +339,8 @@ class Server:
             self._device_updates.recover()
 
     def close(self) -> None:
+        """When no lane has work."""
+        self._note_last()
         self._landing.close()
         self.looks.close()
         if self._device_updates is not None:

@@ -1,0 +1,122 @@
+"""What the engine writes into a trace: facts about the run, and the figures of its steps. Without a trace, nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import ferryman
+from ferryman.batch import Part, samples_in
+from ferryman.cost.plan import Plan
+from ferryman.server.panel import Panel
+from ferryman.trace import Trace
+from ferryman.units import DtypeOf
+
+
+class Recorder:
+    """A step ends with its update or, where the engine makes none, with its backward."""
+
+    def __init__(
+        self,
+        trace: Trace | None,
+        model: nn.Module,
+        device: torch.device,
+        budget: int | None,
+        panel: Panel | None,
+        dtype_of: DtypeOf,
+    ) -> None:
+        self.trace = trace
+        self._updates = panel is not None
+        self._ended = 0
+        self._plan: Plan | None = None  # that the trace knows
+        self._parts: list[Any] = []  # of the step that is open
+        self._losses: list[torch.Tensor] = []
+        if trace is not None:
+            parameters = dict(model.named_parameters())
+            trace.know(
+                {
+                    "version": ferryman.__version__,
+                    "device": _name_of(device),
+                    "virtual": device.type == "virtual",
+                    "budget": budget,
+                    "model": type(model).__name__,
+                    "optimizer": None if panel is None else type(panel.optimizer).__name__,
+                    "parameters": sum(p.numel() for p in parameters.values()),
+                    "trained": sum(p.numel() for p in parameters.values() if p.requires_grad),
+                    "precision": sorted({str(dtype_of(name, p))[6:] for name, p in parameters.items()}),
+                }
+            )
+
+    def begin(self, number: int, plan: Plan) -> None:
+        """A step begins, or goes on with more micro-batches."""
+        if self.trace is None:
+            return
+        if plan is not self._plan:
+            self._plan = plan
+            self.trace.know({"plan": _facts_of(plan)})
+        if not self._losses:
+            self.trace.begin_step(number if self._updates else self._ended)
+
+    def ran(self, parts: Sequence[Part], loss: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of these micro-batches are over; returns their loss."""
+        if self.trace is not None:
+            self._parts += [part.content for part in parts]
+            self._losses.append(loss)
+            if not self._updates:
+                self.end()
+        return loss
+
+    def end(self) -> None:
+        """The step has made its update, or has asked for it."""
+        if self.trace is not None and self._losses:  # else the gradients were the user's own
+            self.trace.end_step(
+                loss=statistics.fmean(loss.item() for loss in self._losses),
+                micro_batches=len(self._parts),
+                samples=_sum(samples_in(part) for part in self._parts),
+                tokens=_sum(_tokens_in(part) for part in self._parts),
+            )
+            self._ended += 1
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Gradients were given up, and with them the step that is open."""
+        self._parts.clear()
+        self._losses.clear()
+
+
+def _name_of(device: torch.device) -> str:
+    """With the product's name, where its module tells."""
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(device) if name is None else f"{device} ({name(device)})"
+
+
+def _facts_of(plan: Plan) -> dict[str, Any]:
+    return {
+        "units": len(plan.units),
+        "held": plan.held,
+        "weight_slots": plan.weight_slots,
+        "gradient_slots": plan.gradient_slots,
+        "updates": str(plan.staging.policy) if plan.updates else None,
+        "deferred": plan.staging.deferred,
+        "account": plan.account,
+    }
+
+
+def _tokens_in(content: Any) -> int | None:
+    """As models of transformers name them."""
+    ids = content.get("input_ids") if isinstance(content, Mapping) else None
+    return ids.numel() if isinstance(ids, torch.Tensor) else None
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """None if any is not known."""
+    total = 0
+    for count in counts:
+        if count is None:
+            return None
+        total += count
+    return total
