@@ -61,17 +61,15 @@ class Training:
             self.run.begin_metrics(engine.steps)
             self.run.write_settings(options)
             self._say_start(engine, model)
-            step = engine.steps
-            while step < self.steps and stop.asked is None:
+            is_over = engine.steps >= self.steps
+            while engine.steps < self.steps and stop.asked is None:
                 self._step(engine, optimizer)
-                step = engine.steps
-                if _is_due(options.eval_every, step) and step < self.steps:
-                    self._evaluate(engine, model)
-                if _is_due(options.save_every, step) and step < self.steps:
-                    self._save(engine)
-            if stop.asked is None:
+                if engine.steps < self.steps:
+                    self._between(engine, model)
+            if stop.asked is None and not is_over:
                 self._evaluate(engine, model)
-            self._save(engine)
+            if not is_over:
+                self._save(engine)
             if stop.asked is None:
                 self._sample(model)
             self._say_end(engine, stop.asked or "done", time.monotonic() - began)
@@ -86,6 +84,12 @@ class Training:
         self.has_begun = True
         self._tokens += batch["input_ids"].numel()
         self._say_step(engine, rate, seconds, batch["input_ids"].numel())
+
+    def _between(self, engine: Engine, model: nn.Module) -> None:
+        if _is_due(self.options.eval_every, engine.steps):
+            self._evaluate(engine, model)
+        if _is_due(self.options.save_every, engine.steps):
+            self._save(engine)
 
     def _evaluate(self, engine: Engine, model: nn.Module) -> None:
         if self.corpus.validation is None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ferryman
+from ferryman.checkpoint.directory import series
 from ferryman.cli.options import FIXED, Options, flag
 
 _SETTINGS = "run.json"
@@ -37,7 +38,7 @@ class Run:
         self.report = directory / "report.html"
 
     def has_checkpoint(self) -> bool:
-        return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        return bool(series(self.checkpoints))
 
     def write_settings(self, options: Options) -> None:
         content = {"ferryman": ferryman.__version__, "options": options.to_json()}
@@ -124,8 +125,8 @@ def _what_is_in(directory: Path, *, advice: bool = True) -> str:
     names = sorted(entry.name for entry in directory.iterdir())
     if _SETTINGS in names:
         mend = "; go on with it (--resume), or choose another name" if advice else ""
-        saved = sorted(entry.name for entry in (directory / "checkpoints").glob("step-*"))
-        return f"it holds a run already ({saved[-1] if saved else 'without a checkpoint'}){mend}"
+        saved = series(directory / "checkpoints")
+        return f"it holds a run already ({saved[-1].name if saved else 'without a checkpoint'}){mend}"
     some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     mend = "; nothing is overwritten, so choose another name" if advice else ""
     return f"it holds {some or 'nothing'}{mend}"
