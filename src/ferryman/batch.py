@@ -8,18 +8,21 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+REDUCTIONS = ("mean", "sum")  # how the losses of micro-batches make up the batch's
+
 
 class Part(NamedTuple):
-    """One micro-batch: what the user's code gets, and its share of the samples."""
+    """One micro-batch: what the user's code gets, and by what its loss counts."""
 
     content: Any
     weight: float
 
 
-def split(batch: Any, micro_batches: int | None) -> list[Part]:
+def split(batch: Any, micro_batches: int | None, reduction: str = "mean") -> list[Part]:
     """A dict or tuple of tensors is cut along dimension 0; a list is taken as micro-batches that are ready.
 
-    Micro-batches weigh by their samples, so that a ragged last one does not count too much.
+    In the mean, micro-batches weigh by their samples, so that a ragged last one does not count too much. In the sum
+    each counts as it is.
     """
     if micro_batches is not None and type(micro_batches) is not int:
         raise ValueError(f"micro_batches={micro_batches!r}: a whole number of them is required")
@@ -31,7 +34,8 @@ def split(batch: Any, micro_batches: int | None) -> list[Part]:
                 f"the batch is a list of {len(batch)} tensors, and a list is taken as micro-batches that are ready. If "
                 "these are the parts of one batch (inputs, labels), give a tuple: engine.step((inputs, labels))"
             )
-        parts = batch
+        # A mapping that is not a dict, as tokenizers make, would be one leaf to all that looks for tensors in it.
+        parts = [dict(x) if isinstance(x, Mapping) and not isinstance(x, dict) else x for x in batch]
     else:
         parts = _cut(batch, 1 if micro_batches is None else micro_batches)
     if not parts:
@@ -39,6 +43,8 @@ def split(batch: Any, micro_batches: int | None) -> list[Part]:
     sizes = [samples_in(part) for part in parts]
     if 0 in sizes:
         raise ValueError(f"micro-batch {sizes.index(0)} has no samples")
+    if reduction == "sum":
+        return [Part(part, 1.0) for part in parts]
     if any(size is None for size in sizes):
         return [Part(part, 1 / len(parts)) for part in parts]
     total = sum(size for size in sizes if size is not None)

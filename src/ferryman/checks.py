@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ferryman.batch import REDUCTIONS
 from ferryman.cost.policy import parse_policy
 from ferryman.cost.sizes import show_bytes
 from ferryman.server.precision import PRECISIONS
@@ -15,7 +16,7 @@ from ferryman.takeover import is_taken
 from ferryman.units import GRAIN, Item, Unit
 
 
-def arguments(model: Any, *, loss: Any, units: Any, resident: Any, stash: Any, slots: Any) -> None:
+def arguments(model: Any, loss: Any, reduction: Any, *, units: Any, resident: Any, stash: Any, slots: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model must be a torch.nn.Module, this is a {type(model).__name__}")
     if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
@@ -28,6 +29,11 @@ def arguments(model: Any, *, loss: Any, units: Any, resident: Any, stash: Any, s
         raise ValueError(
             f"loss= must be a function of the model and a micro-batch that returns the loss, this is a "
             f"{type(loss).__name__}; for example loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
+        )
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"reduction={reduction!r}: the losses of micro-batches make up the batch's by their 'mean', weighted by "
+            "samples, or by their 'sum'"
         )
     if units is not None and not units:
         raise ValueError(f"units={units!r} names no module; leave it out, and the units are found")

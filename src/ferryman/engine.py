@@ -55,7 +55,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     that of compute and of the link, with float32 masters on the host; without it, what the model has. `max_grad_norm`
     clips by the global norm. `on_nonfinite` says what happens to a step whose gradients are inf or NaN: "raise" or
     "skip". `deferred` has updates wait for all gradients also where nothing else asks for it. `host_threads` is for
-    updates, all CPUs by default.
+    updates, all CPUs by default. `reduction` makes the batch's loss of its micro-batches': their "mean", by samples, or
+    their "sum", for a `loss` that has divided by what the whole batch counts, as tokens that are not padding.
 
     `memory` is a budget of device memory ("8GiB"): blocks are cut, and slots, the stash's place and the size of
     micro-batches chosen, such that it is kept. `units` names the modules that travel, by name or pattern; without it
@@ -82,6 +83,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         deferred: bool = False,
         host_threads: int | None = None,
         loss: Loss = model_loss,
+        reduction: str = "mean",
         units: Sequence[str] | None = None,
         resident: Sequence[str] = (),
         stash: str = "auto",
@@ -91,14 +93,15 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         subgroup: int | None = None,
         trace: Trace | None = None,
     ) -> None:
-        checks.arguments(model, loss=loss, units=units, resident=resident, stash=stash, slots=slots)
+        checks.arguments(model, loss, reduction, units=units, resident=resident, stash=stash, slots=slots)
         self.device = checks.real_device(device)
         self._budget = None if memory is None else parse_bytes(memory, "memory")
         checks.budget(self._budget, self.device)
         checks.free(model)
         checks.update_arguments(optimizer, precision, max_grad_norm, on_nonfinite, deferred, host_threads)
         checks.interleave_arguments(optimizer, self.device, slots, held, updates, subgroup)
-        self._model, self._loss, self._stash, self._updates = model, loss, stash, updates
+        self._model, self._loss, self._reduction = model, loss, reduction
+        self._stash, self._updates = stash, updates
         self._panel = None if optimizer is None else Panel(optimizer, model)
         self._dtype_of = dtype_of(model, precision)
         self._settings = Settings(max_grad_norm, on_nonfinite, deferred, host_threads)
@@ -116,10 +119,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._build(self._planner.make(updates))
 
     def forward_backward(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
-        """The micro-batches' mean loss, weighted by their samples; gradients are added to the parameters' `.grad`.
+        """The batch's loss, the mean or sum of its micro-batches'; gradients are added to the parameters' `.grad`.
 
         Without `micro_batches` the batch is cut into as few as the memory budget allows; without a budget, it is one.
-        A model that averages over tokens (padding, labels of -100) averages within each micro-batch, as in any loop.
         """
         loss = self._run(batch, micro_batches, for_good=False)
         self._relay.finish()
@@ -129,7 +131,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return loss
 
     def step(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
-        """Forward, backward and update; returns the mean loss. Gradients that were kept before are part of it.
+        """Forward, backward and update; returns the loss. Gradients that were kept before are part of it.
 
         Returns when it is certain that the step is good. The update itself goes on beside what follows; all that the
         engine and the model's `state_dict` show of the weights waits for it.
@@ -232,7 +234,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _run(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
         self._check_model()
         choice = self.choice = self._choose(batch, micro_batches)
-        parts = split(batch, choice.micro_batches)
+        parts = split(batch, choice.micro_batches, self._reduction)
         seed = int(torch.randint(0, 2**62, ()).item())
         self._gradients.take(self._all_units())
         self._server.forget_gradients()

@@ -38,7 +38,7 @@ def open_display(*, json: bool = False, quiet: bool = False, console: Console | 
     elif quiet:
         yield Nothing()
     elif console.is_terminal:
-        with Live(console=console, refresh_per_second=4, transient=False) as live:
+        with Live(console=console, refresh_per_second=4) as live:
             yield LivePanel(live)
     else:
         yield Lines(console)
@@ -93,6 +93,8 @@ class LivePanel:
             self._start = event
         if kind == "eval":
             self._validation = event["loss"]
+        if kind == "end":
+            self._live.stop()  # what comes now comes after the panel
         for line in describe(event):
             self._live.console.print(line, soft_wrap=True)
 
@@ -114,7 +116,7 @@ class LivePanel:
             of = f" of {show_bytes(budget)}" if budget else ""
             bar = _bar(event["device_peak"], budget) if budget else Text("")
             rows.add_row("device", bar, f"{show_bytes(event['device_peak'])} at its peak{of}")
-        for name, share in event["lanes"].items():
+        for name, share in sorted(event["lanes"].items(), key=_rank):
             rows.add_row(name, _bar(share, 1.0), f"busy {share:.0%} of the step")
         if event["device_share"] is not None:
             share = event["device_share"]
@@ -162,6 +164,12 @@ def _ending(event: Event) -> str:
         f"{why} after step {event['step']} of {event['steps']}, {_clock(event['seconds'])}; "
         f"{event['tokens']:,} tokens in this session"
     )
+
+
+def _rank(lane: tuple[str, float]) -> tuple[int, str]:
+    """The lanes of a step first, in the order in which a layer takes them."""
+    order = ("h2d", "compute", "d2h", "host")
+    return (order.index(lane[0]) if lane[0] in order else len(order), lane[0])
 
 
 def _rule(event: Event) -> str:

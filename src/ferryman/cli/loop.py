@@ -44,6 +44,7 @@ class Training:
         self.trace = Trace(keep_steps=_TRACED) if options.trace else None
         self._loss = math.nan
         self._tokens = 0  # in this session
+        self._pace: float | None = None  # seconds that a step takes, smoothed
 
     def train(self) -> None:
         options = self.options
@@ -62,6 +63,8 @@ class Training:
             self.run.write_settings(options)
             self._say_start(engine, model)
             is_over = engine.steps >= self.steps
+            if engine.steps == 0 and options.eval_every is not None:
+                self._evaluate(engine, model)
             while engine.steps < self.steps and stop.asked is None:
                 self._step(engine, optimizer)
                 if engine.steps < self.steps:
@@ -83,6 +86,7 @@ class Training:
         seconds = time.monotonic() - start
         self.has_begun = True
         self._tokens += batch["input_ids"].numel()
+        self._pace = seconds if self._pace is None else 0.8 * self._pace + 0.2 * seconds
         self._say_step(engine, rate, seconds, batch["input_ids"].numel())
 
     def _between(self, engine: Engine, model: nn.Module) -> None:
@@ -148,6 +152,7 @@ class Training:
 
     def _say_step(self, engine: Engine, rate: float, seconds: float, tokens: int) -> None:
         assert engine.choice is not None
+        assert self._pace is not None
         last = None if self.trace is None else self.trace.last_step
         self._say(
             {
@@ -159,7 +164,7 @@ class Training:
                 "grad_norm": engine.grad_norm,
                 "epoch": self.corpus.training.epoch,
                 "seconds": seconds,
-                "seconds_left": seconds * (self.steps - engine.steps),
+                "seconds_left": self._pace * (self.steps - engine.steps),
                 "tokens_per_second": tokens / seconds,
                 "micro_batches": engine.choice.micro_batches,
                 "device_peak": _peak(engine.device) if last is None else last.peak,

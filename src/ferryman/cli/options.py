@@ -132,7 +132,9 @@ class Options:
     ] = False
     save_every: Annotated[int | None, _output("Save every so many steps; at the end in any case.", min=1)] = None
     keep: Annotated[int, _output("How many checkpoints are kept.", min=1)] = 2
-    eval_every: Annotated[int | None, _output("Evaluate every so many steps; at the end in any case.", min=1)] = None
+    eval_every: Annotated[
+        int | None, _output("Evaluate before the first and every so many steps; at the end in any case.", min=1)
+    ] = None
     eval_windows: Annotated[int, _output("On at most so many windows.", min=1)] = 64
     sample: Annotated[int, _output("Tokens of text to write at the end.", min=0)] = 0
     seed: Annotated[int, _output("Of the weights, if they are new, and of the order of the data.")] = 0
