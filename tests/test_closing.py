@@ -116,7 +116,7 @@ def test_a_failure_in_a_lane_that_nobody_has_seen(device):
         raise KeyError("lane")
 
     engine = Engine(model, device=device)
-    engine._lanes.host("failing").submit(fail)
+    engine._parts.lanes.host("failing").submit(fail)
     with pytest.raises(KeyError, match="lane"):
         engine.close()
     try:
@@ -126,7 +126,7 @@ def test_a_failure_in_a_lane_that_nobody_has_seen(device):
 
     def leave():
         with Engine(model, device=device) as engine:
-            engine._lanes.host("failing").submit(fail)
+            engine._parts.lanes.host("failing").submit(fail)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -24,11 +24,11 @@ class Crossed:
     def __init__(self, pair, device):
         for seed in range(2):
             pair.ours(seed)
-        pair.engine._lanes.wait()  # also for weights that go to the device by themselves
+        pair.engine._parts.lanes.wait()  # also for weights that go to the device by themselves
         fetches = pair.engine.fetches
         with torch_virtual.watch(device) as seen:
             pair.ours(2)
-            pair.engine._lanes.wait()
+            pair.engine._parts.lanes.wait()
         self.fetches = pair.engine.fetches - fetches
         self.stats = pair.engine.stats()
         residents = pair.engine.plan.residents.nbytes

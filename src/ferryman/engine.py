@@ -4,14 +4,16 @@
 which runs the user's code and moves units (`units.py`) between the server's store (`server/store.py`) and the device's
 slots (`relay/slots.py`), on lanes (`lanes.py`). `Engine.step` has the server (`server/server.py`) update the weights,
 as the user's optimizer says (`server/panel.py`). A budget of device memory is kept by the plan (`cost/plan.py`) and by
-the size of micro-batches (`relay/fit.py`). Blocks come and go between steps (`blocks.py`).
+the size of micro-batches (`sizing.py`, `relay/fit.py`). Blocks come and go between steps (`blocks.py`). All that a
+plan needs is made, and put into the user's model, by an assembly (`assembly.py`). `Engine.save` and `Engine.load` write
+and read checkpoints (`checkpoint/`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,31 +22,26 @@ import torch
 from torch import nn
 
 from ferryman import checks
+from ferryman.assembly import Assembly
 from ferryman.batch import split
 from ferryman.blocks import Blocks, Position
 from ferryman.checkpoint import loading, pretrained, saving
 from ferryman.checkpoint.contents import Contents, Objects
 from ferryman.cost.plan import Plan
 from ferryman.cost.sizes import parse_bytes
-from ferryman.gradients import Gradients
 from ferryman.interrupts import Interrupts
-from ferryman.lanes import Lanes
 from ferryman.planner import Planner
 from ferryman.recorder import Recorder
 from ferryman.relay.fit import Choice, Trial, advice
-from ferryman.relay.relay import Relay
-from ferryman.server import memory as host_memory
 from ferryman.server.panel import Panel
 from ferryman.server.precision import dtype_of
-from ferryman.server.server import Server
 from ferryman.server.settings import Settings
 from ferryman.server.stats import Stats
-from ferryman.server.store import RamStore, account
+from ferryman.server.store import account
 from ferryman.sizing import Sizing
-from ferryman.takeover import Takeover
 from ferryman.trace import Trace
-from ferryman.units import Unit, hint, rename, units_of_block
-from ferryman.work import Loss, caches_off, evaluation, model_loss, weighted_loss
+from ferryman.units import Unit, hint, units_of_block, versions
+from ferryman.work import Loss, model_loss, weighted_loss
 
 
 class Engine(contextlib.AbstractContextManager["Engine"]):
@@ -111,12 +108,12 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             subgroup=subgroup, dtype_of=self._dtype_of, panel=self._panel, settings=self._settings,
         )  # fmt: skip
         self._blocks = Blocks(model, self.device)
-        self._takeover = Takeover(self.wait)
         self.choice: Choice | None = None  # of the last step: how many micro-batches, and where the stash was
-        self._stepping = self._closed = False
+        self._closed = False
         self._loaded: tuple[Path, list[int]] | None = None  # a checkpoint, and the tensors' versions then
         self._half_loaded: Path | None = None
-        self._build(self._planner.make(updates))
+        self._parts = self._assemble(self._planner.make(updates))
+        self._sizing = self._size()
 
     def forward_backward(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
         """The batch's loss, the mean or sum of its micro-batches'; gradients are added to the parameters' `.grad`.
@@ -124,10 +121,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         Without `micro_batches` the batch is cut into as few as the memory budget allows; without a budget, it is one.
         """
         loss = self._run(batch, micro_batches, for_good=False)
-        self._relay.finish()
-        self._gradients.show(self._all_units())
-        for unit, items in self._relay.kept.items():
-            self._server.keep(unit, items)
+        self._parts.relay.finish()
+        self._parts.gradients.show(self._parts.all_units)
+        for unit, items in self._parts.relay.kept.items():
+            self._parts.server.keep(unit, items)
         return loss
 
     def step(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
@@ -137,7 +134,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         engine and the model's `state_dict` show of the weights waits for it.
         """
         panel = self._need_optimizer()
-        self._server.follow_user(panel)
+        self._parts.server.follow_user(panel)
         loss = self._run(batch, micro_batches, for_good=True)
         self._finish(panel)
         return loss
@@ -145,20 +142,20 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def update(self) -> None:
         """Updates the weights with the gradients that `forward_backward` has left; they are cleared."""
         panel = self._need_optimizer()
-        self._server.follow_user(panel)
-        self._gradients.take(self._all_units())
+        self._parts.server.follow_user(panel)
+        self._parts.gradients.take(self._parts.all_units)
         self._finish(panel)
 
     @property
     def grad_norm(self) -> float | None:
         """The norm of all gradients, before clipping: of those that `forward_backward` has left, as they are now, else
         of the last update; None before the first."""
-        return self._server.grad_norm
+        return self._parts.server.grad_norm
 
     @property
     def loss_scale(self) -> float:
         """By which losses are multiplied in float16; 1 in other precisions."""
-        return self._server.scale.value
+        return self._parts.server.scale.value
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """A parameter's gradient in float32, on the host, between `forward_backward` and `update`; may be edited."""
@@ -170,33 +167,34 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     @property
     def host_account(self) -> dict[str, int]:
         """Bytes of host memory that the server takes, by what they are for."""
-        return account(self._all_units(), self._panel, landing=not self._server.is_eager)
+        return account(self._parts.all_units, self._panel, landing=not self._parts.server.is_eager)
 
     def stats(self) -> Stats | None:
         """What the updates of the last step were; waits for them. None before the first."""
-        return self._server.stats
+        return self._parts.server.stats
 
     @property
     def plan(self) -> Plan:
         """What was decided, with the rate of updates as it is predicted and as it was."""
-        predicted, achieved = self._server.update_rates
-        return dataclasses.replace(self._plan, predicted_rate=predicted, achieved_rate=achieved)
+        predicted, achieved = self._parts.server.update_rates
+        return dataclasses.replace(self._parts.plan, predicted_rate=predicted, achieved_rate=achieved)
 
     def set_updates(self, updates: str) -> None:
         """From the next step on this is who updates the weights; nothing else changes."""
         self._need_optimizer()
-        plan = self._planner.change(self._plan, updates, self._sizing.needed)
+        plan = self._planner.change(self._parts.plan, updates, self._sizing.needed)
         self._updates = updates
-        self._serve(plan)
+        self._parts.serve(plan)
+        self._sizing = self._size()
 
     def wait(self) -> None:
         """Blocks until the weights are those of the last update, for those who read them past `state_dict`."""
-        self._server.settle()
+        self._parts.server.settle()
 
     @property
     def steps(self) -> int:
         """How many have been made, those before a checkpoint that was loaded among them."""
-        return self._server.steps
+        return self._parts.server.steps
 
     def save(self, directory: str | Path, *, objects: Objects | None = None, keep: int | None = None) -> Path:
         """Writes a checkpoint: weights that transformers can load, and all that is needed to go on; returns where.
@@ -215,7 +213,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._half_loaded = path  # until it is whole
         checkpoint.load()
         self._recover(forget=True)
-        self._half_loaded, self._loaded = None, (path, self._versions())
+        self._half_loaded, self._loaded = None, (path, versions(self._model))
         return path
 
     def load_weights(self, directory: str | Path) -> None:
@@ -227,24 +225,24 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _contents(self, *, loading: bool = False) -> Contents:
         """What checkpoints are of, when no lane has work."""
         self._check_open(loading=loading)
-        self._server.bring_home()
-        self._store.follow_edits()
-        return Contents(self._model, self.device, self._all_units(), self._store, self._panel, self._server)
+        self._parts.settle()
+        parts = self._parts
+        return Contents(self._model, self.device, parts.all_units, parts.store, self._panel, parts.server)
 
     def _run(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
         self._check_model()
         choice = self.choice = self._choose(batch, micro_batches)
         parts = split(batch, choice.micro_batches, self._reduction)
         seed = int(torch.randint(0, 2**62, ()).item())
-        self._gradients.take(self._all_units())
-        self._server.forget_gradients()
+        self._parts.gradients.take(self._parts.all_units)
+        self._parts.server.forget_gradients()
         self._blocks.begin_step()
         without = [unit for unit in self.units if self._blocks.are_skipped(unit.modules)]
-        scale = self._server.scale.value
-        self._recorder.begin(self._server.steps, self._plan)
+        scale = self._parts.server.scale.value
+        self._recorder.begin(self._parts.server.steps, self._parts.plan)
         try:
-            with self._step(), Interrupts() as interrupts:
-                total = self._relay.run(
+            with self._parts.step(), Interrupts() as interrupts:
+                total = self._parts.relay.run(
                     [self._work(part.content, part.weight * scale) for part in parts],
                     seed,
                     stash_on_host=choice.stash_on_host,
@@ -253,11 +251,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                     between=interrupts.check,
                 )
         except BaseException as error:
-            self._lanes.drain()
+            self._parts.lanes.drain()
             if isinstance(error, torch.OutOfMemoryError):
-                error.add_note(advice(self._plan, choice))
+                error.add_note(advice(self._parts.plan, choice))
             if for_good:
-                error.add_note(f"ferryman: {self._server.what_has_changed()}")
+                error.add_note(f"ferryman: {self._parts.server.what_has_changed()}")
             self._recover(forget=for_good)
             raise
         finally:
@@ -269,9 +267,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         with Interrupts():
             try:
                 # In the order in which the next step fetches them.
-                self._server.finish(self._plan.in_forward_order, self._relay.kept)
+                self._parts.server.finish(self._parts.plan.in_forward_order, self._parts.relay.kept)
             except BaseException:
-                self._lanes.drain()
+                self._parts.lanes.drain()
                 self._recover(forget=True)
                 raise
             self._recorder.end()
@@ -280,15 +278,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def _recover(self, *, forget: bool) -> None:
         """The lanes are drained; what came after a failure was not done, and is not waited for any more."""
-        self._server.recover()
-        self._relay.recover()
+        self._parts.server.recover()
+        self._parts.relay.recover()
         if forget:
             self.zero_grad()
-
-    def _show_states(self) -> None:
-        self._server.bring_home()
-        self._store.follow_edits()  # what was loaded since is shown, too
-        self._store.show_states()
 
     def _need_optimizer(self) -> Panel:
         self._check_open()
@@ -311,10 +304,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         checks.block(block, self._model)
         checks.apart(self._blocks.list_at(position), self.units)
         self._blocks.insert(position, block)
-        added = units_of_block(self._model, block, self._plan.limit, self._dtype_of)
+        added = units_of_block(self._model, block, self._parts.plan.limit, self._dtype_of)
         order = {module: i for i, module in enumerate(self._model.modules())}
         units = sorted((*self.units, *added), key=lambda unit: min(order[module] for module in unit.modules))
-        plan = dataclasses.replace(self._plan, units=tuple(units))
+        plan = dataclasses.replace(self._parts.plan, units=tuple(units))
         try:
             if self._panel is not None:
                 self._panel.look()
@@ -322,12 +315,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         except BaseException:
             self._blocks.remove(block)
             raise
-        self._lanes.wait()
-        for unit in added:
-            self._store.add(unit)
-        self._serve(plan)
-        self._take_over(added)
-        self._take_over_block(block)
+        self._parts.add(block, added, plan)
+        self._sizing = self._size()
 
     def remove(self, position: Position) -> nn.Module:
         """Takes the block out of the model, and returns it with its weights as they are now."""
@@ -335,127 +324,66 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         block = self._blocks.at(position)
         inside = set(block.modules())
         checks.apart(self._blocks.list_at(position), self.units)
-        checks.own(block, position, self.units, self._plan.residents)
+        checks.own(block, position, self.units, self._parts.plan.residents)
         gone = [unit for unit in self.units if inside.issuperset(unit.modules)]
         if len(gone) == len(self.units):
             raise ValueError(f"the block {position!r} is the last one that travels; nothing would be left to train")
         self._blocks.remove(block)
-        self._serve(dataclasses.replace(self._plan, units=tuple(unit for unit in self.units if unit not in gone)))
-        for unit in gone:
-            self._server.forget_unit(unit)
-            self._store.remove(unit)
-        self._takeover.give_back(inside)
+        plan = dataclasses.replace(self._parts.plan, units=tuple(unit for unit in self.units if unit not in gone))
+        self._parts.remove(block, gone, plan)
+        self._sizing = self._size()
         return block
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        return self._plan.units
+        return self._parts.plan.units
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
         self._recorder.abandon()
-        self._relay.clear_gradients()
-        self._server.forget_gradients()
+        self._parts.relay.clear_gradients()
+        self._parts.server.forget_gradients()
         for parameter in self._model.parameters():
             parameter.grad = None
 
     @property
     def fetches(self) -> int:
-        return self._relay.fetches
+        return self._parts.relay.fetches
 
     def close(self) -> None:
         """Gives the model back as it came, with its weights as they are now."""
         self._closed = True
-        self._tear_down()
+        self._parts.close()
 
-    def _build(self, plan: Plan) -> None:
-        self._plan = plan
-        units = self._all_units()
-        host_memory.check(
-            account(units, self._panel, landing=plan.staging.deferred),
-            already=sum(item.tensor.nbytes for unit in units for item in unit.items if not item.tensor.is_meta),
-        )
-        self._store = RamStore(units, self.device, self._panel)
-        host_memory.trim()
-        self._lanes = Lanes(self.device, trace=self._recorder.trace)
-        scale = self._planner.scale()
-        self._server = Server(self._store, self._panel, self._lanes, self.device, self._settings, scale, plan.staging)
-        try:
-            self._relay = Relay(plan, self.device, self._server, self._lanes)
-        except BaseException:  # out of memory, on the device
-            self._lanes.close()
-            self._store.close()
-            raise
-        self._gradients = Gradients(self._relay, self._store, self.wait, wide=self._panel is not None)
-        self._sizing = self._size(plan)
-        self._take_over(plan.units)
-        for block in self._blocks:
-            self._take_over_block(block)
-        self._takeover.replace(self._model, self._outside_steps(self._model.forward))
-        self._takeover.watch(self._model.modules())
-        if self._panel is not None:
-            self._panel.watch(self._show_states)
+    def _assemble(self, plan: Plan) -> Assembly:
+        scale, trace = self._planner.scale(), self._recorder.trace
+        return Assembly(self._model, self.device, plan, self._panel, self._blocks, self._settings, scale, trace)
 
-    def _tear_down(self) -> None:
-        try:
-            try:
-                self._server.bring_home()
-            finally:
-                self._lanes.close()
-        finally:
-            self._takeover.end()
-            if self._panel is not None:
-                self._panel.release()
-            self._relay.close()
-            self._server.close()
-            self._store.close()
-
-    def _serve(self, plan: Plan) -> None:
-        """The model's blocks have changed."""
-        self._lanes.wait()  # a unit that was expected, and not used, may still be on its way
-        self._plan = plan
-        self._sizing = self._size(plan)
-        rename(self._model, self._all_units())
-        self._relay.serve(plan)
-
-    def _versions(self) -> list[int]:
-        return [parameter._version for parameter in self._model.parameters()]
-
-    def _size(self, plan: Plan) -> Sizing:
-        return Sizing(self._planner, plan, self._updates, self._stash, self._try_out)
-
-    def _all_units(self) -> tuple[Unit, ...]:
-        return (*self._plan.units, self._plan.residents)
-
-    def _take_over(self, units: Iterable[Unit]) -> None:
-        for unit in units:
-            for module in unit.modules:
-                self._takeover.replace(module, self._relay.intercept(unit, module, module.forward))
-
-    def _take_over_block(self, block: nn.Module) -> None:
-        self._takeover.replace(block, self._blocks.skippable(block, block.forward))
-        self._takeover.watch(block.modules())
+    def _size(self) -> Sizing:
+        return Sizing(self._planner, self._parts.plan, self._updates, self._stash, self._try_out)
 
     def _work(self, content: Any, weight: float) -> Callable[[], torch.Tensor]:
-        return lambda: weighted_loss(self._loss, self._model, content, weight, self.device, self._relay.adopt)
+        return lambda: weighted_loss(self._loss, self._model, content, weight, self.device, self._parts.relay.adopt)
 
     def _choose(self, batch: Any, micro_batches: int | None) -> Choice:
         """How the batch is cut, and where the stash is."""
         while True:
-            begun = self._server.has_stepped or bool(self._relay.kept)
+            begun = self._parts.server.has_stepped or bool(self._parts.relay.kept)
             chosen = self._sizing.choose(batch, micro_batches, begun=begun)
             if isinstance(chosen, Choice):
                 return chosen
             self._rebuild(chosen)
 
     def _try_out(self, contents: list[Any], room: int) -> Trial:
-        with self._step():
-            return self._relay.try_out([self._work(content, 1 / len(contents)) for content in contents], room)
+        with self._parts.step():
+            return self._parts.relay.try_out([self._work(content, 1 / len(contents)) for content in contents], room)
 
     def _rebuild(self, plan: Plan) -> None:
-        self._tear_down()
-        self._build(plan)
-        if self._loaded is not None and self._loaded[1] == self._versions():  # torch's optimizer cannot hold it all
+        self._parts.close()
+        self._parts = self._assemble(plan)
+        self._sizing = self._size()
+        # Torch's optimizer, to which state was given back, cannot hold all that there was.
+        if self._loaded is not None and self._loaded[1] == versions(self._model):
             loading.Checkpoint(self._loaded[0], self._contents(), {}).load_tensors()
 
     # What may be wrong.
@@ -468,31 +396,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def _check_model(self) -> None:
         self._check_open()
-        self._store.check_values()
-        for unit in self._all_units():
-            checks.unchanged(unit, self._store.weights(unit), self._store.trained)
+        self._parts.store.check_values()
+        for unit in self._parts.all_units:
+            checks.unchanged(unit, self._parts.store.weights(unit), self._parts.store.trained)
         checks.can_step(self._model)
-
-    @contextlib.contextmanager
-    def _step(self) -> Iterator[None]:
-        self._stepping = True
-        try:
-            with caches_off(self._model):
-                yield
-        finally:
-            self._stepping = False
-
-    def _outside_steps(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        streamed = evaluation(forward, self.device, self._relay.evaluating)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self._stepping:
-                return forward(*args, **kwargs)
-            self._store.check_values()
-            self.wait()
-            return streamed(*args, **kwargs)
-
-        return run
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

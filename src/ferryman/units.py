@@ -354,6 +354,11 @@ def _resident(places: dict[int, tuple[Place, ...]], patterns: Sequence[str]) -> 
     return wanted
 
 
+def versions(model: nn.Module) -> list[int]:
+    """Which count edits in place."""
+    return [parameter._version for parameter in model.parameters()]
+
+
 def hint(pattern: str, names: Iterable[str]) -> str:
     """To be added to an error: the nearest name that there is."""
     known = list(names)

@@ -1,0 +1,158 @@
+"""What is made from a plan, and stands in the user's model while it lives: store, lanes, server and relay.
+
+An engine has one at a time. Another plan that cuts units otherwise takes another assembly; blocks that come and go, and
+who updates what, do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ferryman.blocks import Blocks
+from ferryman.cost.plan import Plan
+from ferryman.gradients import Gradients
+from ferryman.lanes import Lanes
+from ferryman.relay.relay import Relay
+from ferryman.server import memory as host_memory
+from ferryman.server.panel import Panel
+from ferryman.server.precision import Scale
+from ferryman.server.server import Server
+from ferryman.server.settings import Settings
+from ferryman.server.store import RamStore, account
+from ferryman.takeover import Takeover
+from ferryman.trace import Trace
+from ferryman.units import Unit, rename
+from ferryman.work import caches_off, evaluation
+
+
+class Assembly:
+    """The parts, wired to the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        plan: Plan,
+        panel: Panel | None,
+        blocks: Blocks,
+        settings: Settings,
+        scale: Scale,
+        trace: Trace | None,
+    ) -> None:
+        self.plan = plan
+        self._model = model
+        self._device = device
+        self._panel = panel
+        self._blocks = blocks
+        self._stepping = False
+        host_memory.check(
+            account(self.all_units, panel, landing=plan.staging.deferred),
+            already=sum(i.tensor.nbytes for unit in self.all_units for i in unit.items if not i.tensor.is_meta),
+        )
+        self.store = RamStore(self.all_units, device, panel)
+        host_memory.trim()
+        self.lanes = Lanes(device, trace=trace)
+        self.server = Server(self.store, panel, self.lanes, device, settings, scale, plan.staging)
+        try:
+            self.relay = Relay(plan, device, self.server, self.lanes)
+        except BaseException:  # out of memory, on the device
+            self.lanes.close()
+            self.store.close()
+            raise
+        self.gradients = Gradients(self.relay, self.store, self.server.settle, wide=panel is not None)
+        self._takeover = Takeover(self.server.settle)
+        self._take_over(plan.units)
+        for block in blocks:
+            self._take_over_block(block)
+        self._takeover.replace(model, self._outside_steps(model.forward))
+        self._takeover.watch(model.modules())
+        if panel is not None:
+            panel.watch(self._show_states)
+
+    @property
+    def all_units(self) -> tuple[Unit, ...]:
+        return (*self.plan.units, self.plan.residents)
+
+    def serve(self, plan: Plan) -> None:
+        """The model's blocks have changed, or who updates what."""
+        self.lanes.wait()  # a unit that was expected, and not used, may still be on its way
+        self.plan = plan
+        rename(self._model, self.all_units)
+        self.relay.serve(plan)
+
+    def add(self, block: nn.Module, units: Sequence[Unit], plan: Plan) -> None:
+        """The block is in the model, its units are in the plan."""
+        self.lanes.wait()
+        for unit in units:
+            self.store.add(unit)
+        self.serve(plan)
+        self._take_over(units)
+        self._take_over_block(block)
+
+    def remove(self, block: nn.Module, units: Iterable[Unit], plan: Plan) -> None:
+        """Both are gone."""
+        self.serve(plan)
+        for unit in units:
+            self.server.forget_unit(unit)
+            self.store.remove(unit)
+        self._takeover.give_back(block.modules())
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Within, the model runs for a step."""
+        self._stepping = True
+        try:
+            with caches_off(self._model):
+                yield
+        finally:
+            self._stepping = False
+
+    def settle(self) -> None:
+        """When no lane has work and the host has everything, as the user has edited it."""
+        self.server.bring_home()
+        self.store.follow_edits()
+
+    def close(self) -> None:
+        """Gives the model back as it came, with its weights as they are now."""
+        try:
+            try:
+                self.server.bring_home()
+            finally:
+                self.lanes.close()
+        finally:
+            self._takeover.end()
+            if self._panel is not None:
+                self._panel.release()
+            self.relay.close()
+            self.server.close()
+            self.store.close()
+
+    def _show_states(self) -> None:
+        self.settle()  # what was loaded since is shown, too
+        self.store.show_states()
+
+    def _take_over(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            for module in unit.modules:
+                self._takeover.replace(module, self.relay.intercept(unit, module, module.forward))
+
+    def _take_over_block(self, block: nn.Module) -> None:
+        self._takeover.replace(block, self._blocks.skippable(block, block.forward))
+        self._takeover.watch(block.modules())
+
+    def _outside_steps(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        streamed = evaluation(forward, self._device, self.relay.evaluating)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._stepping:
+                return forward(*args, **kwargs)
+            self.store.check_values()
+            self.server.settle()
+            return streamed(*args, **kwargs)
+
+        return run
