@@ -276,10 +276,11 @@ class Trace:
             order = -1 if row == len(rows) else row
             events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}})
             events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": row, "args": {"sort_index": order}})
-        for step in steps:
-            names = ("number", "micro_batches", "samples", "tokens", "loss", "peak")
-            figures = _sayable({**{name: getattr(step, name) for name in names}, "busy": step.busy})
-            events.append(_event(f"step {step.number}", len(rows), step.start, step.end, figures))
+        kept = len(steps) - len(self._kept) - len(self._ended)  # the first whose spans are there
+        for index, step in enumerate(steps):
+            names = ("number", "micro_batches", "samples", "tokens", "loss", "peak", "busy")
+            figures = {**{name: getattr(step, name) for name in names}, "kept": index >= kept}
+            events.append(_event(f"step {step.number}", len(rows), step.start, step.end, _sayable(figures)))
         for span in self.spans():
             args: dict[str, float] = {"bytes": span.nbytes}
             if span.nbytes and span.end > span.start:

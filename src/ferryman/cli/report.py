@@ -1,0 +1,77 @@
+"""`ferryman report`: what a trace shows, as one HTML file."""
+
+from __future__ import annotations
+
+import json
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ferryman.cost.sizes import show_bytes
+from ferryman.report.figures import Figures, figures_of, summary
+from ferryman.report.page import write_report
+from ferryman.report.recording import read
+
+
+def report(
+    trace: Annotated[Path, typer.Argument(help="A trace that an engine recorded, as `Trace.save` writes it.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write; the trace's name with .html by default.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    open_it: Annotated[bool, typer.Option("--open", help="Show it in a browser.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the figures as JSON; write a file only where -o names one.")
+    ] = False,
+) -> None:
+    """Make a report of a trace: one HTML file that needs nothing else, no network either.
+
+    It shows the lanes over time, the device's memory against the budget, which lane bounds a step, who updated the
+    weights, and the loss.
+
+    \b
+    [bold]Examples[/bold]
+      ferryman report trace.json                    writes trace.html
+      ferryman report trace.json --open             and shows it
+      ferryman report trace.json -o out.html --force
+      ferryman report trace.json --json | jq '.ranks[0].bound'
+
+    \b
+    A trace is recorded by the engine:
+      trace = ferryman.trace.Trace(keep_steps=20)
+      engine = ferryman.Engine(model, optimizer, trace=trace)
+      ...
+      trace.save("trace.json")
+    """
+    target = output or trace.with_suffix(".html")
+    if as_json and output is None:
+        if open_it:
+            raise ValueError("--open shows a file, and --json alone writes none: name one with -o, or leave --json out")
+        figures = [figures_of(recording) for recording in read(trace)]
+    else:
+        figures = write_report(trace, target, overwrite=force)
+    if as_json:
+        typer.echo(json.dumps(summary(figures), allow_nan=False))
+    else:
+        for of in figures:
+            typer.echo(_line(of, len(figures) > 1))
+        typer.echo(f"report: {target}")
+    if open_it and not webbrowser.open(target.resolve().as_uri()):
+        raise ValueError(f"--open: no browser was found; open {target.resolve()} yourself")
+
+
+def _line(of: Figures, several: bool) -> str:
+    """The headline."""
+    steps, whole = of.recording.steps, of.typical.whole
+    parts = [f"{len(steps)} steps" if len(steps) != 1 else "1 step"]
+    if of.seconds is not None:
+        parts.append(f"{of.seconds * 1e3:.4g} ms a step")
+    if of.tokens_rate is not None:
+        parts.append(f"{of.tokens_rate:.4g} tokens/s")
+    if of.peak is not None:
+        parts.append(f"device peak {show_bytes(of.peak)}")
+    if whole.busiest is not None:
+        parts.append(f"{'bounded by' if whole.bound else 'busiest:'} {whole.busiest}, {whole.share:.0%} of the step")
+    return f"{f'rank {of.recording.rank}: ' if several else ''}{', '.join(parts)}"

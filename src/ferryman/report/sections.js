@@ -1,0 +1,222 @@
+// Everything around the timeline: title, headline, where the time went, the updates, the course of the run.
+
+const lead = RANKS[0], facts = lead.facts, plan = facts.plan || {};
+
+// Title.
+
+{
+  byId("title").textContent = facts.model ? `${facts.model}, ${showCount(facts.parameters)} parameters` : DATA.name;
+  const where = facts.virtual ? make("span", { class: "tag" }, `virtual accelerator (${facts.device})`)
+    : facts.device ? make("span", {}, facts.device === "cpu" ? "CPU" : facts.device) : null;
+  const parts = [
+    RANKS.length > 1 ? `${RANKS.length} ranks` : null,
+    facts.budget ? `budget ${showBytes(facts.budget)}` : "no budget",
+    facts.precision && facts.precision.length ? facts.precision.join(", ") : null,
+    facts.optimizer || null,
+    plan.units ? `${plan.units} units, ${plan.held ? "held on the device" : "relayed"}` : null,
+    plan.updates ? `updates ${plan.updates}, ${plan.deferred ? "deferred" : "eager"}` : null,
+    facts.trained < facts.parameters ? `${showCount(facts.trained)} trained` : null,
+  ];
+  byId("facts").append(...[where].filter(Boolean), ...parts.filter(Boolean).map((part) => make("span", {}, part)));
+  byId("footer").textContent = `From ${DATA.name}, recorded with ferryman ${facts.version || "(an older one)"}. The trace itself opens in ui.perfetto.dev.`;
+}
+
+// Headline.
+
+const RESOURCE_NAMES = { compute: "compute", "link in": "link in", "link out": "link out", "device updates": "updates on the device", host: "host" };
+const resourceName = (resource) => RESOURCE_NAMES[resource] || resource;
+
+function figure(name, value, unit, more, share = null) {
+  const meter = share === null ? null : make("div", { class: "meter", role: "img", "aria-label": showPercent(share) },
+    make("i", { style: { width: `${Math.min(100, share * 100)}%` } }));
+  return make("div", { class: "figure" }, make("div", { class: "name" }, name),
+    make("div", { class: "value" }, value, unit ? make("small", {}, ` ${unit}`) : null), meter, make("div", { class: "more" }, more));
+}
+{
+  const typical = lead.accounts[lead.typical], { busiest, share, bound } = typical.whole;
+  const count = lead.steps.number.length;
+  const [time, unit] = lead.seconds === null ? ["–", ""] : showSeconds(lead.seconds).split(" ");
+  const rate = lead.tokens_rate !== null ? ["tokens", lead.tokens_rate] : lead.samples_rate !== null ? ["samples", lead.samples_rate] : null;
+  const peak = lead.peak === null ? ["–", "", facts.device === "cpu" ? "on the CPU the device is the host" : "was not recorded"]
+    : [...showBytes(lead.peak).split(" "), budget ? `${showPercent(lead.peak / budget)} of the budget of ${showBytes(budget)}` : "no budget was set"];
+  byId("headline").append(
+    figure("Step time", time, unit, lead.seconds === null ? "no steps were recorded" : `median of ${count} step${count === 1 ? "" : "s"}${count > 1 ? ", without the first" : ""}`),
+    figure("Throughput", rate ? digits(rate[1]) : "–", rate ? `${rate[0]}/s` : "", rate
+      ? `${showCount(typical[rate[0]])} ${rate[0]} a step, ${typical.micro_batches} micro-batch${typical.micro_batches === 1 ? "" : "es"}` : "samples are not known"),
+    figure("Device memory, peak", peak[0], peak[1], peak[2], lead.peak !== null && budget ? lead.peak / budget : null),
+    figure(bound ? "Bounded by" : "Busiest", busiest ? resourceName(busiest) : "–", "", busiest
+      ? `busy for ${showPercent(share)} of the step${bound ? "" : "; nothing fills it"}` : "nothing ran", busiest ? share : null),
+  );
+}
+
+// Steps.
+
+const stepSelect = byId("step");
+lead.accounts.forEach((account, i) => stepSelect.append(make("option", { value: i }, lead.has_steps ? `step ${account.number}` : "whole trace")));
+function choose(index) {
+  chosen = Math.max(0, Math.min(lead.accounts.length - 1, index));
+  stepSelect.value = `${chosen}`;
+  byId("previous").disabled = chosen === 0;
+  byId("next").disabled = chosen === lead.accounts.length - 1;
+  pointed = cursor = null;
+  if (hasMemory) byId("memory-title").replaceChildren("Device memory", ...levels().map(({ name, bytes, ink, dash }) =>
+    make("span", { class: "key" }, make("i", { style: { borderColor: `var(--${ink})`, borderTopStyle: dash } }), `${name} ${showBytes(bytes)}`)));
+  wholeStep();
+  showWhere();
+  showSplitOf();
+  repaint();
+}
+const chooseNumber = (number) => {
+  const index = lead.accounts.findIndex((account) => account.number === number);
+  if (index >= 0) choose(index);
+};
+stepSelect.addEventListener("change", () => choose(Number(stepSelect.value)));
+byId("previous").addEventListener("click", () => choose(chosen - 1));
+byId("next").addEventListener("click", () => choose(chosen + 1));
+if (!lead.has_steps) byId("reset").textContent = "Reset";
+
+// Legend, and what is missing of the memory.
+
+function legend(entries) {
+  return entries.map(([name, text]) => make("li", {}, make("i", { style: { background: `var(--${name})` } }), text));
+}
+{
+  const used = new Set(RANKS.flatMap((rank) => rank.labels.map((label) => label.kind)));
+  byId("legend").append(...legend(Object.entries(KINDS).filter(([kind]) => used.has(kind))));
+  if (!hasMemory) {
+    memoryCanvas.hidden = true;
+    byId("memory-missing").hidden = false;
+    byId("memory-missing").textContent = facts.device === "cpu"
+      ? "None to show: on the CPU the device is the host." : "This trace has no samples of it.";
+  } else {
+    memoryCanvas.setAttribute("role", "img");
+    memoryCanvas.setAttribute("aria-label", `Device memory over time; peak ${showBytes(lead.peak || 0)}${budget ? `, budget ${showBytes(budget)}` : ""}`);
+  }
+}
+if (account && lead.peak) {
+  const inks = { "weight slots": "weights", "gradient slots": "gradients", residents: "stash", "update staging": "update",
+    "state on the device": "state", "gradients on the device": "look" };
+  const parts = Object.entries(account).map(([name, bytes]) => [inks[name] || "other", name, bytes]).filter(([, , bytes]) => bytes);
+  parts.push(["forward", "micro-batches, at the peak", Math.max(0, lead.peak - fixed)]);
+  const whole = Math.max(budget || 0, lead.peak);
+  const strip = make("div", { class: "strip" }, ...parts.map(([ink, name, bytes]) =>
+    make("i", { title: name, style: { width: `${(bytes / whole) * 100}%`, background: `var(--${ink})` } })));
+  const entries = legend(parts.map(([ink, name, bytes]) => [ink, `${name} ${showBytes(bytes)}`]));
+  if (budget > lead.peak) entries.push(...legend([["row", `free ${showBytes(budget - lead.peak)}`]]));
+  byId("holds").append(make("div", { class: "holds" }, make("h3", {}, "What fills it"), strip, make("ul", { class: "legend" }, ...entries)));
+}
+
+// Where the time went.
+
+const ADVICE = {
+  compute: "The link and the host keep up: only less work, a lower precision or a faster device would shorten it.",
+  "link in": "What comes in does not keep up with compute. More micro-batches a step make each fetch serve more work; more device memory keeps more units there; bf16 halves the bytes.",
+  "link out": "What goes out does not keep up. More micro-batches a step make each flush serve more work; more device memory keeps the stash on the device; bf16 halves the bytes.",
+  "device updates": "Updates on the device are the slowest part: another policy (updates=\"host\", \"stride:K\") would leave more of them to the host.",
+  host: "The host's updates do not keep up. updates=\"auto\" lets the device take part; more host threads, or more micro-batches a step, help too.",
+};
+const WAITING = "No resource fills the step: lanes wait for one another. Look for gaps in the compute lane, and for what ends where they end.";
+
+function showWhere() {
+  const target = byId("where");
+  target.replaceChildren();
+  for (const rank of RANKS) {
+    const account = accountOf(rank);
+    if (!account) continue;
+    if (RANKS.length > 1) target.append(make("h3", {}, `rank ${rank.rank}`));
+    target.append(verdict(account), phases(account), make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Lanes" }, table(rank, account)));
+  }
+}
+function verdict(account) {
+  const { busiest, share, bound, start, end } = account.whole;
+  if (!busiest) return make("p", { class: "verdict" }, "Nothing ran.");
+  const what = lead.has_steps ? `step ${account.number}` : "the trace";
+  const name = resourceName(busiest);
+  return make("p", { class: "verdict" },
+    make("b", {}, `${name[0].toUpperCase()}${name.slice(1)} ${bound ? "bounds" : "is busiest in"} ${what}`),
+    `: it is busy for ${showPercent(share)} of ${showMicro(end - start)}. `, bound ? ADVICE[busiest] || "" : WAITING);
+}
+function phases(account) {
+  const strip = make("div", { class: "strip" }), list = make("ul", { class: "legend", "aria-label": "Phases of the step" });
+  const inks = { forward: "forward", backward: "backward", finish: "look" };
+  for (const phase of account.phases) {
+    const length = phase.end - phase.start, background = `var(--${inks[phase.name]})`;
+    if (length <= 0) continue;
+    const who = phase.bound ? `bounded by ${resourceName(phase.bound)}, ${showPercent(phase.share)}`
+      : phase.busiest ? `${resourceName(phase.busiest)} ${showPercent(phase.share)}, nothing fills it` : "nothing runs";
+    strip.append(make("i", { title: phase.name, style: { background, flex: `${length} 1 0` } }));
+    list.append(make("li", {}, make("i", { style: { background } }), make("b", {}, phase.name), ` ${showMicro(length)}, ${who}`));
+  }
+  return make("div", { class: "phases" }, strip, list);
+}
+function table(rank, account) {
+  const length = (account.whole.end - account.whole.start) / 1e6;
+  const head = make("tr", {}, ...[["lane"], ["what", "about"], ["busy, by kind of work; the rest is idle", "use"], ["busy", "number"], ["share", "number"], ["moved", "number"], ["rate", "number"]]
+    .map(([text, kind]) => make("th", { scope: "col", class: kind || "" }, text)));
+  const body = [];
+  let before = null;
+  for (const lane of rank.lanes) {
+    const used = account.lanes[lane.name] || { busy: 0, kinds: {}, bytes: 0 };
+    const strip = make("div", { class: "strip" });
+    for (const kind of Object.keys(KINDS)) {
+      if (!used.kinds[kind]) continue;
+      strip.append(make("i", { title: `${KINDS[kind]}: ${showSeconds(used.kinds[kind])}`,
+        style: { width: `${(used.kinds[kind] / length) * 100}%`, background: `var(--${kind})` } }));
+    }
+    const crosses = lane.resource.startsWith("link") && used.bytes > 0;
+    body.push(make("tr", { class: before !== null && before !== lane.resource ? "first" : "" },
+      make("td", { class: "lane" }, lane.name), make("td", { class: "about" }, LANES[lane.name] || ""), make("td", { class: "use" }, strip),
+      make("td", { class: "number" }, used.busy ? showSeconds(used.busy) : "–"), make("td", { class: "number" }, showPercent(used.busy / length)),
+      make("td", { class: "number" }, crosses ? showTraffic(used.bytes) : "–"),
+      make("td", { class: "number" }, crosses && used.busy ? showRate(used.bytes / used.busy) : "–")));
+    before = lane.resource;
+  }
+  return make("table", {}, make("thead", {}, head), make("tbody", {}, ...body));
+}
+
+// Updates.
+
+const splitNote = make("p", { class: "verdict" });
+function showSplitOf() {
+  const s = lead.steps, i = s.number.indexOf(lead.accounts[chosen].number);
+  if (i < 0 || s.device_share[i] === null) {
+    splitNote.textContent = "The updates of this step are not in the trace: it was saved before they were over.";
+    return;
+  }
+  const late = s.host_waited[i] > s.device_waited[i] ? "the device" : "the host";
+  splitNote.replaceChildren(
+    make("b", {}, `${showPercent(s.device_share[i])} on the device, ${showPercent(1 - s.device_share[i])} on the host`),
+    ` in step ${s.number[i]} (updates=${s.policy[i]}). ${showTraffic(s.bytes_in[i])} came in for it and ${showTraffic(s.bytes_out[i])} went out; `,
+    s.device_share[i] > 0 && s.device_share[i] < 1 ? `${late} was last, by ${showSeconds(Math.max(s.host_waited[i], s.device_waited[i]))}.` : `all by ${late}.`,
+  );
+}
+{
+  const s = lead.steps;
+  if (!s.number.length || s.device_share.every((share) => share === null)) {
+    byId("split").append(make("p", { class: "missing" }, facts.optimizer === null ? "The engine had no optimizer, and so updated nothing."
+      : "This trace has no updates: no step was recorded to its end."));
+  } else {
+    const rates = [{ name: "achieved", values: s.achieved_rate, colour: "accent" }, { name: "predicted", values: s.predicted_rate, colour: "soft", dashed: true }];
+    byId("split").append(splitNote, make("div", { class: "pair" },
+      lineChart("Updated on the device", s.number, [{ name: "device", values: s.device_share, colour: "update", area: true }],
+        { show: showPercent, low: 0, high: 1, choose: chooseNumber }),
+      lineChart("Update rate, parameters a second", s.number, rates.filter((line) => line.values.some((value) => value !== null)), { show: showCount, low: 0, choose: chooseNumber })));
+  }
+}
+
+// The course of the run.
+
+{
+  const s = lead.steps;
+  if (!s.number.length) byId("course").append(make("p", { class: "missing" }, "No steps were recorded, so there is no loss to show."));
+  else {
+    if (s.loss.some((loss) => loss !== null)) {
+      const lost = s.loss.filter((loss) => loss === null).length;
+      byId("course").append(lineChart(lost ? `Loss (in ${lost} steps it was not finite)` : "Loss", s.number, [{ name: "loss", values: s.loss, colour: "accent" }], { show: (loss) => loss.toPrecision(4), choose: chooseNumber }));
+    } else byId("course").append(make("p", { class: "missing" }, "The losses of these steps are not in the trace."));
+    byId("course").append(lineChart("Step time", s.number, [{ name: "step time", values: s.seconds, colour: "weights", area: true }], { show: showSeconds, low: 0, choose: chooseNumber }));
+  }
+}
+
+choose(lead.typical);
+new ResizeObserver(repaint).observe(document.body);
