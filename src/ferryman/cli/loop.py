@@ -21,6 +21,7 @@ from ferryman.cli.stop import Stop
 from ferryman.cost.sizes import parse_bytes
 from ferryman.data.windows import Windows
 from ferryman.engine import Engine
+from ferryman.report.page import write_report
 from ferryman.trace import Trace
 
 Tell = Callable[[Mapping[str, Any]], None]  # hears of every event; see `display.py`
@@ -33,10 +34,11 @@ class Training:
     """One run of `ferryman train`, from its options to its last checkpoint."""
 
     def __init__(self, options: Options, run: Run, tell: Tell) -> None:
+        assert options.model is not None
         self.options = options
         self.run = run
         self._tell = tell
-        self.description = describe(options.model or "")
+        self.description = describe(options.model)
         self.corpus = open_corpus(options, self.description, run.tokens)
         self.steps = _steps(options, self.corpus.training, self.corpus.sequence)
         self.last_checkpoint: Path | None = None
@@ -117,7 +119,7 @@ class Training:
         if self.options.sample == 0:
             return
         source = self.corpus.validation or self.corpus.training
-        prompt = next(source.in_order(1, 1))["input_ids"][:, :_PROMPT]
+        prompt = next(source.in_order(1, 1))["input_ids"][:, : min(_PROMPT, self.corpus.sequence // 2)]
         room = (self.description.context or math.inf) - prompt.shape[1]
         new = generate(model, prompt, int(min(self.options.sample, room)), seed=self.options.seed)
         texts = [self.corpus.decode(ids) or " ".join(map(str, ids)) for ids in (prompt[0].tolist(), new)]
@@ -174,8 +176,10 @@ class Training:
         )
 
     def _say_end(self, engine: Engine, reason: str, seconds: float) -> None:
-        if self.trace is not None:
-            self._write_report()
+        if self.trace is not None and self._tokens:
+            engine.wait()  # for the last updates, which are part of it
+            self.trace.save(self.run.trace)
+            write_report(self.run.trace, self.run.report, overwrite=True)
         self._say(
             {
                 "event": "end",
@@ -186,7 +190,7 @@ class Training:
                 "tokens": self._tokens,
                 "seconds": seconds,
                 "checkpoint": str(self.last_checkpoint),
-                "report": None if self.trace is None else str(self.run.report),
+                "report": str(self.run.report) if self.run.report.exists() else None,
                 "resume": self.options.command(),
             }
         )
@@ -195,10 +199,6 @@ class Training:
         """Of the parameters of the last step whose updates are over, those that the device has updated."""
         notes = [] if self.trace is None else self.trace.notes()
         return next((note.values["device_share"] for note in reversed(notes) if "device_share" in note.values), None)
-
-    def _write_report(self) -> None:
-        assert self.trace is not None
-        self.trace.save(self.run.trace)
 
 
 def evaluate(model: nn.Module, windows: Windows, size: int, most: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
@@ -59,6 +60,8 @@ def _train(options: Options, run: Run, notes: list[str]) -> int:
             for note in notes:
                 display.show({"event": "note", "text": note})
             training = Training(options, run, display.show)
+            # What it would say is about its own defaults, in the midst of the display.
+            importlib.import_module("transformers").logging.set_verbosity_error()
             training.train()
         return 0
     except (ValueError, torch.OutOfMemoryError, OSError, KeyboardInterrupt) as error:
