@@ -32,8 +32,8 @@ from ferryman.cli.run import new_run
 from ferryman.cost.sizes import parse_bytes, show_bytes
 
 SMALL, LARGE = "virtual:0", "virtual:1"  # two devices: one of small memory, one with plenty
-COMPARED = 6  # steps of both, one after the other
-SECONDS = 90  # about how long the training itself may take
+COMPARED = 8  # steps of both, one after the other
+SECONDS = 80  # about how long the training itself may take
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
 Batch = dict[str, torch.Tensor]
@@ -141,7 +141,7 @@ def free_name(path: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a model of seconds, to see that it runs")
-    parser.add_argument("--steps", type=int, help="by default, as many as take about a minute and a half")
+    parser.add_argument("--steps", type=int, help="by default, as many as take somewhat more than a minute")
     parser.add_argument("--output", type=Path, help="a new directory; by default runs/demo, or runs/demo-2, ...")
     given = parser.parse_args()
     began = time.monotonic()
@@ -153,8 +153,8 @@ def main() -> None:
         model="gpt:tiny" if given.tiny else "gpt:layers=12,width=128,heads=4,context=128",
         data=[STDLIB / "json"] if given.tiny else sorted(STDLIB.glob("*.py")),
         output=given.output or free_name(Path("runs") / "demo"),
-        batch=8,
-        micro_batches=8 if given.tiny else 4,
+        batch=4,
+        micro_batches=4 if given.tiny else 2,
         sequence=128,
         lr=2e-3,
         warmup=10,
@@ -183,8 +183,8 @@ def main() -> None:
     console.print(f"the losses of {COMPARED} steps differ by at most {compared.difference:.0e}")
 
     console.rule(f"3. Ferryman, on the device of {options.memory}", align="left")
-    steps = given.steps or min(400, max(60, int(SECONDS / compared.ferryman_seconds)))
-    options = dataclasses.replace(options, steps=steps, eval_every=max(1, steps // 3))
+    steps = given.steps or min(500, max(80, int(SECONDS / compared.ferryman_seconds)))
+    options = dataclasses.replace(options, steps=steps, eval_every=-(-steps // 3))
     events: list[dict] = []
     with open_display(console=console) as display:
         Training(options, run, lambda event: (events.append(dict(event)), display.show(event))).train()

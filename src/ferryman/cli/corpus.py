@@ -75,7 +75,7 @@ def _split(tokens: Tokens, options: Options, model: Description, tokenizer: Any,
 
 
 def _check_bytes(model: Description, vocabulary: int) -> None:
-    if model.weights is not None:
+    if model.weights is not None and vocabulary != BYTES:
         raise ValueError(
             f"{model.name!r} is pretrained and has no tokenizer beside its weights, so it is not known how text "
             "becomes its tokens; put its tokenizer there (tokenizer.json), or give token files (.bin, .npy)"

@@ -13,7 +13,6 @@ from ferryman.cli.display import open_display
 from ferryman.cli.loop import Training
 from ferryman.cli.options import Options
 from ferryman.cli.run import Run, new_run, resumed_run
-from ferryman.server.looks import NonFiniteError
 
 HELP = """
 Trains a causal language model that may be larger than the device.
@@ -64,24 +63,22 @@ def _train(options: Options, run: Run, notes: list[str]) -> int:
             importlib.import_module("transformers").logging.set_verbosity_error()
             training.train()
         return 0
-    except (ValueError, torch.OutOfMemoryError, OSError, KeyboardInterrupt) as error:
+    except BaseException as error:
         if training is None or not training.has_begun:
             run.discard()
-        if isinstance(error, ValueError) and not isinstance(error, NonFiniteError):
+            if isinstance(error, ValueError):
+                raise  # a mistake in what was given
+        if not isinstance(error, ValueError | torch.OutOfMemoryError | OSError | KeyboardInterrupt):
             raise
         saved = None if training is None else training.last_checkpoint
-        kept = (
-            f"The last checkpoint is {saved}; go on from it with: {options.command()}"
-            if saved
-            else "Nothing was saved."
-        )
+        kept = f"The last checkpoint is {saved}; go on from it: {options.command()}" if saved else "Nothing was saved."
         what = "interrupted" if isinstance(error, KeyboardInterrupt) else _in_full(error)
         typer.secho(f"ferryman: {what}. {kept}", fg=typer.colors.RED, err=True)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _in_full(error: BaseException) -> str:
-    return " ".join([str(error).rstrip("."), *getattr(error, "__notes__", [])])
+    return ". ".join(str(part).rstrip(".") for part in (error, *getattr(error, "__notes__", [])))
 
 
 def _is_explicit(ctx: typer.Context, name: str) -> bool:
