@@ -321,6 +321,7 @@ def test_what_is_missing_is_said(tmp_path, show):
     words = page.locator("main").inner_text()
     for missing in ("no steps were recorded", "no samples of it", "has no updates", "no loss to show"):
         assert missing in words, missing
+    assert page.locator("#memory").is_hidden()
     assert page.locator("#step option").all_inner_texts() == ["whole trace"]
 
 

@@ -182,8 +182,8 @@ def test_only_the_last_steps_are_kept_but_the_figures_of_all(device, keep):
 
 
 def test_a_copy_that_outlasts_steps_is_not_lost(virtual):
-    nbytes = 10_000_000
-    torch_virtual.set_link(virtual, h2d=100e6)
+    nbytes = 5_000_000
+    torch_virtual.set_link(virtual, h2d=10e6)
     source = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
     slot = torch.zeros(nbytes, dtype=torch.uint8, device=virtual)
     torch_virtual.synchronize()
@@ -194,7 +194,7 @@ def test_a_copy_that_outlasts_steps_is_not_lost(virtual):
         time.sleep(0.005)
         for number in range(4):
             trace.begin_step(number)
-            time.sleep(0.01)
+            time.sleep(0.002)
             trace.end_step(loss=0.0, micro_batches=1)
         assert not slow.passed()
         assert trace.spans() == []

@@ -2,8 +2,8 @@
 
     python docs/images/make.py [directory]
 
-Needs chromium. The link is throttled so that it has about as much to do as the device. With a directory, the trace and
-the whole report are left there.
+Needs chromium. The link is throttled, so that what crosses it is long enough to be seen. With a directory, the trace
+and the whole report are left there.
 """
 
 import shutil

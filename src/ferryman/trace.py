@@ -108,7 +108,7 @@ class Trace:
     host's clock is known, so that all lanes share one time axis.
 
     `keep_steps` is for long runs: spans and memory samples of the last so many steps are kept, and of those before only
-    the figures, some 2 kB a step. `steps()` and `last_step` can be read while training goes on, and never wait: of the
+    the figures, some 3 kB a step. `steps()` and `last_step` can be read while training goes on, and never wait: of the
     newest step they count what has run so far. A step that is traced resets the device's peak statistics at its start.
     """
 

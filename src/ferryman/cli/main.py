@@ -7,7 +7,7 @@ import sys
 import typer
 
 import ferryman
-from ferryman.cli import report, train
+from ferryman.cli import report
 
 app = typer.Typer(
     name="ferryman",
@@ -33,7 +33,6 @@ def _common(
 
 
 app.command()(report.report)
-app.command("train", help=train.HELP)(train.train)
 
 
 def main() -> None:

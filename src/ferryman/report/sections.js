@@ -18,7 +18,7 @@ const lead = RANKS[0], facts = lead.facts, plan = facts.plan || {};
     facts.trained < facts.parameters ? `${showCount(facts.trained)} trained` : null,
   ];
   byId("facts").append(...[where].filter(Boolean), ...parts.filter(Boolean).map((part) => make("span", {}, part)));
-  byId("footer").textContent = `From ${DATA.name}, recorded with ferryman ${facts.version || "(an older one)"}. The trace itself opens in ui.perfetto.dev.`;
+  byId("footer").textContent = `From ${DATA.name}, recorded with ferryman${facts.version ? ` ${facts.version}` : ""}. The trace itself opens in ui.perfetto.dev.`;
 }
 
 // Headline.
@@ -45,7 +45,7 @@ function figure(name, value, unit, more, share = null) {
       ? `${showCount(typical[rate[0]])} ${rate[0]} a step, ${typical.micro_batches} micro-batch${typical.micro_batches === 1 ? "" : "es"}` : "samples are not known"),
     figure("Device memory, peak", peak[0], peak[1], peak[2], lead.peak !== null && budget ? lead.peak / budget : null),
     figure(bound ? "Bounded by" : "Busiest", busiest ? resourceName(busiest) : "–", "", busiest
-      ? `busy for ${showPercent(share)} of the step${bound ? "" : "; nothing fills it"}` : "nothing ran", busiest ? share : null),
+      ? `busy for ${showPercent(share)} of the ${lead.has_steps ? "step" : "trace"}${bound ? "" : "; nothing fills it"}` : "nothing ran", busiest ? share : null),
   );
 }
 
@@ -137,6 +137,7 @@ function verdict(account) {
     `: it is busy for ${showPercent(share)} of ${showMicro(end - start)}. `, bound ? ADVICE[busiest] || "" : WAITING);
 }
 function phases(account) {
+  if (!account.phases.length) return "";
   const strip = make("div", { class: "strip" }), list = make("ul", { class: "legend", "aria-label": "Phases of the step" });
   const inks = { forward: "forward", backward: "backward", finish: "look" };
   for (const phase of account.phases) {

@@ -5,8 +5,8 @@ const plots = byId("plots"), lanesCanvas = byId("lanes"), memoryCanvas = byId("m
 
 const rows = []; // {rank, lane, top}
 let rowsEnd = AXIS;
-RANKS.forEach((rank) => {
-  if (RANKS.length > 1) rowsEnd += 22; // its heading
+RANKS.forEach((rank, place) => {
+  if (RANKS.length > 1) rowsEnd += place ? 34 : 22; // its heading
   rank.lanes.forEach((lane, i) => {
     if (i && lane.resource !== rank.lanes[i - 1].resource) rowsEnd += GROUP_GAP;
     rows.push({ rank, lane, top: rowsEnd, heads: RANKS.length > 1 && i === 0 });
