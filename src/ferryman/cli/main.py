@@ -7,7 +7,7 @@ import sys
 import typer
 
 import ferryman
-from ferryman.cli import report
+from ferryman.cli import report, train
 
 app = typer.Typer(
     name="ferryman",
@@ -33,6 +33,7 @@ def _common(
 
 
 app.command()(report.report)
+app.command("train", help=train.HELP)(train.train)
 
 
 def main() -> None:
