@@ -18,7 +18,13 @@ def run(name, *arguments, cwd):
     return ran.stdout
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "demo.py"))
+def test_each_is_tested():
+    """Here, or beside what it shows."""
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*examples.py"))
+    assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in tests] == []
+
+
+@pytest.mark.parametrize("name", ["custom_loop.py", "finetune_full.py"])
 def test_it_runs(name, tmp_path):
     losses = [float(loss) for loss in re.findall(r"loss[: =']+(\d+\.\d+)", run(name, cwd=tmp_path))]
     assert losses[-1] < losses[0]
