@@ -26,7 +26,7 @@ from ferryman.cli.run import new_run
 from ferryman.engine import Engine
 
 GPT = "gpt:layers=2,width=16,heads=2,context=32"
-# By the host alone, a step does not depend on how fast anyone was.
+# Where it is settled who updates what, a step does not depend on how fast anyone was.
 EXACT = ["--updates", "host", "--schedule", "constant", "--lr", "0.01", "--max-grad-norm", "1"]
 
 
@@ -212,9 +212,11 @@ def test_a_checkpoint_is_a_model_to_start_from(corpus, tmp_path):
 # Stopped and resumed.
 
 
-@pytest.mark.parametrize("device", ["cpu", "virtual"])
-def test_resumed_it_is_the_same_run(device, corpus, tmp_path):
-    arguments = [GPT, "--data", corpus, "--device", device, *EXACT]
+@pytest.mark.parametrize(
+    ("device", "updates"), [("cpu", "host"), ("virtual", "host"), ("virtual", "stride:2"), ("virtual", "static:0.5")]
+)
+def test_resumed_it_is_the_same_run(device, updates, corpus, tmp_path):
+    arguments = [GPT, "--data", corpus, "--device", device, *EXACT, "--updates", updates]
     trained(*arguments, "-o", tmp_path / "whole", "--steps", 6)
     trained(*arguments, "-o", tmp_path / "parts", "--steps", 3)
     shown = trained("--resume", "-o", tmp_path / "parts", "--steps", 6, "--device", device).output
