@@ -7,7 +7,7 @@ import sys
 import typer
 
 import ferryman
-from ferryman.cli import report, verify
+from ferryman.cli import report, train, verify
 
 app = typer.Typer(
     name="ferryman",
@@ -32,6 +32,7 @@ def _common(
     """Before any command."""
 
 
+app.command("train", help=train.HELP)(train.train)
 app.command()(report.report)
 app.command()(verify.verify)
 
