@@ -33,7 +33,7 @@ from ferryman.cost.sizes import parse_bytes, show_bytes
 
 SMALL, LARGE = "virtual:0", "virtual:1"  # two devices: one of small memory, one with plenty
 COMPARED = 8  # steps of both, one after the other
-SECONDS = 80  # about how long the training itself may take
+SECONDS = 140  # about how long the training itself may take
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
 Batch = dict[str, torch.Tensor]
@@ -150,7 +150,7 @@ def main() -> None:
     torch.set_num_threads(1)  # the model is small; the other core is for the host's part
 
     options = Options(
-        model="gpt:tiny" if given.tiny else "gpt:layers=12,width=128,heads=4,context=128",
+        model="gpt:tiny" if given.tiny else "gpt:layers=8,width=160,heads=4,context=128",
         data=[STDLIB / "json"] if given.tiny else sorted(STDLIB.glob("*.py")),
         output=given.output or free_name(Path("runs") / "demo"),
         batch=4,
