@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
@@ -109,9 +110,16 @@ class Unit:
     def name(self) -> str:
         return self.names[0] if self.names else "residents"
 
-    @property
+    # Both as first asked: plans ask them thousands of times, and who freezes a tensor later is refused by the engine.
+
+    @functools.cached_property
     def trained(self) -> tuple[Item, ...]:
         return tuple(item for item in self.items if item.trains)
+
+    @functools.cached_property
+    def trained_elements(self) -> int:
+        """The length of flat memories of gradients and of optimizer state."""
+        return sum(-(-item.tensor.numel() // GRAIN) * GRAIN for item in self.trained)
 
     def __repr__(self) -> str:
         return f"<Unit {' + '.join(self.names)}: {len(self.items)} tensors, {self.nbytes} bytes>"
@@ -128,7 +136,7 @@ def trained_offsets(unit: Unit) -> dict[Item, int]:
 
 def trained_elements(unit: Unit) -> int:
     """The length of such a flat memory."""
-    return sum(-(-item.tensor.numel() // GRAIN) * GRAIN for item in unit.trained)
+    return unit.trained_elements
 
 
 def gradient_bytes(unit: Unit) -> int:
