@@ -7,6 +7,7 @@ import sys
 import typer
 
 import ferryman
+from ferryman.cli import doctor, plan
 
 app = typer.Typer(
     name="ferryman",
@@ -29,6 +30,10 @@ def _common(
     version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Before any command."""
+
+
+app.command(epilog=plan.EPILOG)(plan.plan)
+app.command(epilog=doctor.EPILOG)(doctor.doctor)
 
 
 def main() -> None:

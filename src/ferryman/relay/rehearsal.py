@@ -35,6 +35,7 @@ from ferryman.takeover import Takeover
 from ferryman.units import Item, Unit
 from ferryman.work import Loss, caches_off
 
+_TENSOR = object()  # stands in a flattened list where a tensor goes
 _QUESTION = torch.ops.aten._local_scalar_dense.default
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # What torch's own list of formulas lacks.
@@ -198,7 +199,7 @@ class _Call:
         # The kernels here and not around it all: torch switches them off in a backward.
         with _Kernels(), self.run.within_unit():
             results, shape = pytree.tree_flatten(self.forward(*args, **kwargs))
-        form = [None if isinstance(x, torch.Tensor) else x for x in results], shape
+        form = [_TENSOR if isinstance(x, torch.Tensor) else x for x in results], shape
         return [x for x in results if isinstance(x, torch.Tensor)], form
 
     def detached(self) -> list[torch.Tensor]:
@@ -287,7 +288,7 @@ class _Run:
         call = _Call(self, unit, module, forward, arguments)
         outputs = iter(_Node.apply(call, self._anchor, *tensors))  # type: ignore[no-untyped-call]
         (constants, shape), self.form = self.form, None
-        return pytree.tree_unflatten([next(outputs) if x is None else x for x in constants], shape)
+        return pytree.tree_unflatten([next(outputs) if x is _TENSOR else x for x in constants], shape)
 
     def once(
         self, likeness: Any, work: Callable[[], tuple[Sequence[torch.Tensor | None], Any]]
