@@ -274,7 +274,8 @@ def _cpus(report: Report, device: torch.device) -> None:
         report.find("CPUs", "ok", f"{usable} usable")
     if threads is not None and threads.isdigit() and int(threads) < usable:
         report.find(
-            "OMP_NUM_THREADS", "note", f"is {threads} for {usable} CPUs: it limits PyTorch's own work, not ferryman's updates",
+            "OMP_NUM_THREADS", "note",
+            f"is {threads} for {usable} CPUs: it limits PyTorch's own work, not ferryman's updates",
             "unset OMP_NUM_THREADS, unless something else needs it",
         )  # fmt: skip
 

@@ -232,8 +232,13 @@ def _advice(outlook: Outlook, training: Training, given: _Described) -> list[str
     said, count = [], outlook.choice.micro_batches
     bounds = {found.forward.bound, found.backward.bound}
     if given.machine.operations is None:
-        needed = show_rate(found.needed_operations, "operations")
-        said.append(f"A device that reaches {needed} is not the bound; a slower one is.")
+        if math.isinf(found.needed_operations):
+            said.append(
+                "In one of the sweeps there is nothing but compute: it is the bound, whatever the device reaches."
+            )
+        else:
+            needed = show_rate(found.needed_operations, "operations")
+            said.append(f"A device that reaches {needed} is not the bound; a slower one is.")
     elif bounds & {"link in", "link out", "update"} and found.break_even is not None and found.break_even > count:
         samples = found.break_even * outlook.sample_size
         said.append(
