@@ -122,14 +122,13 @@ def tokens(samples):
     return {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("options", "memory"),
+    ("name", "options", "memory"),
     [
-        ({"precision": "fp32"}, None),
-        ({"precision": "bf16", "max_grad_norm": 1.0}, 6 << 20),
-        ({"precision": "bf16", "updates": "static:0.5"}, 16 << 20),
-        ({"precision": "fp16", "updates": "stride:2"}, 1 << 30),
+        ("llama", {"precision": "fp32"}, None),
+        ("gpt", {"precision": "bf16", "max_grad_norm": 1.0}, 6 << 20),
+        ("mixtral", {"precision": "bf16", "updates": "static:0.5"}, 16 << 20),
+        ("gpt", {"precision": "fp16", "updates": "stride:2"}, 1 << 30),
     ],
 )
 def test_accounts_are_those_of_an_engine(name, options, memory, virtual):
@@ -221,3 +220,21 @@ def test_a_model_that_needs_data_says_so():
     units, residents = find_units(model)
     with pytest.raises(NotRehearsedError, match="nonzero"):
         rehearse(model, units, residents, lambda m, x: m(x).sum(), torch.empty(2, 4, device="meta"))
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_the_bytes_that_cross_are_those_of_a_step(stash, virtual):
+    training = Training(samples=4, length=LENGTH, micro_batches=4, precision="fp32", updates="host", stash=stash)
+    model = hf.AutoModelForCausalLM.from_config(MODELS["llama"]()).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Engine(model, optimizer, device=virtual, precision="fp32", updates="host", stash=stash) as engine:
+        for _ in range(2):
+            engine.step(tokens(4), 4)
+        engine.wait()
+        with torch_virtual.watch(virtual) as seen:
+            engine.step(tokens(4), 4)
+            engine.wait()
+    found = outlook_of("llama", training).forecast
+    into, out = (getattr(found.forward, lane) + getattr(found.backward, lane) for lane in ("link_in", "link_out"))
+    assert into * RATES.link_in == pytest.approx(seen.counters.h2d_bytes, rel=0.1)
+    assert out * RATES.link_out == pytest.approx(seen.counters.d2h_bytes, rel=0.1)

@@ -160,7 +160,9 @@ def large(billions):
     return hf.LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=4096)
 
 
-@pytest.mark.parametrize(("billions", "fits"), [(50, True), (500, False)])
+@pytest.mark.parametrize(
+    ("billions", "fits"), [pytest.param(50, True, marks=pytest.mark.slow), pytest.param(500, False)]
+)
 def test_a_large_model_is_planned_without_being_allocated(billions, fits, tmp_path):
     """In a process of its own, whose memory in all is a fraction of the model's."""
     large(billions).save_pretrained(tmp_path)

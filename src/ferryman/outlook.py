@@ -167,9 +167,11 @@ def _sweeps(plan: Plan, rehearsal: Rehearsal, choice: Choice, device: torch.devi
         for visit in fetched_visits(rehearsal.visits, plan.weight_slots):
             fetched[visit >= rehearsal.forward_visits] += rehearsal.visits[visit].nbytes
     stashed = rehearsal.trial.stash if choice.stash_on_host and device.type != "cpu" else 0
+    # Each boundary leaves when its micro-batch parks and comes back when it goes on; in the backward that is the
+    # gradient, and what the forward has left comes back beside it.
     return (
-        Sweep(rehearsal.forward, fetched[0], stowed=stashed),
-        Sweep(rehearsal.backward, fetched[1], brought=stashed),
+        Sweep(rehearsal.forward, fetched[0], brought=stashed, stowed=stashed),
+        Sweep(rehearsal.backward, fetched[1], brought=2 * stashed, stowed=stashed),
     )
 
 
