@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -100,6 +101,7 @@ class Planner:
         """To update, the best first."""
         units, residents = find_units(self.model, units=self.units, resident=self.resident, dtype_of=self.dtype_of)
         every = (residents, *units)
+        arrays = _remembering(self._arrays)
         most = largest_subgroup(every)
         if self.device.type == "cpu":
             if policy.kind not in ("host", "auto"):
@@ -108,7 +110,7 @@ class Planner:
                     "itself; use updates='host', or leave it out"
                 )
             policy = _HOST
-        if policy.kind != "host" and not any(self._arrays(unit) is not None for unit in every):
+        if policy.kind != "host" and not any(arrays(unit) is not None for unit in every):
             if policy.kind != "auto" and self.panel is not None:
                 raise ValueError(
                     f"updates={str(policy)!r}: no unit can be updated on a device. Either the optimizer "
@@ -120,20 +122,20 @@ class Planner:
             policy = _HOST
         deferred = self.panel is not None and not is_eager(self.settings, self.scale())
         given = None if self.subgroup is None else -(-self.subgroup // GRAIN) * GRAIN
-        at_host = Staging(_HOST, given or most, self._arrays, deferred)
+        at_host = Staging(_HOST, given or most, arrays, deferred)
         if policy.kind == "host":
             return [at_host]
         sizes = [given or (most if self.budget is None else subgroup_for(self.budget, most))]
         while given is None and self.budget is not None and sizes[-1] > LEAST:
             sizes.append(max(LEAST, sizes[-1] // 2 // GRAIN * GRAIN))
         holding = [True, False] if policy.kind == "auto" and self.budget is not None else [True]
-        ways = [Staging(policy, size, self._arrays, deferred, holds) for holds in holding for size in sizes]
+        ways = [Staging(policy, size, arrays, deferred, holds) for holds in holding for size in sizes]
         return [*ways, at_host] if policy.kind == "auto" and given is None else ways
 
     def _arrays(self, unit: Unit) -> int | None:
         if self.panel is None or not trained_elements(unit) or is_whole(unit, self.panel):
             return None
-        if len({master_dtype(item.dtype) for item in unit.trained} - {None}) > 1:
+        if len({master_dtype(dtype) for dtype in unit.trained_dtypes} - {None}) > 1:
             return None  # masters of two widths do not lie side by side
         return arrays(unit, self.panel)
 
@@ -147,3 +149,15 @@ class Planner:
                 continue
             return f"subgroup={size} would fit, or updates='host', which needs no memory there"
         return "No subgroup would fit"
+
+
+def _remembering(arrays: Callable[[Unit], int | None]) -> Callable[[Unit], int | None]:
+    """Hundreds of plans ask the same. Of units that are removed from the model nothing is kept."""
+    known: weakref.WeakKeyDictionary[Unit, int | None] = weakref.WeakKeyDictionary()
+
+    def of(unit: Unit) -> int | None:
+        if unit not in known:
+            known[unit] = arrays(unit)
+        return known[unit]
+
+    return of

@@ -7,7 +7,7 @@ import sys
 import typer
 
 import ferryman
-from ferryman.cli import report, train, verify
+from ferryman.cli import doctor, plan, report, train, verify
 
 app = typer.Typer(
     name="ferryman",
@@ -33,7 +33,9 @@ def _common(
 
 
 app.command("train", help=train.HELP)(train.train)
+app.command(epilog=plan.EPILOG)(plan.plan)
 app.command()(report.report)
+app.command(epilog=doctor.EPILOG)(doctor.doctor)
 app.command()(verify.verify)
 
 
