@@ -80,6 +80,7 @@ def test_what_is_not_a_model_is_refused(model, said):
         (hf.ViTConfig(), "is a 'vit'.*causal language model"),
         (hf.CLIPConfig(), "is a 'clip'"),
         (hf.T5Config(), "is a 't5'"),
+        (hf.BertConfig(), "is a 'bert'"),
     ],
 )
 def test_what_is_not_a_causal_language_model_is_refused(config, said, tmp_path):

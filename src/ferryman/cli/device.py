@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 
 import torch
@@ -12,7 +11,12 @@ from ferryman import checks
 
 def find_device(name: str | None) -> torch.device:
     """A device that works here; without a name the accelerator that PyTorch reports, else the CPU."""
-    if name is not None and name.partition(":")[0] == "virtual":
-        with contextlib.suppress(ImportError):  # then the check says what there is
+    if name is not None and name.partition(":")[0] == "virtual":  # it is there once its module is imported
+        try:
             importlib.import_module("torch_virtual")
+        except ImportError as error:
+            raise ValueError(
+                f"--device {name} needs torch_virtual, which is in the folder virtual/ of Ferryman's repository: "
+                f"pip install --no-build-isolation ./virtual ({error})"
+            ) from error
     return checks.real_device(name)

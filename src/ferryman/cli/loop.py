@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from ferryman.cli.corpus import open_corpus
+from ferryman.cli.device import find_device
 from ferryman.cli.model import Description, describe
 from ferryman.cli.options import Options
 from ferryman.cli.rule import make_optimizer, set_rate
@@ -50,7 +50,7 @@ class Training:
 
     def train(self) -> None:
         options = self.options
-        _load_device(options.device)
+        find_device(options.device)
         torch.manual_seed(options.seed)
         resumes = self.run.has_checkpoint()
         model = _build(self.description, empty=resumes)
@@ -257,15 +257,3 @@ def _is_due(every: int | None, step: int) -> bool:
 
 def _peak(device: torch.device) -> int | None:
     return None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
-
-
-def _load_device(device: str | None) -> None:
-    """The virtual accelerator is there once its module is imported."""
-    if device is not None and device.partition(":")[0] == "virtual":
-        try:
-            importlib.import_module("torch_virtual")
-        except ImportError as error:
-            raise ValueError(
-                "--device virtual needs torch_virtual, which is not installed; it is in the folder virtual/ of "
-                "Ferryman's repository"
-            ) from error

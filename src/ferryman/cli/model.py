@@ -171,8 +171,10 @@ def _read(file: Path) -> Any:
 
 
 def _check_causal(config: Any, file: Path) -> None:
-    known = _transformers().MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in known:
+    kinds = _transformers()
+    # Some that fill in masked tokens can also be told to predict the next one; as they are, they see what follows.
+    sees_all = type(config) in kinds.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    if type(config) not in kinds.MODEL_FOR_CAUSAL_LM_MAPPING or sees_all:
         made_for = " and ".join(config.architectures or []) or type(config).__name__
         raise ValueError(
             f"{str(file)!r} is a {config.model_type!r} ({made_for}), and what is required is a causal language model: "

@@ -138,7 +138,7 @@ def _check(training: Training, optimizer: str) -> None:
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {optimizer!r} is none that can be planned for{hint(optimizer, OPTIMIZERS)}")
     checks.update_arguments(True, training.precision, training.max_grad_norm, "raise", False, None)
-    checks.arguments(nn.Identity(), loss=len, units=None, resident=(), stash=training.stash, slots=None)
+    checks.arguments(nn.Identity(), len, "mean", units=None, resident=(), stash=training.stash, slots=None)
 
 
 def _described(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import platform
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ferryman
-from ferryman.checks import real_device
+from ferryman.cli.device import find_device
 from ferryman.units import hint
 from ferryman.verify.bench import Bench
 from ferryman.verify.result import Figures, Outcome, Result
@@ -49,7 +48,7 @@ def verify(
     for group in groups:
         if group not in GROUPS:
             raise ValueError(f"--only {group}: there is no such group of checks{hint(group, GROUPS)}")
-    bench = Bench(_device(device), quick=quick)
+    bench = Bench(find_device(device), quick=quick)
     about = _about(bench)
     console = Console(stderr=as_json)
     console.print(", ".join(str(value) for value in about.values()), highlight=False)
@@ -62,18 +61,6 @@ def verify(
         console.print(_summary(results), highlight=False)
     if _of(results, Outcome.FAILED):
         raise typer.Exit(1)
-
-
-def _device(name: str | None) -> torch.device:
-    if name is not None and name.split(":")[0] == "virtual":
-        try:
-            importlib.import_module("torch_virtual")
-        except ImportError as error:
-            raise ValueError(
-                f"--device {name} needs torch_virtual, which is in the folder virtual/ of Ferryman's repository: "
-                f"pip install --no-build-isolation ./virtual ({error})"
-            ) from error
-    return real_device(name)
 
 
 def _about(bench: Bench) -> dict[str, str]:
