@@ -35,8 +35,8 @@ format: $(STAMPS)/requirements ## put the code into the common format
 bench: $(STAMPS)/native $(STAMPS)/virtual ## run every benchmark
 	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
-train: $(STAMPS)/native $(STAMPS)/virtual ## run the example
-	$(BIN)/python examples/train.py
+train: $(STAMPS)/native $(STAMPS)/virtual ## train a model on a device that cannot hold it: plain PyTorch, then Ferryman
+	$(BIN)/python examples/demo.py
 
 clean: ## remove the environment and all that was built
 	rm -rf .venv build dist virtual/build src/*.egg-info virtual/*.egg-info .pytest_cache .mypy_cache .ruff_cache

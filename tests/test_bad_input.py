@@ -358,3 +358,11 @@ def test_gradients_that_the_user_has_cleared_start_anew(device):
         torch.manual_seed(1)
         engine.forward_backward(text(8), 4)
         assert all(torch.equal(p.grad, once[name]) for name, p in model.named_parameters())
+
+
+def test_modules_that_cannot_be_taken_apart_are_refused():
+    blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"the model was compiled.*as it was before"):
+        Engine(torch.compile(blocks), device="cpu")
+    with pytest.raises(ValueError, match=r"the module '0' makes sparse gradients.*sparse=False"):
+        Engine(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)), device="cpu")

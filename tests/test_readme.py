@@ -11,10 +11,10 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "virtual" / "README.md", *ROOT.glob("docs/*.md")])
 
 
-def test_the_snippet_runs_and_prints_what_it_says():
+def test_the_snippet_runs_and_prints_what_it_says(tmp_path):
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
     expected = re.findall(r"print\(.*?\) +# (.*)", code)
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert expected
     assert ran.stdout.split("\n")[:-1] == expected
 
@@ -24,14 +24,3 @@ def test_links_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#]+)", page.read_text())
     missing = [t for t in targets if not t.startswith("http") and not (page.parent / t).exists()]
     assert missing == []
-
-
-def test_the_example_trains(tmp_path):
-    """A few steps of what `make train` runs: the loss falls, no race, a trace is written."""
-    ran = subprocess.run(
-        [sys.executable, ROOT / "examples" / "train.py", "21"], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
-    losses = [float(x) for x in re.findall(r"loss (\S+)", ran.stdout)]
-    assert losses[-1] < losses[0] - 1
-    assert "races: 0" in ran.stdout
-    assert (tmp_path / "trace.json").stat().st_size > 1000

@@ -19,6 +19,7 @@ from ferryman.units import GRAIN, Item, Unit
 def arguments(model: Any, loss: Any, reduction: Any, *, units: Any, resident: Any, stash: Any, slots: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model must be a torch.nn.Module, this is a {type(model).__name__}")
+    _modules(model)
     if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
         raise ValueError(f"slots={slots!r}: a whole number is needed, at least 1, and 2 to fetch beside the compute")
     if stash not in ("auto", "device", "host"):
@@ -42,6 +43,21 @@ def arguments(model: Any, loss: Any, reduction: Any, *, units: Any, resident: An
             raise ValueError("resident=None: give a list of names or patterns, or leave it out")
         if isinstance(given, str):
             raise ValueError(f"{name}={given!r} is a string; give a list of names or patterns: {name}=[{given!r}]")
+
+
+def _modules(model: nn.Module) -> None:
+    """Kinds of modules that cannot be taken apart."""
+    for name, module in model.named_modules():
+        where = f"the module {name!r}" if name else "the model"
+        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+            raise ValueError(
+                f"{where} was compiled (torch.compile), and what was compiled cannot be streamed layer by layer; give "
+                "the engine the model as it was before"
+            )
+        if type(module).__module__.startswith("torch.ao.nn.quantized"):
+            raise ValueError(f"{where} is quantised ({type(module).__name__}) and does not train; quantise afterwards")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ValueError(f"{where} makes sparse gradients, which the engine does not add up; use sparse=False")
 
 
 def on_host(model: nn.Module) -> None:

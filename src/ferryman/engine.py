@@ -23,14 +23,16 @@ from torch import nn
 
 from ferryman import checks
 from ferryman.assembly import Assembly
-from ferryman.batch import split
+from ferryman.batch import Part, split
 from ferryman.blocks import Blocks, Position
 from ferryman.checkpoint import loading, pretrained, saving
 from ferryman.checkpoint.contents import Contents, Objects
-from ferryman.cost.plan import Plan
+from ferryman.cost.plan import Need, Plan
 from ferryman.cost.sizes import parse_bytes
 from ferryman.interrupts import Interrupts
+from ferryman.joint import Word, count_samples, speak, weigh
 from ferryman.planner import Planner
+from ferryman.ranks import Ranks
 from ferryman.recorder import Recorder
 from ferryman.relay.fit import Choice, Trial, advice
 from ferryman.server.panel import Panel
@@ -99,6 +101,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         checks.interleave_arguments(optimizer, self.device, slots, held, updates, subgroup)
         self._model, self._loss, self._reduction = model, loss, reduction
         self._stash, self._updates = stash, updates
+        self._ranks = Ranks()
         self._panel = None if optimizer is None else Panel(optimizer, model)
         self._dtype_of = dtype_of(model, precision)
         self._settings = Settings(max_grad_norm, on_nonfinite, deferred, host_threads)
@@ -106,6 +109,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._planner = Planner(
             model, self.device, budget=self._budget, slots=slots, units=units, resident=resident, held=held,
             subgroup=subgroup, dtype_of=self._dtype_of, panel=self._panel, settings=self._settings,
+            share=self._ranks.share,
         )  # fmt: skip
         self._blocks = Blocks(model, self.device)
         self.choice: Choice | None = None  # of the last step: how many micro-batches, and where the stash was
@@ -230,16 +234,15 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return Contents(self._model, self.device, parts.all_units, parts.store, self._panel, parts.server)
 
     def _run(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
-        self._check_model()
-        choice = self.choice = self._choose(batch, micro_batches)
-        parts = split(batch, choice.micro_batches, self._reduction)
-        seed = int(torch.randint(0, 2**62, ()).item())
+        choice, parts, seed = self._prepare(batch, micro_batches)
         self._parts.gradients.take(self._parts.all_units)
         self._parts.server.forget_gradients()
         self._blocks.begin_step()
         without = [unit for unit in self.units if self._blocks.are_skipped(unit.modules)]
         scale = self._parts.server.scale.value
         self._recorder.begin(self._parts.server.steps, self._parts.plan)
+        if for_good:
+            self._parts.server.begin_step()
         try:
             with self._parts.step(), Interrupts() as interrupts:
                 total = self._parts.relay.run(
@@ -260,7 +263,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             raise
         finally:
             self._blocks.skipped = frozenset()
-        return self._recorder.ran(parts, total if scale == 1 else total / scale)
+        return self._recorder.ran(parts, self._ranks.add(total if scale == 1 else total / scale))
 
     def _finish(self, panel: Panel) -> None:
         """Gradients are there, or on their way: has them used up."""
@@ -357,7 +360,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def _assemble(self, plan: Plan) -> Assembly:
         scale, trace = self._planner.scale(), self._recorder.trace
-        return Assembly(self._model, self.device, plan, self._panel, self._blocks, self._settings, scale, trace)
+        model, panel, blocks = self._model, self._panel, self._blocks
+        return Assembly(model, self.device, plan, panel, blocks, self._settings, scale, self._ranks, trace)
 
     def _size(self) -> Sizing:
         return Sizing(self._planner, self._parts.plan, self._updates, self._stash, self._try_out)
@@ -365,14 +369,35 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _work(self, content: Any, weight: float) -> Callable[[], torch.Tensor]:
         return lambda: weighted_loss(self._loss, self._model, content, weight, self.device, self._parts.relay.adopt)
 
-    def _choose(self, batch: Any, micro_batches: int | None) -> Choice:
-        """How the batch is cut, and where the stash is."""
+    def _prepare(self, batch: Any, micro_batches: int | None) -> tuple[Choice, list[Part], int]:
+        """How the batch is cut, what each micro-batch weighs, and the seed of the first one's random numbers."""
         while True:
-            begun = self._parts.server.has_stepped or bool(self._parts.relay.kept)
-            chosen = self._sizing.choose(batch, micro_batches, begun=begun)
-            if isinstance(chosen, Choice):
-                return chosen
-            self._rebuild(chosen)
+            chosen, parts, error = Choice(0, stash_on_host=False), list[Part](), None
+            try:
+                self._check_model()
+                if self._ranks.alone or batch:  # a rank may have none, where others have some
+                    chosen = self._sizing.choose(batch, micro_batches, begun=self._has_begun())
+                    if isinstance(chosen, Choice):
+                        parts = split(batch, chosen.micro_batches, self._reduction)
+            except ValueError as failed:
+                if self._ranks.alone:
+                    raise
+                error = failed
+            seed = int(torch.randint(0, 2**62, ()).item()) if isinstance(chosen, Choice) else 0
+            wanted = chosen if isinstance(chosen, Need) else None
+            words = speak(self._ranks, Word(error and str(error), wanted, len(parts), count_samples(parts), seed))
+            if error is not None:
+                raise error
+            if any(word.wanted for word in words):
+                self._rebuild(self._sizing.smaller([word.wanted for word in words if word.wanted is not None]))
+                continue
+            assert isinstance(chosen, Choice)
+            self.choice = chosen
+            before = sum(word.parts for word in words[: self._ranks.rank])
+            return chosen, weigh(parts, words, self._ranks.rank, self._reduction), words[0].seed + before
+
+    def _has_begun(self) -> bool:
+        return self._parts.server.has_stepped or bool(self._parts.relay.kept)
 
     def _try_out(self, contents: list[Any], room: int) -> Trial:
         with self._parts.step():

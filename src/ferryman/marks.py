@@ -123,8 +123,13 @@ def _spans(marks: Iterable[Mark]) -> list[tuple[float, float]]:
 
 def busy_seconds(marks: Iterable[Mark]) -> float:
     """How long at least one of these was under way. All have passed, were timed, and are of one kind of lane."""
+    return covered(_spans(marks))
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of all spans together, each given by its begin and its end; where they overlap it counts once."""
     total, until = 0.0, -math.inf
-    for begin, end in _spans(marks):
+    for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, until))
         until = max(until, end)
     return total

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,7 +38,7 @@ class Planner:
     dtype_of: DtypeOf
     panel: Panel | None
     settings: Settings
-    share: Share
+    share: Share = Share()  # noqa: RUF009 - of several ranks, which this is
 
     def make(self, updates: str, needed: Need | None = None, *, smallest: bool = False) -> Plan:
         """A ValueError if there is none; see `make_plan`."""
@@ -102,6 +103,7 @@ class Planner:
         """To update, the best first."""
         units, residents = find_units(self.model, units=self.units, resident=self.resident, dtype_of=self.dtype_of)
         every = (residents, *units)
+        arrays = _remembering(self._arrays)
         most = largest_subgroup(every)
         if self.device.type == "cpu":
             if policy.kind not in ("host", "auto"):
@@ -110,7 +112,7 @@ class Planner:
                     "itself; use updates='host', or leave it out"
                 )
             policy = _HOST
-        if policy.kind != "host" and not any(self._arrays(unit) is not None for unit in every):
+        if policy.kind != "host" and not any(arrays(unit) is not None for unit in every):
             if policy.kind != "auto" and self.panel is not None:
                 raise ValueError(
                     f"updates={str(policy)!r}: no unit can be updated on a device. Either the optimizer "
@@ -121,10 +123,10 @@ class Planner:
         if policy.kind == "auto" and (self.subgroup or most) < LEAST:
             policy = _HOST
         deferred = self.panel is not None and not is_eager(self.settings, self.scale())
-        if not self.share.size == 1 and policy.kind != "host":
+        if self.share.size > 1 and policy.kind != "host":
             deferred = self.panel is not None  # what a device shall update is known when all ranks' gradients are
         given = None if self.subgroup is None else -(-self.subgroup // GRAIN) * GRAIN
-        at_host = Staging(_HOST, given or most, self._arrays, deferred, own=self._own)
+        at_host = Staging(_HOST, given or most, arrays, deferred, own=self._own)
         if policy.kind == "host":
             return [at_host]
         sizes = [given or (most if self.budget is None else subgroup_for(self.budget, most))]
@@ -134,7 +136,7 @@ class Planner:
         if self.share.size > 1:
             holding = [False]  # they wait on the host, where those of all ranks are added up
         ways = [
-            Staging(policy, size, self._arrays, deferred, holds, self._own) for holds in holding for size in sizes
+            Staging(policy, size, arrays, deferred, holds, self._own) for holds in holding for size in sizes
         ]
         return [*ways, at_host] if policy.kind == "auto" and given is None else ways
 
@@ -145,7 +147,7 @@ class Planner:
     def _arrays(self, unit: Unit) -> int | None:
         if self.panel is None or not trained_elements(unit) or is_whole(unit, self.panel):
             return None
-        if len({master_dtype(item.dtype) for item in unit.trained} - {None}) > 1:
+        if len({master_dtype(dtype) for dtype in unit.trained_dtypes} - {None}) > 1:
             return None  # masters of two widths do not lie side by side
         return arrays(unit, self.panel)
 
@@ -159,3 +161,15 @@ class Planner:
                 continue
             return f"subgroup={size} would fit, or updates='host', which needs no memory there"
         return "No subgroup would fit"
+
+
+def _remembering(arrays: Callable[[Unit], int | None]) -> Callable[[Unit], int | None]:
+    """Hundreds of plans ask the same. Of units that are removed from the model nothing is kept."""
+    known: weakref.WeakKeyDictionary[Unit, int | None] = weakref.WeakKeyDictionary()
+
+    def of(unit: Unit) -> int | None:
+        if unit not in known:
+            known[unit] = arrays(unit)
+        return known[unit]
+
+    return of

@@ -87,6 +87,13 @@ class Ranks:
             dist.all_gather(said, mine, group=self.main)
         return [one.tolist() for one in said]
 
+    def add(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' numbers, in their order."""
+        if self.alone:
+            return value
+        total = sum(said for (said,) in self.count([value.item()]))
+        return torch.full_like(value, total)
+
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Refuses, on every rank and by name, what is not the same on all."""
         said = self.tell(dict(facts))

@@ -48,8 +48,13 @@ class Sizing:
         try:
             return self._fit.choose(sample, size * len(parts) if ready else size, count, self._plan.fixed)
         except TooLargeError as error:
-            needed = error.need
+            needed, advice = error.need, error.advice
         gc.collect()  # what the trial had is on the device as long as anything of its exception lives
+        if advice is not None:  # micro-batches of this size are wished for, not needed
+            plan = None if begun else self._with_room_for(needed)
+            if plan is None:
+                raise ValueError(advice)
+            return plan
         plan = self._smaller(needed, sample, size)
         if begun:
             raise ValueError(
@@ -58,6 +63,14 @@ class Sizing:
                 "has begun. Begin with the longest batch"
             )
         return plan
+
+    def _with_room_for(self, needed: Need) -> Plan | None:
+        """A smaller plan than this one."""
+        try:
+            plan = self._planner.make(self._updates, needed)
+        except ValueError:
+            return None
+        return plan if plan.fixed < self._plan.fixed else None
 
     def _smaller(self, needed: Need, sample: Any, size: int) -> Plan:
         """A plan, now that it is known what one sample needs; a ValueError if there is none."""

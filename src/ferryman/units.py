@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
@@ -109,9 +110,20 @@ class Unit:
     def name(self) -> str:
         return self.names[0] if self.names else "residents"
 
-    @property
+    # All as first asked: plans ask them thousands of times, and who freezes a tensor later is refused by the engine.
+
+    @functools.cached_property
     def trained(self) -> tuple[Item, ...]:
         return tuple(item for item in self.items if item.trains)
+
+    @functools.cached_property
+    def trained_dtypes(self) -> frozenset[torch.dtype]:
+        return frozenset(item.dtype for item in self.trained)
+
+    @functools.cached_property
+    def trained_elements(self) -> int:
+        """The length of flat memories of gradients and of optimizer state."""
+        return sum(-(-item.tensor.numel() // GRAIN) * GRAIN for item in self.trained)
 
     def __repr__(self) -> str:
         return f"<Unit {' + '.join(self.names)}: {len(self.items)} tensors, {self.nbytes} bytes>"
@@ -128,7 +140,7 @@ def trained_offsets(unit: Unit) -> dict[Item, int]:
 
 def trained_elements(unit: Unit) -> int:
     """The length of such a flat memory."""
-    return sum(-(-item.tensor.numel() // GRAIN) * GRAIN for item in unit.trained)
+    return unit.trained_elements
 
 
 def gradient_bytes(unit: Unit) -> int:
@@ -146,8 +158,7 @@ def gradient_views(unit: Unit, flat: torch.Tensor, dtype: torch.dtype = GRADIENT
 
 def landing_dtype(unit: Unit) -> torch.dtype:
     """In which the unit's gradients cross to the host: that of its weights, if they have one."""
-    dtypes = {item.dtype for item in unit.trained}
-    return dtypes.pop() if len(dtypes) == 1 else GRADIENT
+    return next(iter(unit.trained_dtypes)) if len(unit.trained_dtypes) == 1 else GRADIENT
 
 
 def landing_bytes(unit: Unit) -> int:
@@ -167,12 +178,12 @@ def master_dtype(weights: torch.dtype) -> torch.dtype | None:
 
 def weight_itemsize(unit: Unit) -> int:
     """Bytes of the widest trained weight."""
-    return max((item.dtype.itemsize for item in unit.trained), default=0)
+    return max((dtype.itemsize for dtype in unit.trained_dtypes), default=0)
 
 
 def master_itemsize(unit: Unit) -> int:
     """Bytes of the widest that is kept beside trained weights."""
-    kept = (master_dtype(item.dtype) for item in unit.trained)
+    kept = map(master_dtype, unit.trained_dtypes)
     return max((dtype.itemsize for dtype in kept if dtype is not None), default=0)
 
 
@@ -311,7 +322,8 @@ def _merge(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
         shared = {id(g): g for p in candidate.module.parameters() if (g := group_of.get(id(p))) is not None}
         group = [member for g in shared.values() for member in g]
         group.append(candidate)
-        groups = [g for g in groups if id(g) not in shared]
+        if shared:
+            groups = [g for g in groups if id(g) not in shared]
         groups.append(group)
         group_of.update((id(p), group) for member in group for p in member.module.parameters())
     # In the order of the model, by each group's first member.

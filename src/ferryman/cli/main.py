@@ -7,7 +7,7 @@ import sys
 import typer
 
 import ferryman
-from ferryman.cli import report
+from ferryman.cli import doctor, plan, report, train, verify
 
 app = typer.Typer(
     name="ferryman",
@@ -32,7 +32,11 @@ def _common(
     """Before any command."""
 
 
+app.command("train", help=train.HELP)(train.train)
+app.command(epilog=plan.EPILOG)(plan.plan)
 app.command()(report.report)
+app.command(epilog=doctor.EPILOG)(doctor.doctor)
+app.command()(verify.verify)
 
 
 def main() -> None:

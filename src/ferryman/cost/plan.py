@@ -144,18 +144,19 @@ def make_plan(
     )
     plans = [Plan(found, rest, slots or 2, 2, staging[0], updates, limit) for found, rest, limit in cuts]
     grades = _grades(plans, slots, staging, held)
-    least = min(itertools.chain(*grades), key=lambda plan: plan.fixed)
     if budget is None:
         return grades[0][0]
+    fixed = {id(plan): plan.fixed for grade in grades for plan in grade}
+    least = min(itertools.chain(*grades), key=lambda plan: fixed[id(plan)])
     if smallest:
         return least
     rooms = [int(share * budget) for share in _SHARES] if needed is None else [budget - needed.nbytes]
     for grade in grades:
         for room in rooms:
             for plan in grade:
-                if plan.fixed <= room:
+                if fixed[id(plan)] <= room:
                     return _with_more_slots(plan, rooms[0]) if slots is None and not plan.held else plan
-    if needed is None and least.fixed <= budget:
+    if needed is None and fixed[id(least)] <= budget:
         return least
     raise ValueError(f"memory={show_bytes(budget)} is too small for this model: {_what_would_do(least, needed)}")
 

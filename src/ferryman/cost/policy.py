@@ -34,12 +34,16 @@ class Policy:
 
     def device_owns(self, index: int) -> bool:
         """Whether the device updates the subgroup, counted over the whole model in forward order, come what may."""
+        return self.owned(index, index + 1) > 0
+
+    def owned(self, start: int, stop: int) -> int:
+        """How many subgroups from `start` to before `stop` are the device's so: there may be too many to look at."""
         assert self.kind != "auto", "that depends on queues and rates"
         if self.kind == "stride":
-            return (index + 1) % self.stride == 0
+            return stop // self.stride - start // self.stride
         # Spread evenly, so that host and device have work all the time. As a fraction: 0.1 is not quite a tenth.
         share = Fraction(str(self.share))
-        return math.floor((index + 1) * share) > math.floor(index * share)
+        return math.floor(stop * share) - math.floor(start * share)
 
 
 def parse_policy(text: object) -> Policy:

@@ -1,4 +1,4 @@
-"""Amounts of memory, as people write them."""
+"""Amounts of memory, and rates, as people write them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,38 @@ def parse_bytes(amount: int | str, parameter: str) -> int:
     if nbytes <= 0:
         raise ValueError(f"{parameter}={amount!r}: an amount of memory must be more than nothing")
     return nbytes
+
+
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
+
+# What a rate counts: how it may be written, in small letters, and an example.
+_RATES = {
+    "bytes": (("b/s", "bps"), "12GB/s"),
+    "operations": (("flops", "flop/s"), "150TFLOPS"),
+    "parameters": (("param/s", "params/s"), "900Mparam/s"),
+}
+
+
+def parse_rate(text: str, parameter: str, of: str) -> float:
+    """Of "bytes", "operations" or "parameters", a second, from "12GB/s", "150TFLOPS" or "900Mparam/s"."""
+    ends, example = _RATES[of]
+    match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)({'|'.join(map(re.escape, ends))})\s*", text.lower())
+    if match is None or (match[3] and not (of == "bytes" and match[2])):
+        raise ValueError(f"{parameter}={text!r} is not a rate of {of} a second; write it like {example!r}")
+    size = 1024.0 ** " kmgtp".index(match[2]) if match[3] else _PREFIXES[match[2]]
+    rate = float(match[1]) * size
+    if rate <= 0:
+        raise ValueError(f"{parameter}={text!r}: a rate must be more than nothing")
+    return rate
+
+
+def show_rate(rate: float, of: str) -> str:
+    """With three digits."""
+    ends = {"bytes": "B/s", "operations": "FLOP/s", "parameters": "param/s"}
+    for prefix in ("p", "t", "g", "m", "k"):
+        if rate >= _PREFIXES[prefix]:
+            return f"{rate / _PREFIXES[prefix]:.3g} {prefix.upper() if prefix != 'k' else prefix}{ends[of]}"
+    return f"{rate:.3g} {ends[of]}"
 
 
 def show_bytes(nbytes: int) -> str:

@@ -80,7 +80,7 @@ class Staging:
 
     def holding(self, units: Sequence[Unit], *, held: bool) -> list[Subgroup]:
         """Those whose gradients can wait on the device."""
-        if not (self.deferred and self.on_device and self.holds_gradients and (held or self.policy.kind == "static")):
+        if not self._holds(held=held):
             return []
         return self.subgroups(units) if self.policy.kind == "auto" else self.owned(units)
 
@@ -92,17 +92,46 @@ class Staging:
         """Bytes on the device."""
         if not self.on_device:
             return {}
-        resident = self.resident(units)
+        element = {unit: self._element_bytes(unit) for unit in units}
+        state = self._owned_elements(units) if self.policy.kind == "static" else {}
+        waiting = self._waiting_elements(units) if self._holds(held=held) else {}
         return {
-            "update staging": self.berths * self.berth_bytes(units)
+            "update staging": self.berths * self.subgroup * max(element.values(), default=0)
             + _SCRATCH * self.subgroup
             + 8 * most_tensors(units),  # a sum of squares for each
-            "state on the device": sum(s.size * self._element_bytes(s.unit) for s in resident),
-            "gradients on the device": sum(map(hold_bytes, self.holding(units, held=held))),
+            "state on the device": sum(count * element[unit] for unit, count in state.items()),
+            "gradients on the device": sum(count * landing_dtype(u).itemsize for u, count in waiting.items()),
         }
 
     def _part(self, unit: Unit) -> tuple[int, int]:
         return (0, trained_elements(unit)) if self.own is None else self.own(unit)
+
+    def _elements(self, unit: Unit) -> int:
+        low, high = self._part(unit)
+        return high - low
+
+    def _holds(self, *, held: bool) -> bool:
+        """Whether gradients can wait on the device."""
+        return self.deferred and self.on_device and self.holds_gradients and (held or self.policy.kind == "static")
+
+    def _waiting_elements(self, units: Iterable[Unit]) -> dict[Unit, int]:
+        """As many as `holding` has, without a list of subgroups, of which a large model has half a million."""
+        if self.policy.kind != "auto":
+            return self._owned_elements(units)
+        return {unit: self._elements(unit) for unit in units if self.arrays(unit) is not None}
+
+    def _owned_elements(self, units: Iterable[Unit]) -> dict[Unit, int]:
+        """The same for `owned`."""
+        found, start = dict[Unit, int](), 0
+        for unit in units:
+            total = self._elements(unit) if self.arrays(unit) is not None else 0
+            if not total:
+                continue
+            last = start + -(-total // self.subgroup) - 1  # the only one that may be shorter
+            short = total - (last - start) * self.subgroup
+            found[unit] = self.policy.owned(start, last) * self.subgroup + self.policy.owned(last, last + 1) * short
+            start = last + 1
+        return found
 
     def _element_bytes(self, unit: Unit) -> int:
         arrays = self.arrays(unit)

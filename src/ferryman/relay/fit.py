@@ -43,11 +43,12 @@ class Choice(NamedTuple):
 
 
 class TooLargeError(Exception):
-    """Not even one sample fits into the budget."""
+    """Not even one sample fits into the budget; or, where `advice` says what would, not so many as were asked for."""
 
-    def __init__(self, need: Need) -> None:
+    def __init__(self, need: Need, advice: str | None = None) -> None:
         super().__init__(str(need))
         self.need = need
+        self.advice = advice
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,12 @@ class Fit:
             per_part = -(-size // count)
             on_host = self._place(needs, per_part, count, room)
             if on_host is None:
-                best = self._largest(needs, size, room)
-                raise ValueError(
+                best, most = self._largest(needs, size, room), needs.most(per_part)
+                raise TooLargeError(
+                    Need(_padded(most.peak), most.where),
                     f"micro_batches={count} makes micro-batches of {per_part} samples, which need "
-                    f"{show_bytes(fixed + _padded(needs.peak(per_part)))} where memory={show_bytes(self.budget)}; use "
-                    f"micro_batches={best.micro_batches}, or leave it out and the engine chooses"
+                    f"{show_bytes(fixed + _padded(most.peak))} where memory={show_bytes(self.budget)}; use "
+                    f"micro_batches={best.micro_batches}, or leave it out and the engine chooses",
                 )
             return Choice(count, on_host)
         return self._largest(needs, size, room)

@@ -52,21 +52,26 @@ def choose_fetch(held: Sequence[T | None], busy: Collection[int], upcoming: Sequ
     return None
 
 
-def count_fetches(order: Sequence[T], slots: int) -> int:
-    """How many fetches a step of this order takes, with empty slots at its start."""
+def fetched_visits(order: Sequence[T], slots: int) -> list[int]:
+    """The visits of a step of this order for which their unit is fetched, with empty slots at its start."""
     held: list[T | None] = [None] * slots
-    fetches = 0
+    found: list[int] = []
     for at, unit in enumerate(order):
         if unit not in held:
             chosen = choose_fetch(held, (), order[at : at + _LOOK_AHEAD])
             assert chosen is not None, "the unit that is needed now can always be fetched"
             held[chosen[1]] = unit
-            fetches += 1
+            found.append(at)
         upcoming = order[at + 1 : at + 1 + _LOOK_AHEAD]
         while (ahead := choose_fetch(held, {held.index(unit)}, upcoming)) is not None:
             held[ahead[1]] = ahead[0]
-            fetches += 1
-    return fetches
+            found.append(at + 1 + upcoming.index(ahead[0]))
+    return found
+
+
+def count_fetches(order: Sequence[T], slots: int) -> int:
+    """How many fetches a step of this order takes."""
+    return len(fetched_visits(order, slots))
 
 
 class WeightSlots:

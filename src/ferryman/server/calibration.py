@@ -37,7 +37,7 @@ def measure(
     go_in, update, go_out = rehearsal
     nbytes = count * (len(rule.states) + 1) * GRADIENT.itemsize
     return Rates(
-        host=count / _fastest(_on_host(rule, count, threads)),
+        host=count / _fastest(host_update(rule, count, threads)),
         link_in=nbytes / _fastest(lambda: go_in().wait()),
         device=count / _fastest(lambda: update().wait()),
         link_out=nbytes / _fastest(lambda: go_out().wait()),
@@ -53,7 +53,8 @@ def _fastest(work: Callable[[], object]) -> float:
     return min(seconds)
 
 
-def _on_host(rule: Rule, count: int, threads: int | None) -> Callable[[], None]:
+def host_update(rule: Rule, count: int, threads: int | None) -> Callable[[], None]:
+    """An update of so many parameters on the host, with the look at their gradients, to be timed."""
     arrays = [torch.zeros(count) for _ in range(len(rule.states) + 2)]
     piece = Piece(arrays[0], arrays[1], None, arrays[2:], (1.0, 1.0, *[0.0] * 5, 1.0, 1.0, 0.0))
 

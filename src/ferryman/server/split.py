@@ -79,7 +79,7 @@ class Split:
         if staging.policy.kind == "auto":
             subgroups = [subgroup for subgroup in subgroups if subgroup.size >= LEAST]
         self._numbers = {subgroup: number for number, subgroup in enumerate(subgroups)}
-        self._traffic, gradient_bytes = _traffic_of(units, staging, held=held)
+        self._traffic, gradient_bytes = traffic_of(units, staging, held=held)
         self._weight_bytes = max((weight_itemsize(unit) for unit in units), default=0)
         self.waiting_bytes = 0 if staging.holding(units, held=held) else gradient_bytes
         self._assigned.clear()
@@ -177,7 +177,7 @@ def _have_moved(old: Rates, new: Rates) -> bool:
     return any(abs(after / before - 1) > _MOVED for before, after in pairs)
 
 
-def _traffic_of(units: Sequence[Unit], staging: Staging, *, held: bool) -> tuple[Traffic, int]:
+def traffic_of(units: Sequence[Unit], staging: Staging, *, held: bool) -> tuple[Traffic, int]:
     """Bytes for each parameter, with the gradient on the device; and those of the gradient."""
     able = [unit for unit in units if staging.arrays(unit) is not None]
     weights = max((weight_itemsize(unit) for unit in able), default=0)

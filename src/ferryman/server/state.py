@@ -108,7 +108,7 @@ class _Part(NamedTuple):
     at: int  # where it begins in this rank's memories
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         return int(self.elements.stop - self.elements.start)
 
 
@@ -134,7 +134,7 @@ class UnitState:
         self._master: dict[Item, torch.Tensor | None] = {}
         for item, mine in self._parts.items():
             dtype, at = master_dtype(item.dtype), mine.at * master_itemsize(unit)
-            end = at if dtype is None else at + mine.count * dtype.itemsize
+            end = at if dtype is None else at + mine.size * dtype.itemsize
             self._master[item] = None if dtype is None else self._masters.bytes[at:end].view(dtype)
             if (rule := panel.rule(item)) is not None:
                 for state in self._states_of(item, rule):
@@ -315,7 +315,7 @@ class UnitState:
     def _states_of(self, item: Item, rule: Rule) -> list[torch.Tensor]:
         mine = self._parts[item]
         memories = self._states[: len(rule.states)]
-        return [memory.bytes.view(GRADIENT)[mine.at : mine.at + mine.count] for memory in memories]
+        return [memory.bytes.view(GRADIENT)[mine.at : mine.at + mine.size] for memory in memories]
 
     def _update_by_torch(self, order: Order, gradient: torch.Tensor, factor: float) -> None:
         item, optimizer = order.item, self._torch.get(order.item)

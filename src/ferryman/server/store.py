@@ -10,7 +10,16 @@ from ferryman.pinned import PinnedMemory
 from ferryman.server.panel import Panel
 from ferryman.ranks import Ranks, Share
 from ferryman.server.state import UnitState, bounds, fill, master_bytes, part_elements, state_bytes
-from ferryman.units import GRADIENT, Item, Unit, gradient_bytes, landing_bytes, trained_elements
+from ferryman.units import (
+    GRADIENT,
+    Item,
+    Unit,
+    gradient_bytes,
+    landing_dtype,
+    overlap,
+    trained_elements,
+    trained_offsets,
+)
 
 _NOTHING = 0xFF  # each byte of what came without values: in any floating-point format not a number
 
@@ -190,7 +199,7 @@ def account(units: Iterable[Unit], panel: Panel | None, *, landing: bool, share:
         found["the float32 master's rest"] = sum(master_bytes(unit, panel, share) for unit in units)
         found["optimizer state"] = sum(state_bytes(unit, panel, share) for unit in units)
         if landing:
-            found["gradients"] = sum(landing_width(unit) * part_elements(unit, panel, share) for unit in units)
+            found["gradients"] = sum(landing_dtype(unit).itemsize * part_elements(unit, panel, share) for unit in units)
     else:
         found["gradients"] = sum(gradient_bytes(unit) for unit in units)
     return found

@@ -1,0 +1,199 @@
+"""Trains a byte-level GPT on an accelerator that cannot hold it: plain PyTorch first, then Ferryman.
+
+    python examples/demo.py [--tiny] [--steps N] [--output DIR]
+
+The device is a virtual accelerator with a small memory of its own, so no GPU is needed; the text is the Python standard
+library's sources. `make train` runs this.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch_virtual
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+import ferryman
+from ferryman.cli.corpus import open_corpus
+from ferryman.cli.display import open_display
+from ferryman.cli.loop import Training
+from ferryman.cli.model import describe
+from ferryman.cli.options import Options
+from ferryman.cli.rule import make_optimizer
+from ferryman.cli.run import new_run
+from ferryman.cost.sizes import parse_bytes, show_bytes
+
+SMALL, LARGE = "virtual:0", "virtual:1"  # two devices: one of small memory, one with plenty
+COMPARED = 8  # steps of both, one after the other
+SECONDS = 140  # about how long the training itself may take
+STDLIB = Path(sysconfig.get_path("stdlib"))
+
+Batch = dict[str, torch.Tensor]
+
+
+class Plain:
+    """A training loop as anyone writes it, on one device."""
+
+    def __init__(self, options: Options, device: str) -> None:
+        torch.manual_seed(options.seed)
+        self._options, self._device = options, device
+        self._model = describe(options.model).on_host()
+        self._optimizer = make_optimizer(self._model, options)
+        self.doing = "moving the weights to the device"
+
+    def step(self, batch: Batch) -> float:
+        self._model.to(self._device)
+        count, total = self._options.micro_batches, 0.0
+        for number, ids in enumerate(batch["input_ids"].to(self._device).chunk(count), start=1):
+            self.doing = f"the forward of micro-batch {number} of {count}"
+            loss = self._model(input_ids=ids, labels=ids).loss / count
+            self.doing = f"the backward of micro-batch {number} of {count}"
+            loss.backward()
+            total += loss.item()
+        self.doing = "clipping the gradients"
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._options.max_grad_norm)
+        self.doing = "the optimizer's step"
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return total
+
+
+def run_out_of_memory(options: Options, batch: Batch, console: Console) -> str:
+    """Plain PyTorch on the small device; returns what it was doing when memory ran out."""
+    plain = Plain(options, SMALL)
+    try:
+        plain.step(batch)
+    except torch.OutOfMemoryError as error:
+        console.print(f"in {plain.doing}:\n  [red]torch.OutOfMemoryError: {error}[/red]", soft_wrap=True)
+        return plain.doing
+    raise SystemExit("plain PyTorch fits, so there is nothing to show: the device is too large for this model")
+
+
+@dataclass
+class Compared:
+    """The same steps by plain PyTorch, where there is room for it, and by Ferryman."""
+
+    plain_seconds: float
+    ferryman_seconds: float
+    plain_peak: int
+    difference: float  # of the losses, at most
+
+
+def compare(options: Options, batches: list[Batch]) -> Compared:
+    """In turn, from the same weights and on the same batches, so that both see the same machine."""
+    plain = Plain(options, LARGE)
+    torch.manual_seed(options.seed)
+    model = describe(options.model).on_host()
+    plain_times, ferryman_times, differences = [], [], []
+    with ferryman.Engine(model, make_optimizer(model, options), **options.for_engine()) as engine:
+        for batch in batches:
+            start = time.perf_counter()
+            expected = plain.step(batch)
+            middle = time.perf_counter()
+            loss = engine.step(batch, options.micro_batches).item()
+            engine.wait()  # for its update: it must not run beside the other's step
+            ferryman_times.append(time.perf_counter() - middle)
+            plain_times.append(middle - start)
+            differences.append(abs(loss - expected))
+    return Compared(
+        # Without the first steps, in which Ferryman measures what fits, and memory is touched for the first time.
+        statistics.median(plain_times[2:]),
+        statistics.median(ferryman_times[2:]),
+        torch.accelerator.max_memory_allocated(LARGE),
+        max(differences),
+    )
+
+
+def table(options: Options, where: str, compared: Compared, events: list[dict]) -> Table:
+    tokens = options.batch * options.sequence
+    steps, evaluations = ([event for event in events if event["event"] == kind] for kind in ("step", "eval"))
+    bits = [f"{event['bits_per_byte']:.2f}" for event in (evaluations[0], evaluations[-1])]
+    peak = max(event["device_peak"] for event in steps)
+    same = "the same to the last bit" if compared.difference == 0 else f"differ by at most {compared.difference:.0e}"
+    rows = Table("", "plain PyTorch", "Ferryman", title="On a virtual accelerator (this CPU)", title_justify="left")
+    rows.add_row(f"trains in {options.memory}", f"[red]no[/red]: out of memory in {where}", "[green]yes[/green]")
+    rows.add_row(
+        "device memory, at its peak", f"{show_bytes(compared.plain_peak)}, on a larger device", show_bytes(peak)
+    )
+    rows.add_row("a step, one after the other", f"{compared.plain_seconds:.2f} s", f"{compared.ferryman_seconds:.2f} s")
+    rows.add_row(
+        "tokens a second", *(f"{tokens / s:,.0f}" for s in (compared.plain_seconds, compared.ferryman_seconds))
+    )
+    rows.add_row(f"losses of {COMPARED} steps", "", same)
+    rows.add_row(f"bits a byte, after {options.steps} steps", "", f"{bits[0]}, then {bits[1]}")
+    return rows
+
+
+def free_name(path: Path) -> Path:
+    """Nothing is overwritten: `runs/demo`, `runs/demo-2`, ..."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2)))
+    return next(name for name in names if not name.exists())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a model of seconds, to see that it runs")
+    parser.add_argument("--steps", type=int, help="by default, as many as take somewhat more than a minute")
+    parser.add_argument("--output", type=Path, help="a new directory; by default runs/demo, or runs/demo-2, ...")
+    given = parser.parse_args()
+    began = time.monotonic()
+    console = Console(highlight=False)
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)  # the model is small; the other core is for the host's part
+
+    options = Options(
+        model="gpt:tiny" if given.tiny else "gpt:layers=8,width=160,heads=4,context=128",
+        data=[STDLIB / "json"] if given.tiny else sorted(STDLIB.glob("*.py")),
+        output=given.output or free_name(Path("runs") / "demo"),
+        batch=4,
+        micro_batches=4 if given.tiny else 2,
+        sequence=128,
+        lr=2e-3,
+        warmup=10,
+        device=SMALL,
+        memory="2MiB" if given.tiny else "12MiB",
+        max_grad_norm=1.0,
+        sample=32 if given.tiny else 96,
+        eval_windows=16 if given.tiny else 64,
+    )
+    torch_virtual.set_capacity(parse_bytes(options.memory, "memory"), SMALL)
+    options, run = new_run(options)
+    windows = open_corpus(options, describe(options.model), run.tokens).training
+    batches = [windows.batch(options.batch) for _ in range(COMPARED)]
+
+    console.rule(f"1. Plain PyTorch, on a device of {options.memory}", align="left")
+    parameters = sum(parameter.numel() for parameter in describe(options.model).on_meta().parameters())
+    console.print(
+        f"{parameters / 1e6:.1f} M parameters: {show_bytes(4 * parameters)} of weights, {show_bytes(16 * parameters)} "
+        "with gradients and the optimizer's state; activations come on top",
+        soft_wrap=True,
+    )
+    where = run_out_of_memory(options, batches[0], console)
+
+    console.rule("2. Both, step by step, plain PyTorch on a larger device", align="left")
+    compared = compare(options, batches)
+    console.print(f"the losses of {COMPARED} steps differ by at most {compared.difference:.0e}")
+
+    console.rule(f"3. Ferryman, on the device of {options.memory}", align="left")
+    steps = given.steps or min(500, max(80, int(SECONDS / compared.ferryman_seconds)))
+    options = dataclasses.replace(options, steps=steps, eval_every=-(-steps // 3))
+    events: list[dict] = []
+    with open_display(console=console) as display:
+        Training(options, run, lambda event: (events.append(dict(event)), display.show(event))).train()
+
+    console.print("", table(options, where, compared, events))
+    console.print(
+        f"{time.monotonic() - began:.0f} s in all. In {run.directory}: checkpoints, metrics, trace and report"
+    )
+
+
+if __name__ == "__main__":
+    main()

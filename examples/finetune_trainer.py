@@ -1,0 +1,99 @@
+"""Fine-tunes a whole causal language model with transformers' Trainer, on a device that could not hold it.
+
+    python examples/finetune_trainer.py --model DIR --memory 8GiB     a model of yours, on this machine's accelerator
+    python examples/finetune_trainer.py --tiny                        a random one, on a virtual accelerator
+
+The text is the Python standard library's sources. What differs from a script with `Trainer` is its class and `engine=`.
+"""
+
+import argparse
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from ferryman.integrations.trainer import FerrymanTrainer
+
+CONTEXT = 128
+
+
+class Text(Dataset[dict[str, torch.Tensor]]):
+    """Stretches of the standard library's sources, as tokens; as bytes, without a tokenizer."""
+
+    def __init__(self, tokenizer: Any = None, files: int = 20) -> None:
+        sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:files]
+        text = "\n".join(path.read_text(errors="ignore") for path in sources)
+        ids = list(text.encode()) if tokenizer is None else tokenizer(text)["input_ids"]
+        self.rows = torch.tensor(ids[: len(ids) // CONTEXT * CONTEXT]).view(-1, CONTEXT)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[row], "labels": self.rows[row]}
+
+
+def tiny_model() -> LlamaForCausalLM:
+    """A million random weights; its tokens are bytes."""
+    import torch_virtual  # noqa: F401 - makes the device that it runs on
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=CONTEXT, **sizes))
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", metavar="DIR", help="a directory that from_pretrained loads")
+    which.add_argument("--tiny", action="store_true", help="a random model on a virtual accelerator")
+    parser.add_argument("--memory", help="a budget of device memory, as 8GiB")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--output", default=None, help="where checkpoints and the model go")
+    return parser.parse_args()
+
+
+def main() -> None:
+    chosen = options()
+    engine: dict[str, Any] = {} if chosen.memory is None else {"memory": chosen.memory}
+    if chosen.tiny:
+        model, tokenizer = tiny_model(), None
+        engine = {"device": "virtual", "memory": "8MiB"}  # weights, gradients and moments take 16
+    else:
+        model = AutoModelForCausalLM.from_pretrained(chosen.model)
+        tokenizer = AutoTokenizer.from_pretrained(chosen.model)
+    output = chosen.output or tempfile.mkdtemp(prefix="finetuned-")
+    text = Text(tokenizer)
+    trainer = FerrymanTrainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=output,
+            max_steps=chosen.steps,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=4,  # one step of the engine: each block crosses once for all four
+            learning_rate=1e-3 if chosen.tiny else 2e-5,
+            lr_scheduler_type="cosine",
+            warmup_steps=2,
+            bf16=not chosen.tiny,
+            logging_steps=max(1, chosen.steps // 5),
+            save_steps=max(1, chosen.steps // 2),
+            save_total_limit=1,
+            report_to=[],
+        ),
+        train_dataset=text,
+        eval_dataset=torch.utils.data.Subset(text, range(8)),
+        processing_class=tokenizer,
+        engine=engine,
+    )
+    trainer.train()
+    print(f"loss on what it has seen: {trainer.evaluate()['eval_loss']:.3f}")
+    trainer.save_model(output)
+    print(f"the model is in {output}: AutoModelForCausalLM.from_pretrained({output!r})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""The --device that commands take."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from ferryman import checks
+
+
+def find_device(name: str | None) -> torch.device:
+    """A device that works here; without a name the accelerator that PyTorch reports, else the CPU."""
+    if name is not None and name.partition(":")[0] == "virtual":  # it is there once its module is imported
+        try:
+            importlib.import_module("torch_virtual")
+        except ImportError as error:
+            raise ValueError(
+                f"--device {name} needs torch_virtual, which is in the folder virtual/ of Ferryman's repository: "
+                f"pip install --no-build-isolation ./virtual ({error})"
+            ) from error
+    return checks.real_device(name)

@@ -1,0 +1,191 @@
+"""What a run shows of itself: live on a terminal, line by line elsewhere, or as JSON for programs.
+
+All three are told the same events, which are dicts: `start`, `note`, `step`, `eval`, `save`, `sample` and `end`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ferryman.cli.run import to_line
+from ferryman.cost.sizes import show_bytes
+
+Event = Mapping[str, Any]
+
+_SMOOTH = 0.9  # of the loss shown, what was shown before
+_BAR = 32
+
+
+class Display(Protocol):
+    def show(self, event: Event) -> None: ...
+
+
+@contextlib.contextmanager
+def open_display(*, json: bool = False, quiet: bool = False, console: Console | None = None) -> Iterator[Display]:
+    console = console or Console(highlight=False)
+    if json:
+        yield JsonLines()
+    elif quiet:
+        yield Nothing()
+    elif console.is_terminal:
+        with Live(console=console, refresh_per_second=4) as live:
+            yield LivePanel(live)
+    else:
+        yield Lines(console)
+
+
+class Nothing:
+    def show(self, event: Event) -> None:
+        pass
+
+
+class JsonLines:
+    def show(self, event: Event) -> None:
+        sys.stdout.write(to_line(event) + "\n")
+        sys.stdout.flush()
+
+
+class Lines:
+    """What happens, one line each; of the steps, one every few seconds, and the first and the last."""
+
+    def __init__(self, console: Console, every: float = 5.0) -> None:
+        self._console = console
+        self._every = every
+        self._next = 0.0
+
+    def show(self, event: Event) -> None:
+        if event["event"] == "step":
+            now = time.monotonic()
+            if now < self._next and event["step"] != event["steps"]:
+                return
+            self._next = now + self._every
+        for line in describe(event):
+            self._console.print(line, soft_wrap=True)
+
+
+class LivePanel:
+    """The steps as one panel that is drawn anew; what else happens scrolls above it."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._start: Event = {}
+        self._loss: float | None = None
+        self._validation: float | None = None
+
+    def show(self, event: Event) -> None:
+        kind = event["event"]
+        if kind == "step":
+            loss = event["loss"]
+            self._loss = loss if self._loss is None else _SMOOTH * self._loss + (1 - _SMOOTH) * loss
+            self._live.update(self._panel(event))
+            return
+        if kind == "start":
+            self._start = event
+        if kind == "eval":
+            self._validation = event["loss"]
+        if kind == "end":
+            self._live.stop()  # what comes now comes after the panel
+        for line in describe(event):
+            self._live.console.print(line, soft_wrap=True)
+
+    def _panel(self, event: Event) -> RenderableType:
+        assert self._loss is not None
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(style="dim", min_width=9)
+        rows.add_column(min_width=_BAR)
+        rows.add_column()
+        done, steps = event["step"], event["steps"]
+        left = event["seconds_left"]
+        rows.add_row("step", _bar(done, steps), f"{done} of {steps}, {_clock(left)} left")
+        seen = f"{self._loss:.3f}" + ("" if self._validation is None else f"   validation {self._validation:.3f}")
+        rows.add_row("loss", Text(seen, style="bold"), _rule(event))
+        speed = f"{event['tokens_per_second']:,.0f} tokens/s"
+        rows.add_row("speed", speed, f"{event['seconds']:.2f} s a step, {_count(event['micro_batches'])}")
+        if event["device_peak"] is not None:
+            budget = self._start.get("budget")
+            of = f" of {show_bytes(budget)}" if budget else ""
+            bar = _bar(event["device_peak"], budget) if budget else Text("")
+            rows.add_row("device", bar, f"{show_bytes(event['device_peak'])} at its peak{of}")
+        for name, share in sorted(event["lanes"].items(), key=_rank):
+            rows.add_row(name, _bar(share, 1.0), f"busy {share:.0%} of the step")
+        if event["device_share"] is not None:
+            share = event["device_share"]
+            rows.add_row("updates", _bar(share, 1.0), f"{share:.0%} on the device, {1 - share:.0%} on the host")
+        return Group(Text(""), rows)
+
+
+def describe(event: Event) -> Iterator[Text]:
+    """An event as lines to read."""
+    match event["event"]:
+        case "start":
+            where = event["device"] + (f", at most {show_bytes(event['budget'])}" if event["budget"] else "")
+            yield Text(f"{event['model']}: {event['parameters'] / 1e6:.1f} M parameters, on {where}", style="bold")
+            yield Text(
+                f"{event['tokens']:,} tokens of data; {event['steps']} steps of {event['batch']} x {event['sequence']} "
+                f"tokens, from step {event['step']}; {event['output']}"
+            )
+        case "note":
+            yield Text(event["text"], style="yellow")
+        case "step":
+            peak = "" if event["device_peak"] is None else f"   device {show_bytes(event['device_peak'])}"
+            yield Text(
+                f"step {event['step']:>5} of {event['steps']}   loss {event['loss']:.3f}   "
+                f"{event['tokens_per_second']:,.0f} tokens/s{peak}   {_clock(event['seconds_left'])} left"
+            )
+        case "eval":
+            bits = "" if event["bits_per_byte"] is None else f" ({event['bits_per_byte']:.2f} bits a byte)"
+            yield Text(f"step {event['step']:>5}   validation loss {event['loss']:.3f}{bits}", style="cyan")
+        case "save":
+            yield Text(f"step {event['step']:>5}   saved {event['path']} in {event['seconds']:.1f} s", style="green")
+        case "sample":
+            yield Text("a sample, after the dim words:", style="cyan")
+            yield Text.assemble((event["prompt"], "dim"), event["text"])
+        case "end":
+            yield Text(_ending(event), style="bold")
+            if event["report"]:
+                yield Text(f"report: {event['report']}")
+            if event["step"] < event["steps"]:
+                yield Text(f"to go on: {event['resume']}")
+
+
+def _ending(event: Event) -> str:
+    why = "done" if event["reason"] == "done" else f"stopped by {event['reason']}"
+    return (
+        f"{why} after step {event['step']} of {event['steps']}, {_clock(event['seconds'])}; "
+        f"{event['tokens']:,} tokens in this session"
+    )
+
+
+def _rank(lane: tuple[str, float]) -> tuple[int, str]:
+    """The lanes of a step first, in the order in which a layer takes them."""
+    order = ("h2d", "compute", "d2h", "host")
+    return (order.index(lane[0]) if lane[0] in order else len(order), lane[0])
+
+
+def _rule(event: Event) -> str:
+    norm = "" if event["grad_norm"] is None else f", gradient norm {event['grad_norm']:.2f}"
+    return f"learning rate {event['lr']:.1e}{norm}"
+
+
+def _count(micro_batches: int) -> str:
+    return "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+
+
+def _bar(value: float, total: float) -> ProgressBar:
+    return ProgressBar(total=total, completed=min(value, total), width=_BAR)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,259 @@
+"""A training run: the loop of `ferryman train`, and an example of how the library is used."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ferryman.cli.corpus import open_corpus
+from ferryman.cli.device import find_device
+from ferryman.cli.model import Description, describe
+from ferryman.cli.options import Options
+from ferryman.cli.rule import make_optimizer, set_rate
+from ferryman.cli.run import Run
+from ferryman.cli.stop import Stop
+from ferryman.cost.sizes import parse_bytes
+from ferryman.data.windows import Windows
+from ferryman.engine import Engine
+from ferryman.report.page import write_report
+from ferryman.trace import Trace
+
+Tell = Callable[[Mapping[str, Any]], None]  # hears of every event; see `display.py`
+
+_TRACED = 20  # steps, the last ones, that a trace has in full
+_PROMPT = 32  # tokens from which a sample goes on
+
+
+class Training:
+    """One run of `ferryman train`, from its options to its last checkpoint."""
+
+    def __init__(self, options: Options, run: Run, tell: Tell) -> None:
+        assert options.model is not None
+        self.options = options
+        self.run = run
+        self._tell = tell
+        self.description = describe(options.model)
+        self.corpus = open_corpus(options, self.description, run.tokens)
+        self.steps = _steps(options, self.corpus.training, self.corpus.sequence)
+        self.last_checkpoint: Path | None = None
+        self.has_begun = False  # whether anything is there that was not before
+        self.trace = Trace(keep_steps=_TRACED) if options.trace else None
+        self._loss = math.nan
+        self._tokens = 0  # in this session
+        self._pace: float | None = None  # seconds that a step takes, smoothed
+
+    def train(self) -> None:
+        options = self.options
+        find_device(options.device)
+        torch.manual_seed(options.seed)
+        resumes = self.run.has_checkpoint()
+        model = _build(self.description, empty=resumes)
+        optimizer = make_optimizer(model, options)
+        began = time.monotonic()
+        with Stop() as stop, Engine(model, optimizer, trace=self.trace, **options.for_engine()) as engine:
+            if resumes:
+                self.last_checkpoint = engine.load(self.run.checkpoints, objects={"data": self.corpus.training})
+            elif self.description.weights is not None:
+                engine.load_weights(self.description.weights)
+            self.run.begin_metrics(engine.steps)
+            self.run.write_settings(options)
+            self._say_start(engine, model)
+            is_over = engine.steps >= self.steps
+            if engine.steps == 0 and options.eval_every is not None:
+                self._evaluate(engine, model)
+            while engine.steps < self.steps and stop.asked is None:
+                self._step(engine, optimizer)
+                if engine.steps < self.steps:
+                    self._between(engine, model)
+            if stop.asked is None and not is_over:
+                self._evaluate(engine, model)
+            if not is_over:
+                self._save(engine)
+            if stop.asked is None:
+                self._sample(model)
+            self._say_end(engine, stop.asked or "done", time.monotonic() - began)
+
+    def _step(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        options = self.options
+        start = time.monotonic()
+        rate = set_rate(optimizer, options, engine.steps, self.steps)
+        batch = self.corpus.training.batch(options.batch)
+        self._loss = engine.step(batch, options.micro_batches).item()
+        seconds = time.monotonic() - start
+        self.has_begun = True
+        self._tokens += batch["input_ids"].numel()
+        self._pace = seconds if self._pace is None else 0.8 * self._pace + 0.2 * seconds
+        self._say_step(engine, rate, seconds, batch["input_ids"].numel())
+
+    def _between(self, engine: Engine, model: nn.Module) -> None:
+        if _is_due(self.options.eval_every, engine.steps):
+            self._evaluate(engine, model)
+        if _is_due(self.options.save_every, engine.steps):
+            self._save(engine)
+
+    def _evaluate(self, engine: Engine, model: nn.Module) -> None:
+        if self.corpus.validation is None:
+            return
+        # What fits in a step, fits here.
+        pieces = engine.choice.micro_batches if engine.choice is not None else self.options.batch
+        size = max(1, self.options.batch // pieces)
+        loss = evaluate(model, self.corpus.validation, size, self.options.eval_windows)
+        bits = loss / math.log(2) if self.corpus.is_bytes else None
+        self._say({"event": "eval", "step": engine.steps, "loss": loss, "bits_per_byte": bits})
+
+    def _save(self, engine: Engine) -> None:
+        start = time.monotonic()
+        self.last_checkpoint = engine.save(
+            self.run.checkpoints, objects={"data": self.corpus.training}, keep=self.options.keep
+        )
+        seconds = time.monotonic() - start
+        self._say({"event": "save", "step": engine.steps, "path": str(self.last_checkpoint), "seconds": seconds})
+
+    def _sample(self, model: nn.Module) -> None:
+        if self.options.sample == 0:
+            return
+        source = self.corpus.validation or self.corpus.training
+        prompt = next(source.in_order(1, 1))["input_ids"][:, : min(_PROMPT, self.corpus.sequence // 2)]
+        room = (self.description.context or math.inf) - prompt.shape[1]
+        new = generate(model, prompt, int(min(self.options.sample, room)), seed=self.options.seed)
+        texts = [self.corpus.decode(ids) or " ".join(map(str, ids)) for ids in (prompt[0].tolist(), new)]
+        self._say({"event": "sample", "prompt": texts[0], "text": texts[1]})
+
+    # What is told.
+
+    def _say(self, event: Mapping[str, Any]) -> None:
+        self.run.add_metrics(event)
+        self._tell(event)
+
+    def _say_start(self, engine: Engine, model: nn.Module) -> None:
+        options = self.options
+        self._say(
+            {
+                "event": "start",
+                "model": self.description.name,
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "device": str(engine.device),
+                "budget": None if options.memory is None else parse_bytes(options.memory, "memory"),
+                "step": engine.steps,
+                "steps": self.steps,
+                "batch": options.batch,
+                "sequence": self.corpus.sequence,
+                "tokens": self.corpus.tokens,
+                "output": str(self.run.directory),
+            }
+        )
+        if engine.steps >= self.steps:
+            text = f"there is nothing left to do after step {engine.steps}; give more with --steps"
+            self._say({"event": "note", "text": text})
+
+    def _say_step(self, engine: Engine, rate: float, seconds: float, tokens: int) -> None:
+        assert engine.choice is not None
+        assert self._pace is not None
+        last = None if self.trace is None else self.trace.last_step
+        self._say(
+            {
+                "event": "step",
+                "step": engine.steps,
+                "steps": self.steps,
+                "loss": self._loss,
+                "lr": rate,
+                "grad_norm": engine.grad_norm,
+                "epoch": self.corpus.training.epoch,
+                "seconds": seconds,
+                "seconds_left": self._pace * (self.steps - engine.steps),
+                "tokens_per_second": tokens / seconds,
+                "micro_batches": engine.choice.micro_batches,
+                "device_peak": _peak(engine.device) if last is None else last.peak,
+                "lanes": {} if last is None else {name: round(last.share(name), 4) for name in last.busy},
+                "device_share": self._device_share(),
+            }
+        )
+
+    def _say_end(self, engine: Engine, reason: str, seconds: float) -> None:
+        if self.trace is not None and self._tokens:
+            engine.wait()  # for the last updates, which are part of it
+            self.trace.save(self.run.trace)
+            write_report(self.run.trace, self.run.report, overwrite=True)
+        self._say(
+            {
+                "event": "end",
+                "reason": reason,
+                "step": engine.steps,
+                "steps": self.steps,
+                "loss": self._loss,
+                "tokens": self._tokens,
+                "seconds": seconds,
+                "checkpoint": str(self.last_checkpoint),
+                "report": str(self.run.report) if self.run.report.exists() else None,
+                "resume": self.options.command(),
+            }
+        )
+
+    def _device_share(self) -> float | None:
+        """Of the parameters of the last step whose updates are over, those that the device has updated."""
+        notes = [] if self.trace is None else self.trace.notes()
+        return next((note.values["device_share"] for note in reversed(notes) if "device_share" in note.values), None)
+
+
+def evaluate(model: nn.Module, windows: Windows, size: int, most: int) -> float:
+    """The mean loss over the first windows; the layers stream here, too."""
+    total, count = 0.0, 0
+    model.eval()
+    try:
+        with torch.no_grad():
+            for batch in windows.in_order(size, most):
+                total += model(**batch).loss.item() * len(batch["input_ids"])
+                count += len(batch["input_ids"])
+    finally:
+        model.train()
+    return total / count
+
+
+def generate(model: nn.Module, prompt: torch.Tensor, count: int, *, seed: int) -> list[int]:
+    """So many tokens after the prompt."""
+    torch.manual_seed(seed)
+    model.eval()
+    try:
+        with torch.no_grad():
+            found: torch.Tensor = model.generate(  # type: ignore[operator]
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=count,
+                do_sample=True,
+                temperature=0.8,
+                pad_token_id=0,
+            )
+    finally:
+        model.train()
+    return [int(token) for token in found[0, prompt.shape[1] :]]
+
+
+def _build(description: Description, *, empty: bool) -> nn.Module:
+    """Without memory where its weights are read from files; else with new ones."""
+    return description.on_meta() if empty or description.weights is not None else description.on_host()
+
+
+def _steps(options: Options, training: Windows, sequence: int) -> int:
+    given = [name for name in ("steps", "tokens", "epochs") if getattr(options, name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"--{given[0]} and --{given[1]} both say how long to train; give one of them")
+    if options.steps is not None:
+        return options.steps
+    if options.tokens is not None:
+        return max(1, -(-options.tokens // (options.batch * sequence)))
+    epochs = 1.0 if options.epochs is None else options.epochs
+    return max(1, math.ceil(epochs * training.count / options.batch))
+
+
+def _is_due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
+def _peak(device: torch.device) -> int | None:
+    return None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)

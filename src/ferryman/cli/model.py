@@ -1,0 +1,197 @@
+"""The MODEL that commands take: a configuration of transformers, or the built-in byte-level GPT by size.
+
+Nothing is fetched from a network, no code that comes with a model is run, and nothing of its weights is allocated here:
+the model is built on the meta device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+BYTES = 256  # the vocabulary of a model whose tokens are bytes
+
+_FORM = "gpt:layers=12,width=768,heads=12,context=1024"
+
+
+@dataclass(frozen=True)
+class Gpt:
+    """A size of the built-in GPT."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+
+
+# About 0.1, 0.8, 5, 21, 86, 300 and 1000 million parameters.
+SIZES = {
+    "tiny": Gpt(layers=2, width=64, heads=2, context=128),
+    "mini": Gpt(layers=4, width=128, heads=4, context=256),
+    "small": Gpt(layers=6, width=256, heads=8, context=512),
+    "medium": Gpt(layers=12, width=384, heads=6, context=512),
+    "base": Gpt(layers=12, width=768, heads=12, context=1024),
+    "large": Gpt(layers=24, width=1024, heads=16, context=1024),
+    "xl": Gpt(layers=36, width=1536, heads=16, context=1024),
+}
+
+
+@dataclass(frozen=True)
+class Description:
+    """What was asked for, before anything is built."""
+
+    name: str  # as the user wrote it
+    config: Any  # a transformers PretrainedConfig
+    weights: Path | None = None  # a directory with pretrained weights, if it has any
+    is_bytes: bool = False  # whether its tokens are bytes, so that it needs no tokenizer
+
+    def on_meta(self) -> nn.Module:
+        """The model, in training, without memory for its weights."""
+        transformers = _transformers()
+        with torch.device("meta"):
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
+        return model.train()
+
+    def on_host(self) -> nn.Module:
+        """The model, in training, with new weights."""
+        model: nn.Module = _transformers().AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
+        return model.train()
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence that it takes, where its configuration tells."""
+        longest = getattr(self.config, "max_position_embeddings", None)
+        return longest if isinstance(longest, int) else None
+
+
+def describe(model: str) -> Description:
+    """From what the user gave as MODEL; a ValueError says what is required, and what was found."""
+    if model.startswith("gpt:"):
+        return _gpt(model)
+    path = Path(model).expanduser()
+    if not path.exists():
+        near = difflib.get_close_matches(model.removeprefix("gpt"), SIZES, n=1)
+        meant = f" (did you mean 'gpt:{near[0]}'?)" if near else ""
+        raise ValueError(
+            f"there is no model {model!r}{meant}: MODEL is a directory or a config.json of transformers on this "
+            f"machine, or the built-in GPT: {_known_sizes()}"
+        )
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:4]) or "nothing"
+        raise ValueError(f"{model!r} has no config.json, so it is no model of transformers; it holds {inside}")
+    config = _read(file)
+    _check_causal(config, file)
+    return Description(model, config, weights=path if path.is_dir() and _has_weights(path) else None)
+
+
+def _gpt(model: str) -> Description:
+    size = model.removeprefix("gpt:")
+    gpt = SIZES[size] if size in SIZES else _free_form(model, size)
+    config = _transformers().GPT2Config(
+        vocab_size=BYTES,
+        n_layer=gpt.layers,
+        n_embd=gpt.width,
+        n_head=gpt.heads,
+        n_positions=gpt.context,
+        # No dropout: what is trained on bytes sees each of them about once.
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return Description(model, config, is_bytes=True)
+
+
+def _free_form(model: str, text: str) -> Gpt:
+    if "=" not in text:
+        near = difflib.get_close_matches(text, SIZES, n=1)
+        meant = f" (did you mean 'gpt:{near[0]}'?)" if near else ""
+        raise ValueError(f"{model!r} is no size of the built-in GPT{meant}; there are {_known_sizes()}")
+    names = [field.name for field in dataclasses.fields(Gpt)]
+    given: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"{model!r}: {name!r}{meant} is none of {', '.join(names)}; write it like {_FORM}")
+        if name in given:
+            raise ValueError(f"{model!r}: {name!r} is given twice")
+        if not (value.isascii() and value.isdigit() and int(value) > 0):
+            raise ValueError(f"{model!r}: {name}={value!r} must be a whole number above 0; write it like {_FORM}")
+        given[name] = int(value)
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise ValueError(f"{model!r}: {' and '.join(missing)} must be given, too; write it like {_FORM}")
+    gpt = Gpt(**given)
+    if gpt.width % gpt.heads:
+        raise ValueError(
+            f"{model!r}: width={gpt.width} cannot be shared by heads={gpt.heads}; it must be a multiple of it"
+        )
+    return gpt
+
+
+def _known_sizes() -> str:
+    return f"{', '.join(f'gpt:{size}' for size in SIZES)}, or any other as {_FORM}"
+
+
+def _read(file: Path) -> Any:
+    try:
+        content = json.loads(file.read_text())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{str(file)!r} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise ValueError(f"{str(file)!r} has no 'model_type', so it is no configuration of transformers")
+    transformers = _transformers()
+    kinds: dict[str, Any] = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    kind = content["model_type"]
+    if kind not in kinds:
+        near = difflib.get_close_matches(str(kind), kinds, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        own = " It brings code of its own, which is not run." if "auto_map" in content else ""
+        raise ValueError(
+            f"{str(file)!r} is of the model_type {kind!r}, which transformers {transformers.__version__} does not "
+            f"have{meant}{own}"
+        )
+    try:
+        # From the file itself: a directory's name could be taken for a model's on the hub.
+        return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a configuration's own checks raise what they like
+        raise ValueError(f"transformers cannot use {str(file)!r}: {error}") from error
+
+
+def _check_causal(config: Any, file: Path) -> None:
+    kinds = _transformers()
+    # Some that fill in masked tokens can also be told to predict the next one; as they are, they see what follows.
+    sees_all = type(config) in kinds.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    if type(config) not in kinds.MODEL_FOR_CAUSAL_LM_MAPPING or sees_all:
+        made_for = " and ".join(config.architectures or []) or type(config).__name__
+        raise ValueError(
+            f"{str(file)!r} is a {config.model_type!r} ({made_for}), and what is required is a causal language model: "
+            "one that predicts the next token, such as 'gpt2', 'llama', 'mistral' or 'qwen3'"
+        )
+
+
+def _has_weights(directory: Path) -> bool:
+    return any(directory.glob("*.safetensors"))
+
+
+def _transformers() -> Any:
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ValueError(
+            "models by name and by configuration need transformers, which is not installed: "
+            "pip install 'ferryman[transformers]'"
+        ) from error
+    return transformers

@@ -1,0 +1,154 @@
+"""The output directory of a run: its settings, metrics, checkpoints, trace and report.
+
+run/run.json           all settings
+    checkpoints/       a series of them, `step-00000120/`
+    metrics.jsonl      a line for each step and evaluation
+    tokens.bin         the text as tokens, if it was text
+    trace.json         what ran when, in the last steps
+    report.html        to look at
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ferryman
+from ferryman.checkpoint.directory import series
+from ferryman.cli.options import FIXED, Options, flag
+
+_SETTINGS = "run.json"
+
+
+class Run:
+    """A directory that this run alone writes to."""
+
+    def __init__(self, directory: Path, *, is_new: bool) -> None:
+        self.directory = directory
+        self.is_new = is_new
+        self.checkpoints = directory / "checkpoints"
+        self.metrics = directory / "metrics.jsonl"
+        self.tokens = directory / "tokens.bin"
+        self.trace = directory / "trace.json"
+        self.report = directory / "report.html"
+
+    def has_checkpoint(self) -> bool:
+        return bool(series(self.checkpoints))
+
+    def write_settings(self, options: Options) -> None:
+        content = {"ferryman": ferryman.__version__, "options": options.to_json()}
+        _replace(self.directory / _SETTINGS, json.dumps(content, indent=2) + "\n")
+
+    def begin_metrics(self, step: int) -> None:
+        """Lines of steps after this one are dropped: they come again."""
+        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+        _replace(self.metrics, "".join(f"{line}\n" for line in lines if _step_of(line) <= step))
+
+    def add_metrics(self, event: Mapping[str, Any]) -> None:
+        if event["event"] in ("step", "eval"):
+            with self.metrics.open("a") as file:
+                file.write(to_line(event) + "\n")
+
+    def discard(self) -> None:
+        """A new run came to nothing before its first step; as if it had not been."""
+        if self.is_new:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def new_run(options: Options) -> tuple[Options, Run]:
+    """In a directory that is not there yet, or is empty."""
+    directory = _directory(options)
+    if options.model is None:
+        raise ValueError("MODEL is missing: a directory or config.json of transformers, or gpt:small")
+    if not options.data:
+        raise ValueError("--data is missing: text files, token files or directories of them")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"--output {directory}: {_what_is_in(directory)}")
+    directory.mkdir(parents=True, exist_ok=True)
+    run = Run(directory, is_new=True)
+    run.write_settings(options)
+    return options, run
+
+
+def resumed_run(given: Options, explicit: set[str]) -> tuple[Options, Run, list[str]]:
+    """With the settings it was begun with, but for those that are given now; and what differs, in words."""
+    directory = _directory(given)
+    file = directory / _SETTINGS
+    if not file.is_file():
+        found = _what_is_in(directory, advice=False) if directory.exists() else "there is no such directory"
+        raise ValueError(f"--resume --output {directory}: no run to resume, {found}")
+    try:
+        recorded = Options.from_json(json.loads(file.read_text())["options"], output=directory)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} is damaged, and the run cannot be resumed from it: {error!r}") from error
+    now = {name: getattr(given, name) for name in (*explicit, "json", "quiet")}
+    options = Options.from_json(recorded.to_json(), **{**now, "output": directory, "resume": True})
+    before, after = recorded.to_json(), options.to_json()
+    different = options.differences(recorded)
+    for name in different:
+        if name in FIXED:
+            raise ValueError(
+                f"{flag(name)} {_show(after[name])}: the run was begun with {_show(before[name])}, and where it is in "
+                "the data depends on it. Leave it out, or begin another run"
+            )
+    return (
+        options,
+        Run(directory, is_new=False),
+        [
+            f"{flag(name) if name != 'model' else 'MODEL'} is {_show(after[name])} now, was {_show(before[name])}"
+            for name in different
+        ],
+    )
+
+
+def to_line(event: Mapping[str, Any]) -> str:
+    """As JSON, which knows no inf and no NaN: they are null."""
+    return json.dumps(
+        {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in event.items()}
+    )
+
+
+def _directory(options: Options) -> Path:
+    if options.output is None:
+        raise ValueError("--output is missing: a directory for checkpoints, metrics, trace and report")
+    return options.output
+
+
+def _what_is_in(directory: Path, *, advice: bool = True) -> str:
+    if not directory.is_dir():
+        return "it is a file; give a directory"
+    names = sorted(entry.name for entry in directory.iterdir())
+    if _SETTINGS in names:
+        mend = "; go on with it (--resume), or choose another name" if advice else ""
+        saved = series(directory / "checkpoints")
+        return f"it holds a run already ({saved[-1].name if saved else 'without a checkpoint'}){mend}"
+    some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    mend = "; nothing is overwritten, so choose another name" if advice else ""
+    return f"it holds {some or 'nothing'}{mend}"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(str(item) for item in value) or "nothing"
+    return "the default" if value is None else str(value)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):  # cut short, when the process was killed
+        return math.inf
+
+
+def _replace(target: Path, text: str) -> None:
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,127 @@
+"""`ferryman verify`: is it right on this machine's device?"""
+
+from __future__ import annotations
+
+import json
+import platform
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import ferryman
+from ferryman.cli.device import find_device
+from ferryman.units import hint
+from ferryman.verify.bench import Bench
+from ferryman.verify.result import Figures, Outcome, Result
+from ferryman.verify.verify import GROUPS
+from ferryman.verify.verify import verify as run
+
+_COLOURS = {Outcome.OK: "green", Outcome.FAILED: "bold red", Outcome.INCONCLUSIVE: "yellow", Outcome.SKIPPED: "dim"}
+
+
+def verify(
+    device: Annotated[
+        str | None,
+        typer.Option(help="Such as cuda, cuda:1, cpu or virtual; by default the accelerator that PyTorch reports."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer modes and fewer rounds.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="parity, races, overlap or memory; may be given several times.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
+) -> None:
+    """Check Ferryman on this machine's device: parity with plain PyTorch, races, overlap, memory.
+
+    Ends with 0 if everything holds and with 1 if anything fails. docs/verify.md tells what each row means.
+
+    \b
+    [bold]Examples[/bold]
+      ferryman verify                            on the default accelerator
+      ferryman verify --device virtual --quick   without one, in seconds
+      ferryman verify --only races --json        for machines, and for issues
+    """
+    groups = only or list(GROUPS)
+    for group in groups:
+        if group not in GROUPS:
+            raise ValueError(f"--only {group}: there is no such group of checks{hint(group, GROUPS)}")
+    bench = Bench(find_device(device), quick=quick)
+    about = _about(bench)
+    console = Console(stderr=as_json)
+    console.print(", ".join(str(value) for value in about.values()), highlight=False)
+    with console.status("") as status:
+        results = list(run(bench, groups, lambda c: status.update(f"{c.group}: {c.name}")))
+    if as_json:
+        typer.echo(json.dumps(_report(about, results), indent=2))
+    else:
+        console.print(_table(results))
+        console.print(_summary(results), highlight=False)
+    if _of(results, Outcome.FAILED):
+        raise typer.Exit(1)
+
+
+def _about(bench: Bench) -> dict[str, str]:
+    """What a result means nothing without."""
+    return {
+        "device": bench.accelerator.name,
+        "ferryman": f"ferryman {ferryman.__version__}",
+        "torch": f"torch {torch.__version__}",
+        "python": f"Python {platform.python_version()}",
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _of(results: list[Result], outcome: Outcome) -> list[Result]:
+    return [result for result in results if result.verdict.outcome is outcome]
+
+
+def _report(about: dict[str, str], results: list[Result]) -> dict[str, Any]:
+    rows = [
+        {
+            "group": check.group,
+            "check": check.name,
+            "compared": check.compared,
+            "result": str(verdict.outcome),
+            "reason": verdict.reason,
+            "figures": verdict.figures,
+            "seconds": round(seconds, 3),
+        }
+        for check, verdict, seconds in results
+    ]
+    return {**about, "ok": not _of(results, Outcome.FAILED), "checks": rows}
+
+
+def _table(results: list[Result]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("check", ratio=3)
+    table.add_column("compared", ratio=4, style="dim")
+    table.add_column("result", no_wrap=True)
+    table.add_column("figures", ratio=5)
+    groups: set[str] = set()
+    compared: set[str] = set()
+    for check, verdict, _ in results:
+        if check.group not in groups:
+            table.add_section()
+        groups.add(check.group)
+        said = check.compared if check.compared not in compared else '"'
+        compared.add(check.compared)
+        outcome = f"[{_COLOURS[verdict.outcome]}]{verdict.outcome}[/]"
+        table.add_row(f"{check.group}: {check.name}", said, outcome, _shown(verdict.figures, verdict.reason))
+    return table
+
+
+def _shown(figures: Figures, reason: str) -> str:
+    values = {
+        name: f"{value:.1e}" if isinstance(value, float) and value < 1e-2 else value for name, value in figures.items()
+    }
+    shown = ", ".join(f"{name} {value}" for name, value in values.items())
+    return "\n".join(part for part in (reason.replace("[", "\\["), shown) if part)
+
+
+def _summary(results: list[Result]) -> str:
+    counts = [f"{len(found)} {outcome}" for outcome in Outcome if (found := _of(results, outcome))]
+    seconds = sum(result.seconds for result in results)
+    return f"{', '.join(counts)}, in {seconds:.0f} s"

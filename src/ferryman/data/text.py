@@ -1,0 +1,96 @@
+"""Text: files and directories of it, written once as a file of tokens."""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+SUFFIXES = (".txt", ".md", ".rst", ".py")
+TOKEN_SUFFIXES = (".bin", ".npy")
+
+_CHUNK = 2**20  # bytes of text that are in memory at a time
+
+Encode = Callable[[bytes], Any]  # from whole lines to an array of token ids
+
+
+def find_files(paths: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> tuple[list[Path], list[Path]]:
+    """Text files and token files among these. Of a directory, all that is in it, by suffix, in the order of names."""
+    found: list[Path] = []
+    wanted = {suffix if suffix.startswith(".") else f".{suffix}" for suffix in suffixes}
+    for path in paths:
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+            chosen = [file for file in files if file.suffix in (*wanted, *TOKEN_SUFFIXES)]
+            if not chosen:
+                raise ValueError(_nothing_in(path, files, sorted(wanted)))
+            found += chosen
+        elif path.exists():
+            found.append(path)
+        else:
+            raise ValueError(f"--data {path}: there is no such file or directory")
+    texts = [path for path in found if path.suffix not in TOKEN_SUFFIXES]
+    if texts and not any(path.stat().st_size for path in texts):
+        raise ValueError(f"--data: {texts[0] if len(texts) == 1 else f'all {len(texts)} text files'}: there is no text")
+    return texts, [path for path in found if path.suffix in TOKEN_SUFFIXES]
+
+
+def _nothing_in(path: Path, files: Sequence[Path], wanted: Sequence[str]) -> str:
+    there = collections.Counter(file.suffix or "none" for file in files).most_common(5)
+    found = ", ".join(f"{count} {suffix}" for suffix, count in there) if there else "no file at all"
+    return (
+        f"--data {path}: no file in this directory ends in {', '.join(wanted)} (text) or {', '.join(TOKEN_SUFFIXES)} "
+        f"(tokens); it has {found}. Say with --suffix which are text"
+    )
+
+
+def as_bytes(text: bytes) -> np.ndarray[Any, Any]:
+    """Every byte is a token."""
+    return np.frombuffer(text, dtype=np.uint8)
+
+
+def with_tokenizer(tokenizer: Any) -> Encode:
+    """By a tokenizer of transformers. What is not UTF-8 is replaced."""
+
+    def encode(text: bytes) -> Any:
+        return tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
+
+    return encode
+
+
+def write_tokens(texts: Iterable[Path], target: Path, encode: Encode, dtype: str, between: bytes | int) -> None:
+    """The tokens of all texts in one file, whole or not at all. `between` two texts there is this text, or token."""
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as out:
+            for number, path in enumerate(texts):
+                if number:
+                    ids = [between] if isinstance(between, int) else encode(between)
+                    out.write(np.asarray(ids, dtype=dtype).tobytes())
+                with path.open("rb") as file:
+                    for lines in _lines(file):
+                        out.write(np.asarray(encode(lines), dtype=dtype).tobytes())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """A file in pieces that end with a line where they can, so that no word is cut."""
+    rest = b""
+    while piece := file.read(_CHUNK):
+        whole, newline, after = piece.rpartition(b"\n")
+        if newline:
+            yield rest + whole + newline
+            rest = after
+        elif len(rest) < _CHUNK:
+            rest += piece
+        else:
+            yield rest
+            rest = piece
+    if rest:
+        yield rest

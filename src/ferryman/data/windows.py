@@ -1,0 +1,112 @@
+"""Windows: stretches of tokens of one length, each once an epoch, in an order that a position can resume."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ferryman.data.tokens import Tokens
+
+Batch = dict[str, torch.Tensor]
+
+
+class Windows:
+    """Draws batches from the tokens between `start` and `stop`.
+
+    Every epoch cuts them into windows at another place and takes these in another order, which both follow from the
+    seed and the epoch alone. So a position is three numbers, and nothing grows with the data: the order is not a list
+    but a permutation that is computed.
+    """
+
+    def __init__(self, tokens: Tokens, length: int, *, start: int = 0, stop: int | None = None, seed: int = 0) -> None:
+        self._tokens = tokens
+        self._length = length
+        self._start = start
+        self._stop = len(tokens) if stop is None else stop
+        self._seed = seed
+        self._epoch = 0
+        self._index = 0  # in the epoch, of the next window
+        if self._stop - start < length:
+            raise ValueError(
+                f"the data has {self._stop - start} tokens here, fewer than the {length} of one window (--sequence); "
+                "give more data or a shorter --sequence"
+            )
+
+    @property
+    def count(self) -> int:
+        """Windows in an epoch, wherever it cuts them."""
+        tokens = self._stop - self._start
+        return max(1, (tokens - self._length + 1) // self._length)
+
+    @property
+    def epoch(self) -> float:
+        """How often the data has been seen."""
+        return self._epoch + self._index / self.count
+
+    def batch(self, size: int) -> Batch:
+        """The next windows."""
+        return _batch([self._next() for _ in range(size)])
+
+    def in_order(self, size: int, most: int) -> Iterator[Batch]:
+        """At most so many windows from the start, always the same, in batches; the position stays."""
+        starts = [self._start + i * self._length for i in range(min(most, self.count))]
+        for i in range(0, len(starts), size):
+            yield _batch([self._tokens.read(at, at + self._length) for at in starts[i : i + size]])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "index": self._index,
+            "length": self._length,
+            "tokens": self._stop - self._start,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        mine = self.state_dict()
+        for key, name in (("length", "--sequence"), ("tokens", "tokens in the data")):
+            if state[key] != mine[key]:
+                raise ValueError(
+                    f"the position in the data cannot be resumed: it was saved with {state[key]} {name}, and now "
+                    f"there are {mine[key]}. Give the same data and --sequence, or begin a new run"
+                )
+        self._seed, self._epoch, self._index = state["seed"], state["epoch"], state["index"]
+
+    def _next(self) -> torch.Tensor:
+        draw = random.Random(f"{self._seed}/{self._epoch}")
+        room = self._stop - self._start - self.count * self._length
+        start = self._start + draw.randrange(min(room + 1, self._length))
+        start += permuted(self._index, self.count, [draw.getrandbits(64) for _ in range(4)]) * self._length
+        self._index += 1
+        if self._index == self.count:
+            self._epoch, self._index = self._epoch + 1, 0
+        return self._tokens.read(start, start + self._length)
+
+
+def _batch(windows: list[torch.Tensor]) -> Batch:
+    ids = torch.stack(windows)
+    return {"input_ids": ids, "labels": ids}
+
+
+def permuted(index: int, count: int, keys: list[int]) -> int:
+    """Where `index` goes in a permutation of `count` that the keys choose: a Feistel network over the next power of
+    four, walked until it leads back below `count`."""
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for key in keys:
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        index = left << half | right
+        if index < count:
+            return index
+
+
+def _mixed(number: int) -> int:
+    """64 bits of which each depends on all of those given (splitmix64)."""
+    number = (number * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    number = ((number ^ number >> 31) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return number ^ number >> 33

@@ -1,0 +1,1 @@
+"""Is Ferryman right on this device? Checks that need nothing but the package."""

@@ -1,0 +1,68 @@
+"""What the checks share: the device, how thorough they are, and references that several are held to."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from ferryman.verify.accelerator import Accelerator
+from ferryman.verify.models import Batch, batch, build, untied
+from ferryman.verify.reference import Narrow, Plain, Tensors, Trained
+
+SUBGROUP = 16384  # parameters: a block of the models here has three or four
+
+
+class Bench:
+    def __init__(self, device: torch.device, *, quick: bool) -> None:
+        self.accelerator = Accelerator(device)
+        self.device = device
+        self.quick = quick
+        self.batches: Sequence[Batch] = [batch(seed) for seed in range(3 if quick else 4)]
+        self._references: dict[tuple[Callable[[], nn.Module], str, float | None], Trained] = {}
+
+    def reference(self, make: Callable[[], nn.Module], precision: str, limit: float | None, scale: float) -> Trained:
+        """What plain PyTorch makes of a model, on the same device."""
+        key = make, precision, limit
+        if key not in self._references:
+            self._references[key] = self._plain(make, precision, limit).train(self.batches, scale)
+        return self._references[key]
+
+    @functools.cached_property
+    def repeats(self) -> bool:
+        """Whether plain PyTorch gives the same bits twice on this device, on two streams; then so must the engine."""
+        first = self._plain(untied, "fp32", None).train(self.batches)
+        again = self._plain(untied, "fp32", None)
+        self.accelerator.synchronize()
+        with self.accelerator.stream():
+            second = again.train(self.batches)
+            self.accelerator.synchronize()
+        return first.losses == second.losses and apart(first.gradients, second.gradients) == 0
+
+    def _plain(self, make: Callable[[], nn.Module], precision: str, limit: float | None) -> Plain:
+        model = build(make)
+        if precision == "fp32":
+            return Plain(model, self.device, limit)
+        return Narrow(model, self.device, precision, limit)
+
+
+def apart(ours: Tensors, theirs: Tensors) -> float:
+    """The largest difference; inf where something is missing or not a number."""
+    if ours.keys() != theirs.keys():
+        return math.inf
+    differences = [float((ours[name].double() - value.double()).abs().max()) for name, value in theirs.items()]
+    return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
+
+
+def largest(tensors: Tensors) -> float:
+    return max(float(value.abs().max()) for value in tensors.values())
+
+
+def distance(ours: Tensors, theirs: Tensors) -> float:
+    """The norm of the difference."""
+    squares = (float((ours[name].double() - value.double()).square().sum()) for name, value in theirs.items())
+    found = math.sqrt(sum(squares))
+    return found if math.isfinite(found) else math.inf

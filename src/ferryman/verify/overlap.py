@@ -1,0 +1,264 @@
+"""Overlap: copies run beside compute, and both ways over the link at once; on bare lanes, and in a step.
+
+These are measurements: of each the best of some rounds counts, since whatever else the machine does only adds to it;
+limits are generous, and what does not show at once is tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ferryman.engine import Engine
+from ferryman.lanes import Lanes
+from ferryman.marks import covered
+from ferryman.pinned import PinnedMemory
+from ferryman.trace import Span, Trace
+from ferryman.verify.bench import Bench
+from ferryman.verify.models import Batch, Transformer, batch, build
+from ferryman.verify.result import Check, Figures, Outcome, Verdict
+
+# Perfect overlap of two lanes that take equally long is 0.5, none is 1.
+_OVERLAPS = 0.85
+_DUPLEX = 0.1  # of the time that the less busy direction takes
+_BOUND = 0.75  # of the sum: a lane that is so long leaves nothing to be shown
+_TRIES = 3
+
+_SECONDS = 0.04  # of a bare copy, and of kernels beside it, on a simulated device
+_SIMULATED_BYTES = 2**20  # small, so that simulated copies take next to none of the CPU
+_BYTES = 2**27  # of a bare copy, on a real link
+_MICRO_BATCHES, _LENGTH = 4, 64
+
+
+def checks(bench: Bench) -> Iterator[Check]:
+    rounds = 3 if bench.quick else 7
+    for name, compared, measure in (
+        ("link", f"copies in and out at once against one after the other: at most {_OVERLAPS}", _link),
+        ("link and compute", f"copies and kernels at once against one after the other: at most {_OVERLAPS}", _beside),
+        (
+            "step",
+            f"a step against the sum of its lanes, each alone: at most {_OVERLAPS}; fetches and flushes at once: at "
+            f"least {_DUPLEX} of the lesser",
+            lambda bench, rounds: _Steps(bench, rounds).judge(),
+        ),
+    ):
+        yield Check("overlap", name, compared, functools.partial(_at_last, measure, bench, rounds))
+
+
+def _at_last(measure: Callable[[Bench, int], Verdict], bench: Bench, rounds: int) -> Verdict:
+    """The first that is ok, of a few; if none is, one that has failed."""
+    if bench.accelerator.is_host:
+        return Verdict.skipped("the device is the host itself, and units are used where they are")
+    verdicts: list[Verdict] = []
+    while len(verdicts) < _TRIES:
+        verdicts.append(measure(bench, rounds))
+        if verdicts[-1].outcome is Outcome.OK:
+            return verdicts[-1]
+    return next((verdict for verdict in verdicts if verdict.outcome is Outcome.FAILED), verdicts[-1])
+
+
+# Bare lanes.
+
+
+def _link(bench: Bench, rounds: int) -> Verdict:
+    with _Bare(bench) as bare:
+        seconds = bare.best([("in",), ("out",), ("in", "out")], rounds)
+    ratio = seconds[2] / (seconds[0] + seconds[1])
+    figures: Figures = dict(zip(("in", "out", "at once"), map(_ms, seconds), strict=True))
+    figures["of the sum"] = round(ratio, 2)
+    if ratio > _OVERLAPS:
+        return Verdict.inconclusive("this link carries one direction at a time, or the machine is busy", figures)
+    return Verdict.ok(figures)
+
+
+def _beside(bench: Bench, rounds: int) -> Verdict:
+    with _Bare(bench) as bare:
+        bare.calibrate()
+        seconds = bare.best([("in", "out"), ("compute",), ("compute", "in", "out")], rounds)
+    ratio = seconds[2] / (seconds[0] + seconds[1])
+    figures: Figures = dict(zip(("copies", "kernels", "at once"), map(_ms, seconds), strict=True))
+    figures["of the sum"] = round(ratio, 2)
+    if max(seconds[:2]) > _BOUND * sum(seconds[:2]):
+        return Verdict.inconclusive("one takes so long that the other hardly counts", figures)
+    if ratio > _OVERLAPS:
+        return Verdict.failed("copies do not run beside kernels on this device", figures)
+    return Verdict.ok(figures)
+
+
+class _Bare:
+    """Copies each way and kernels, on lanes of their own, without an engine."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._accelerator = bench.accelerator
+        self.nbytes = _SIMULATED_BYTES if self._accelerator.is_simulated else _BYTES
+        self._times = 1  # that a matrix is multiplied
+
+    def __enter__(self) -> _Bare:
+        device = self._accelerator.device
+        self._stack = contextlib.ExitStack()
+        if self._accelerator.is_simulated:
+            rate = self.nbytes / _SECONDS
+            self._stack.enter_context(self._accelerator.link(h2d=rate, d2h=rate))
+        source, target = (PinnedMemory(self.nbytes, device) for _ in range(2))
+        for memory in (source, target):
+            self._stack.callback(memory.close)
+        there = [torch.zeros(self.nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._square = torch.ones((2048 if self._accelerator.is_fast else 256,) * 2, device=device)
+        self._product = torch.empty_like(self._square)
+        self._accelerator.synchronize()
+        self._lanes = self._stack.enter_context(Lanes(device))
+        h2d, d2h = self._lanes.device("in"), self._lanes.device("out")
+        compute = self._lanes.device("compute", apart=True)
+        self._ways: dict[str, Callable[[], object]] = {
+            "in": lambda: h2d.copy([(there[0], source.bytes)], label="in"),
+            "out": lambda: d2h.copy([(target.bytes, there[1])], label="out"),
+            "compute": lambda: compute.submit(self._multiply),
+        }
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.close()
+
+    def calibrate(self) -> None:
+        """Has kernels take about as long as copies; a simulated device's are repeated for as long as it takes."""
+        if self._accelerator.is_simulated:
+            return
+        wanted = self.best([("in", "out")], 1)[0]
+        self._run(("compute",))
+        while self.best([("compute",)], 5)[0] < 0.7 * wanted and self._times < 2**16:
+            self._times *= 2
+
+    def best(self, together: Sequence[tuple[str, ...]], rounds: int) -> list[float]:
+        """Seconds of what is run together, one after the other in every round; the first is not counted."""
+        taken = [[self._run(names) for names in together] for _ in range(rounds + 1)]
+        return [min(column) for column in zip(*taken[1:], strict=True)]
+
+    def _run(self, names: tuple[str, ...]) -> float:
+        begin = time.perf_counter()
+        for name in names:
+            self._ways[name]()
+        self._lanes.wait()
+        return time.perf_counter() - begin
+
+    def _multiply(self) -> None:
+        end = time.perf_counter() + (_SECONDS if self._accelerator.is_simulated else 0.0)
+        for number in itertools.count(1):
+            torch.mm(self._square, self._square, out=self._product)
+            if number >= self._times and time.perf_counter() >= end:
+                break
+
+
+# Steps.
+
+
+class _Step(NamedTuple):
+    seconds: float
+    compute: float  # of all visits
+    bytes_in: int
+    bytes_out: int
+    duplex: float  # of the time that the less busy direction takes, the part in which the other is busy too
+
+
+class _Steps:
+    """Steps of a model whose fetches take about as long as its compute."""
+
+    def __init__(self, bench: Bench, rounds: int) -> None:
+        self._accelerator, self._rounds = bench.accelerator, rounds
+        self._bench = bench
+        self._samples = _MICRO_BATCHES
+
+    def judge(self) -> Verdict:
+        with self._engine(held=True) as (alone, alone_trace), self._engine(held=False) as (engine, trace):
+            warm = [(self._step(alone, alone_trace), self._step(engine, trace)) for _ in range(2)]
+            rates = self._rates(alone, alone_trace, warm[-1][1].bytes_in)
+            computes, steps = [], []
+            for _ in range(self._rounds):
+                computes.append(self._step(alone, alone_trace).compute)
+                with self._link_of(rates):
+                    steps.append(self._step(engine, trace))
+        took = min(step.seconds for step in steps)
+        lanes = min(computes), steps[-1].bytes_in / rates[0], steps[-1].bytes_out / rates[1]
+        duplex, ratio = statistics.median(step.duplex for step in steps), took / sum(lanes)
+        figures: Figures = dict(zip(("compute", "in", "out"), map(_ms, lanes), strict=True))
+        figures |= {"step": _ms(took), "of the longest": round(took / max(lanes), 2), "of the sum": round(ratio, 2)}
+        figures["both ways"] = round(duplex, 2)
+        if max(lanes) > _BOUND * sum(lanes):
+            return Verdict.inconclusive("one lane takes so long that the others hardly count", figures)
+        if ratio > _OVERLAPS:
+            return Verdict.failed("a step takes as long as its lanes one after the other", figures)
+        if duplex < _DUPLEX and _link(self._bench, self._rounds).outcome is not Outcome.OK:
+            return Verdict.inconclusive("this link carries one direction at a time, or the machine is busy", figures)
+        if duplex < _DUPLEX:
+            return Verdict.failed("in a step, one way over the link waits for the other", figures)
+        return Verdict.ok(figures)
+
+    @contextlib.contextmanager
+    def _engine(self, *, held: bool) -> Iterator[tuple[Engine, Trace]]:
+        """`held`: nothing is fetched, so that compute is alone but for gradients on their way out."""
+        trace, width = Trace(), 1024 if self._accelerator.is_fast else 96
+        model = build(lambda: Transformer(4, width, tied=False, length=_LENGTH))
+        with Engine(model, device=self._accelerator.device, held=held, stash="device", trace=trace) as engine:
+            yield engine, trace
+
+    def _link_of(self, rates: tuple[float, float]) -> contextlib.AbstractContextManager[None]:
+        simulated = self._accelerator.is_simulated
+        return self._accelerator.link(h2d=rates[0], d2h=rates[1]) if simulated else contextlib.nullcontext()
+
+    def _step(self, engine: Engine, trace: Trace) -> _Step:
+        begin = trace.now()
+        engine.forward_backward(self._batch, _MICRO_BATCHES)
+        took = trace.now() - begin
+        engine.zero_grad()
+        self._accelerator.synchronize()
+        spans = [span for span in trace.spans() if span.start >= begin]
+        fetches, flushes = ([span for span in spans if span.lane == lane] for lane in ("h2d", "d2h"))
+        seconds = _busy(fetches), _busy(flushes)
+        both = sum(seconds) - _busy([*fetches, *flushes])
+        return _Step(
+            took,
+            compute=sum(span.end - span.start for span in spans if span.label.startswith("visit")),
+            bytes_in=sum(span.nbytes for span in fetches),
+            bytes_out=sum(span.nbytes for span in flushes),
+            duplex=both / min(seconds) if min(seconds) else 0.0,
+        )
+
+    def _rates(self, alone: Engine, trace: Trace, bytes_in: int) -> tuple[float, float]:
+        """Of the link alone, in and out. A simulated one is set such that fetches take as long as compute; for a real
+        one batches are made so large that compute takes as long as they do."""
+
+        def compute() -> float:
+            return min(self._step(alone, trace).compute for _ in range(3))
+
+        if self._accelerator.is_simulated:
+            rate = bytes_in / compute()
+            return rate, rate
+        with _Bare(self._bench) as bare:
+            seconds = bare.best([("in",), ("out",)], self._rounds)
+        rates = bare.nbytes / seconds[0], bare.nbytes / seconds[1]
+        for _ in range(4):
+            more = bytes_in / rates[0] / compute()
+            samples = _MICRO_BATCHES * max(1, min(256, round(self._samples * more / _MICRO_BATCHES)))
+            if samples == self._samples:
+                break
+            self._samples = samples
+            self._step(alone, trace)  # of another size: the first one allocates
+        return rates
+
+    @property
+    def _batch(self) -> Batch:
+        return batch(0, self._samples, _LENGTH)
+
+
+def _busy(spans: Sequence[Span]) -> float:
+    return covered((span.start, span.end) for span in spans)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,138 @@
+"""The reference: plain PyTorch, with everything on the device, and micro-batches one after the other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ferryman.server.precision import PRECISIONS
+from ferryman.verify.models import Batch
+
+RATE = 1e-3
+MICRO_BATCHES = 2
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training has given, on the host."""
+
+    losses: list[float]
+    gradients: Tensors  # of the first batch, before anything was updated
+    weights: Tensors  # in the end, in float32
+
+
+def adamw(model: nn.Module | Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Its epsilon is large, so that a gradient that is nearly zero does not make a difference in the last bit large."""
+    parameters = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
+    return torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.1, eps=1e-4)
+
+
+class Plain:
+    """A copy of a model, whole on the device."""
+
+    def __init__(self, model: nn.Module, device: torch.device, limit: float | None = None) -> None:
+        self._model = copy.deepcopy(model).to(device)
+        self._device = device
+        self._limit = limit
+        self._optimizer = adamw(self._trained())
+
+    def _trained(self) -> list[nn.Parameter]:
+        return list(self._model.parameters())
+
+    def train(self, batches: Sequence[Batch], scale: float = 1.0) -> Trained:
+        """`scale`: of the losses, where the precision needs one."""
+        self._backward(batches[0], 0, scale)
+        gradients = self._gradients()
+        self._forget()
+        losses = []
+        for seed, batch in enumerate(batches):
+            losses.append(self._backward(batch, seed, scale))
+            self._update(scale)
+            self._forget()
+        return Trained(losses, gradients, self._weights())
+
+    def _backward(self, batch: Batch, seed: int, scale: float) -> float:
+        """Each micro-batch has random numbers of its own, seeded as the engine does."""
+        torch.manual_seed(seed)
+        first = int(torch.randint(0, 2**62, ()).item())
+        total = torch.zeros((), device=self._device)
+        parts = zip(*(value.chunk(MICRO_BATCHES) for value in batch.values()), strict=True)
+        for number, part in enumerate(parts):
+            torch.manual_seed(first + number)
+            content = {name: value.to(self._device) for name, value in zip(batch, part, strict=True)}
+            loss = self._model(**content).loss.float() * (scale / MICRO_BATCHES)
+            loss.backward()
+            total += loss.detach()
+            self._after_backward(scale)
+        return float(total) / scale
+
+    def _after_backward(self, scale: float) -> None:
+        """Of one micro-batch; autograd adds gradients up."""
+
+    def _gradients(self) -> Tensors:
+        return {name: p.grad.cpu().clone() for name, p in self._model.named_parameters() if p.grad is not None}
+
+    def _update(self, scale: float) -> None:
+        if self._limit is not None:
+            nn.utils.clip_grad_norm_(self._trained(), self._limit)
+        self._optimizer.step()
+
+    def _forget(self) -> None:
+        self._optimizer.zero_grad()
+
+    def _weights(self) -> Tensors:
+        return {name: p.detach().cpu().clone() for name, p in self._model.named_parameters()}
+
+
+class Narrow(Plain):
+    """Computes in a narrow dtype; adds gradients up in float32 and updates float32 masters, as is usual."""
+
+    def __init__(self, model: nn.Module, device: torch.device, precision: str, limit: float | None = None) -> None:
+        self._dtype = PRECISIONS[precision]
+        self._masters = {name: nn.Parameter(p.detach().to(device)) for name, p in model.named_parameters()}
+        self._sums: Tensors = {}
+        super().__init__(model, device, limit)
+        for parameter in self._model.parameters():
+            parameter.data = parameter.data.to(self._dtype)
+        self._copy()
+
+    def _trained(self) -> list[nn.Parameter]:
+        return list(self._masters.values())
+
+    def _after_backward(self, scale: float) -> None:
+        for name, parameter in self._model.named_parameters():
+            assert parameter.grad is not None
+            gradient, parameter.grad = parameter.grad.float() / scale, None
+            self._sums[name] = self._sums[name] + gradient if name in self._sums else gradient
+
+    def _gradients(self) -> Tensors:
+        return {name: value.cpu().clone() for name, value in self._sums.items()}
+
+    def _update(self, scale: float) -> None:
+        for name, master in self._masters.items():
+            master.grad = (self._sums[name] * scale).to(self._dtype).float() / scale  # as they cross the link
+        super()._update(scale)
+        self._copy()
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._sums.clear()
+
+    def _weights(self) -> Tensors:
+        return {name: p.detach().cpu().clone() for name, p in self._masters.items()}
+
+    def _copy(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            master = self._masters[name].detach()
+            parameter.data.copy_(_nearest(master) if self._dtype == torch.bfloat16 else master)
+
+
+def _nearest(values: torch.Tensor) -> torch.Tensor:
+    """In bfloat16 as the server rounds to it: ties away from zero."""
+    return ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)

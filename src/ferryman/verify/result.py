@@ -1,0 +1,55 @@
+"""What a check has found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+Figures = dict[str, float | int | str]
+
+
+class Outcome(StrEnum):
+    OK = "ok"
+    FAILED = "FAILED"
+    INCONCLUSIVE = "inconclusive"  # nothing was wrong, and nothing was shown either
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    outcome: Outcome
+    figures: Figures = field(default_factory=dict)
+    reason: str = ""  # why it is not ok
+
+    @staticmethod
+    def ok(figures: Figures) -> Verdict:
+        return Verdict(Outcome.OK, figures)
+
+    @staticmethod
+    def failed(reason: str, figures: Figures) -> Verdict:
+        return Verdict(Outcome.FAILED, figures, reason)
+
+    @staticmethod
+    def inconclusive(reason: str, figures: Figures) -> Verdict:
+        return Verdict(Outcome.INCONCLUSIVE, figures, reason)
+
+    @staticmethod
+    def skipped(reason: str) -> Verdict:
+        return Verdict(Outcome.SKIPPED, {}, reason)
+
+
+class Check(NamedTuple):
+    """One row of the table."""
+
+    group: str
+    name: str
+    compared: str  # what with what, and when it is ok
+    run: Callable[[], Verdict]
+
+
+class Result(NamedTuple):
+    check: Check
+    verdict: Verdict
+    seconds: float

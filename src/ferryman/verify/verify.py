@@ -1,0 +1,58 @@
+"""Runs the checks on a device, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ferryman.verify import memory, overlap, parity, races
+from ferryman.verify.bench import Bench
+from ferryman.verify.result import Check, Outcome, Result, Verdict
+
+GROUPS: dict[str, Callable[[Bench], Iterator[Check]]] = {
+    "parity": parity.checks,
+    "races": races.checks,
+    "overlap": overlap.checks,
+    "memory": memory.checks,
+}
+
+
+def verify(bench: Bench, groups: Sequence[str], begins: Callable[[Check], None]) -> Iterator[Result]:
+    """What each check finds, when it has; `begins` hears of each before it runs."""
+    with _one_thread(bench):
+        for group in groups:
+            for check in GROUPS[group](bench):
+                begins(check)
+                began = time.perf_counter()
+                verdict = _run(bench, check)
+                yield Result(check, verdict, time.perf_counter() - began)
+
+
+def _run(bench: Bench, check: Check) -> Verdict:
+    """A check that raises has failed: so has a user's step, where it does."""
+    accelerator = bench.accelerator
+    try:
+        with accelerator.strict():
+            verdict = check.run()
+            accelerator.synchronize()
+    except Exception as error:
+        verdict = Verdict.failed(f"{type(error).__name__}: {error}", {})
+    if verdict.outcome is not Outcome.FAILED and (found := accelerator.races()):
+        verdict = Verdict.failed(f"the device has found {len(found)} races, the first: {found[0]}", verdict.figures)
+    accelerator.forget_races()
+    return verdict
+
+
+@contextlib.contextmanager
+def _one_thread(bench: Bench) -> Iterator[None]:
+    """Where the CPU computes, models are too small for more threads, and simulated copies need a core of their own."""
+    before = torch.get_num_threads()
+    if bench.accelerator.is_host or bench.accelerator.is_simulated:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

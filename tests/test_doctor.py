@@ -1,0 +1,98 @@
+"""`ferryman doctor`: what it finds is true, and a probe that fails is a finding, not a crash."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ferryman import measure, native
+from ferryman.cli import doctor
+from ferryman.cli.main import app
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def found(report, what):
+    return next(finding for finding in report.findings if finding.what == what)
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Measurements of next to nothing."""
+    for name, value in {"_ENOUGH": 0.0, "_PARAMETERS": 1 << 12, "_LINK": 1 << 16, "_TRIAD": 1 << 12}.items():
+        monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(measure, "_MOST_SIDE", measure._ONE_SIDE)
+
+
+def test_a_healthy_machine_has_no_problem(soon):
+    result = run("--device", "virtual", "--json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == document["problem"] == 0, document["findings"]
+    assert document["facts"]["device"] == "virtual:0"
+    assert document["facts"]["native"] in native.INSTRUCTION_SETS
+    assert document["facts"]["host_memory"]["available"] > 1 << 28
+    rates = {"host updates", "host triad", "compute fp32", "compute bf16", "link in", "link out", "link both"}
+    assert document["rates"].keys() == rates
+    assert all(rate > 0 for rate in document["rates"].values())
+
+
+def test_without_measurements_it_has_no_rates():
+    document = json.loads(run("--quick", "--json").stdout)
+    assert document["rates"] == {}
+    assert document["facts"]["versions"]["torch"] == torch.__version__
+
+
+def test_what_is_missing_is_a_problem_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+    result = run("--quick")
+    assert result.exit_code == 1
+    report = doctor.examine(quick=True)
+    finding = found(report, "native kernels")
+    assert finding.severity == "problem"
+    assert "g++" in finding.mend
+    assert finding.what in result.stdout
+
+
+def test_an_unknown_device_is_a_problem():
+    report = doctor.examine("nowhere", quick=True)
+    assert "there is" in found(report, "device").says
+    assert report.has_problem
+    assert found(report, "host memory").severity == "ok"  # the others are looked at all the same
+
+
+def test_a_probe_that_fails_is_a_finding(monkeypatch):
+    def fail(*_):
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(doctor.shutil, "disk_usage", fail)
+    finding = found(doctor.examine(quick=True), "disk")
+    assert finding.severity == "problem"
+    assert "no such thing" in finding.says
+
+
+def test_a_thread_limit_is_noted(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert found(doctor.examine(quick=True), "OMP_NUM_THREADS").severity == "note"
+
+
+def test_it_runs_as_a_command():
+    command = [sys.executable, "-m", "ferryman.cli.main", "doctor", "--quick", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["facts"]["system"]
+
+
+def test_the_link_of_a_throttled_device_is_measured(virtual):
+    import torch_virtual
+
+    torch_virtual.set_link(virtual, h2d=20e6, d2h=10e6)
+    into, out, _ = measure.link(virtual, nbytes=1 << 18)
+    assert into == pytest.approx(20e6, rel=0.3)
+    assert out == pytest.approx(10e6, rel=0.3)

@@ -1,0 +1,195 @@
+"""`ferryman plan`: what it prints, what it refuses, and that it allocates nothing of a large model."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers as hf
+from typer.testing import CliRunner
+
+from ferryman.cli.main import app
+from ferryman.cost.sizes import parse_rate, show_rate
+
+MACHINE = (
+    *("--device", "cpu", "--device-memory", "16GiB", "--host-memory", "512GiB", "--link", "12GB/s"),
+    *("--device-flops", "150TFLOPS", "--host-updates", "900Mparam/s"),
+)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def document(*arguments):
+    result = run(*arguments, "--json")
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return json.loads(result.stdout)
+
+
+def test_a_described_machine_is_planned_for():
+    found = document("gpt:small", *MACHINE, "--batch", "4")
+    assert found["fits"]
+    assert found["machine"]["known"] == dict.fromkeys(found["machine"]["known"], "given")
+    assert found["step"]["seconds"] > 0
+    assert found["step"]["forward"]["bound"] in ("compute", "link in", "link out", "update")
+    assert sum(found["device"].values()) < 16 << 30
+    tokens = 4 * found["training"]["length"]
+    assert found["step"]["tokens_per_second"] == pytest.approx(tokens / found["step"]["seconds"])
+    assert found["assumptions"]
+
+
+def test_it_says_so_first():
+    lines = run("gpt:small", *MACHINE).stdout.splitlines()
+    assert lines[0].startswith("fits")
+
+
+def test_what_does_not_fit_has_exit_code_1_and_a_remedy():
+    result = run("gpt:large", *MACHINE, "--device-memory", "20MiB")
+    assert result.exit_code == 1
+    text = " ".join(result.stdout.split())
+    assert text.startswith("does not fit")
+    assert "would do" in text
+
+
+def test_what_the_host_cannot_hold_does_not_fit():
+    found = document("gpt:large", *MACHINE, "--host-memory", "1GiB")
+    assert not found["fits"]
+    assert "narrower precision" in found["problems"][0]
+
+
+def test_more_device_memory_needs_fewer_fetches():
+    small, large = (document("gpt:large", *MACHINE, "--device-memory", size) for size in ("600MiB", "1200MiB"))
+    assert small["plan"]["weight_slots"] < large["plan"]["weight_slots"] or large["plan"]["held"]
+
+
+def test_following_its_advice_makes_compute_the_bound():
+    slow = ("--device-memory", "400MiB", "--device-flops", "10TFLOPS", "--link", "4GB/s", "--stash", "host")
+    options = ("gpt:base", *MACHINE, *slow)
+    found = document(*options, "--batch", "1")
+    even = found["step"]["break_even_micro_batches"]
+    assert even > 1
+    assert any(f"--batch {even}" in advice for advice in found["advice"])
+    mended = document(*options, "--batch", str(even), "--micro-batches", str(even))
+    assert {mended["step"][sweep]["bound"] for sweep in ("forward", "backward")} == {"compute"}
+
+
+def test_without_the_devices_speed_compute_is_left_out_and_that_is_said():
+    found = document(
+        "gpt:base", *[word for word in MACHINE if "flops" not in word.lower()], "--device-memory", "300MiB"
+    )
+    assert found["step"]["forward"]["compute"] == 0
+    assert any("--device-flops" in said for said in found["assumptions"])
+    assert found["step"]["operations_needed"] > 0
+
+
+def test_this_machine_is_measured(monkeypatch):
+    from ferryman import measure
+
+    monkeypatch.setattr(measure, "_ENOUGH", 0.0)
+    found = document("gpt:tiny", "--device", "cpu", "--precision", "fp32")
+    assert found["machine"]["device_memory"] is None  # the CPU itself
+    assert found["machine"]["operations"] > 0
+    assert found["machine"]["known"]["host updates"] == "measured here"
+    assert found["step"]["forward"]["link in"] == 0
+
+
+def test_a_device_that_is_here_is_measured(virtual, monkeypatch):
+    from ferryman import measure
+
+    monkeypatch.setattr(measure, "_ENOUGH", 0.0)
+    found = document("gpt:tiny", "--device", "virtual", "--device-memory", "8MiB", "--precision", "fp32")
+    assert found["machine"]["link_in"] > 0
+    assert found["machine"]["known"]["link in"] == "measured here"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("gpt:smal",), "did you mean 'gpt:small'"),
+        (("gpt:small", *MACHINE, "--link", "fast"), "--link='fast' is not a rate"),
+        (("gpt:small", *MACHINE, "--link", "0GB/s"), "more than nothing"),
+        (("gpt:small", *MACHINE, "--link", "-3GB/s"), "is not a rate"),
+        (("gpt:small", *MACHINE, "--device-flops", "150GB/s"), "--device-flops='150GB/s' is not a rate of operations"),
+        (("gpt:small", *MACHINE, "--device-memory", "much"), "--device-memory='much' is not an amount of memory"),
+        (("gpt:small", "--device", "cpu", "--device-memory", "1GiB"), "--link is needed"),
+        (("gpt:small", "--device", "cpu", "--link", "1GB/s"), "--device-memory is needed"),
+        (("gpt:small", *MACHINE, "--batch", "0"), "--batch 0"),
+        (("gpt:small", *MACHINE, "--micro-batches", "9"), "--micro-batches 9"),
+        (("gpt:small", *MACHINE, "--sequence", "9999"), "longer than 'gpt:small' takes: 512"),
+        (("gpt:small", *MACHINE, "--optimizer", "adamm"), "did you mean 'adam"),
+        (("gpt:small", *MACHINE, "--precision", "fp8"), "precision='fp8'"),
+        (("gpt:small", *MACHINE, "--updates", "stride"), "did you mean 'stride:K'"),
+        (("gpt:small", *MACHINE, "--max-grad-norm", "-1"), "max_grad_norm=-1.0"),
+        (("gpt:small", *MACHINE, "--stash", "disk"), "stash='disk'"),
+    ],
+)
+def test_bad_input_is_refused(options, said):
+    result = run(*options)
+    assert isinstance(result.exception, ValueError)  # which `main` prints, with the exit code 2
+    assert said in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "of", "rate"),
+    [
+        ("12GB/s", "bytes", 12e9), ("12 GB/s", "bytes", 12e9), ("12gb/s", "bytes", 12e9),
+        ("1.5GiB/s", "bytes", 1.5 * 2**30),
+        ("800B/s", "bytes", 800), ("150TFLOPS", "operations", 150e12), ("150 TFLOP/s", "operations", 150e12),
+        ("2PFLOPS", "operations", 2e15), ("900Mparam/s", "parameters", 9e8), ("1Gparams/s", "parameters", 1e9),
+    ],
+)  # fmt: skip
+def test_rates_are_read_as_people_write_them(text, of, rate):
+    assert parse_rate(text, "--x", of) == pytest.approx(rate)
+    shown = show_rate(rate, of)
+    assert parse_rate(shown, "--x", of) == pytest.approx(rate, rel=0.01)
+
+
+@pytest.mark.parametrize("text", ["12", "GB/s", "12GB", "1e3GB/s", "12GiFLOPS", "12iB/s", ""])
+def test_what_is_no_rate_is_refused(text):
+    with pytest.raises(ValueError, match=r"--x=.* is not a rate of bytes a second; write it like '12GB/s'"):
+        parse_rate(text, "--x", "bytes")
+
+
+def large(billions):
+    sizes = {
+        50: {"hidden_size": 8192, "intermediate_size": 22016, "num_hidden_layers": 64, "num_attention_heads": 64},
+        500: {"hidden_size": 20480, "intermediate_size": 54272, "num_hidden_layers": 120, "num_attention_heads": 160},
+    }[billions]
+    return hf.LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=4096)
+
+
+@pytest.mark.parametrize(
+    ("billions", "fits"), [pytest.param(50, True, marks=pytest.mark.slow), pytest.param(500, False)]
+)
+def test_a_large_model_is_planned_without_being_allocated(billions, fits, tmp_path):
+    """In a process of its own, whose memory in all is a fraction of the model's."""
+    large(billions).save_pretrained(tmp_path)
+    code = (
+        "import resource, sys; from ferryman.cli.main import main\n"
+        "try: main()\n"
+        "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+    )
+    options = ["--device-memory", "48GiB", "--host-memory", "1TiB", "--link", "24GB/s", "--device-flops", "150TFLOPS"]
+    command = [sys.executable, "-c", code, "plan", str(tmp_path), *options, "--sequence", "2048", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == (0 if fits else 1), done.stderr
+    found = json.loads(done.stdout)
+    assert found["model"]["parameters"] > 0.9e9 * billions
+    assert found["fits"] == fits
+    assert found["step"]["seconds"] > 0
+    assert int(done.stderr.split()[-1]) * 1024 < 1.5 * 2**30
+
+
+def test_bad_input_ends_the_command_with_2_and_one_line():
+    command = [sys.executable, "-m", "ferryman.cli.main", "plan", "gpt:smal"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("ferryman: 'gpt:smal'")
+    assert "Traceback" not in done.stderr
+
+
+def test_nothing_is_left_in_torch():
+    document("gpt:tiny", *MACHINE)
+    assert torch.empty(0).device.type == "cpu"

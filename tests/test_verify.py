@@ -1,0 +1,155 @@
+"""`ferryman verify` holds on what there is here, and fails where the engine is broken."""
+
+import contextlib
+import itertools
+import json
+import time
+
+import pytest
+import torch
+import torch_virtual
+from typer.testing import CliRunner
+
+from ferryman.cli.main import app
+from ferryman.lanes import Lane
+from ferryman.server import kernels
+from ferryman.server.server import Server
+from ferryman.verify import delays, overlap, parity, races
+from ferryman.verify.bench import Bench
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    yield
+    torch_virtual.synchronize()
+    torch_virtual.clear_races()
+
+
+def run(*options):
+    return CliRunner().invoke(app, ["verify", *options], env={"COLUMNS": "200"})
+
+
+def rows_of(ran):
+    return {(row["group"], row["check"]): row for row in json.loads(ran.stdout)["checks"]}
+
+
+def test_all_holds_on_the_virtual_accelerator():
+    ran = run("--device", "virtual", "--quick", "--json")
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["ok"]
+    rows = rows_of(ran)
+    assert {group for group, _ in rows} == {"parity", "races", "overlap", "memory"}
+    assert {row["result"] for row in rows.values()} == {"ok"}
+    assert rows["parity", "eager"]["figures"]["gradients"] == "bitwise"
+    assert all("a race" in row["figures"].values() for (group, _), row in rows.items() if group == "races")  # controls
+    assert torch_virtual.races() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["virtual", "cpu"])
+def test_all_of_it_holds(device):
+    ran = run("--device", device, "--json")
+    assert ran.exit_code == 0, ran.output
+    assert {row["result"] for row in rows_of(ran).values()} == ({"ok"} if device == "virtual" else {"ok", "skipped"})
+
+
+def test_on_the_cpu_what_needs_a_link_is_skipped_with_the_reason():
+    ran = run("--device", "cpu", "--quick", "--only", "races", "--only", "overlap", "--only", "memory", "--json")
+    assert ran.exit_code == 0, ran.output
+    rows = rows_of(ran)
+    assert rows["races", "updates late"]["result"] == "ok"
+    skipped = [row for (group, _), row in rows.items() if group in ("overlap", "memory")]
+    assert {row["result"] for row in skipped} == {"skipped"}
+    assert all("host itself" in row["reason"] for row in skipped)
+
+
+def test_a_wrong_update_fails_and_the_table_names_the_check(monkeypatch):
+    real, cases = kernels.update, parity._cases
+    monkeypatch.setattr(kernels, "update", lambda rule, pieces, **how: real(rule, pieces[1:] or pieces, **how))
+    monkeypatch.setattr(parity, "_cases", lambda bench: itertools.islice(cases(bench), 2))
+    ran = run("--device", "cpu", "--quick", "--only", "parity")
+    assert ran.exit_code == 1
+    lines = [line for line in ran.output.splitlines() if "parity:" in line and "FAILED" in line]
+    assert len(lines) == 2
+    assert "parity: eager" in lines[0]
+    assert "parity: deferred, clipped" in lines[1]
+    assert "weights off by" in lines[0]
+
+
+def test_a_missing_wait_fails(monkeypatch):
+    monkeypatch.setattr(Lane, "follow", lambda self, *marks: None)
+    ran = run("--device", "virtual", "--quick", "--only", "races", "--json")
+    assert ran.exit_code == 1
+    rows = rows_of(ran)
+    assert rows["races", "weights late"]["result"] == "FAILED"
+    assert "race" in rows["races", "weights late"]["reason"]
+
+
+def test_values_alone_show_a_missing_wait(monkeypatch):
+    """As on a device without a detector."""
+    monkeypatch.setattr(Server, "ready", lambda self, unit: [])
+    monkeypatch.setattr(delays, "_SECONDS", 0.1)  # far more than a visit takes on a busy machine
+    monkeypatch.setattr(races, "_TRIES", (1,))
+    ran = run("--device", "cpu", "--quick", "--only", "races", "--json")
+    assert ran.exit_code == 1
+    row = rows_of(ran)["races", "updates late"]
+    assert row["result"] == "FAILED"
+    assert "weights changed" in row["reason"]
+
+
+def test_a_control_that_shows_nothing_is_inconclusive(monkeypatch):
+    case = races.Case(["host"], "nothing", lambda engine: contextlib.nullcontext())
+    monkeypatch.setattr(races, "_ON_HOST", {"updates late": case})
+    monkeypatch.setattr(races, "_TRIES", (1,))
+    ran = run("--device", "cpu", "--quick", "--only", "races", "--json")
+    assert ran.exit_code == 0
+    assert rows_of(ran)["races", "updates late"]["result"] == "inconclusive"
+
+
+def test_copies_that_wait_for_one_another_are_found(monkeypatch):
+    def one_by_one(self, names):
+        begin = time.perf_counter()
+        for name in names:
+            self._ways[name]()
+            self._lanes.wait()
+        return time.perf_counter() - begin
+
+    monkeypatch.setattr(overlap._Bare, "_run", one_by_one)
+    monkeypatch.setattr(overlap, "_TRIES", 1)
+    bench = Bench(torch.device("virtual", 0), quick=True)
+    link, beside, _ = overlap.checks(bench)
+    assert link.run().outcome == "inconclusive"  # the link may be such
+    assert beside.run().outcome == "FAILED"
+
+
+def test_what_a_device_lacks_is_skipped_with_the_reason(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 0)  # as of one that does not count
+    ran = run("--device", "virtual", "--quick", "--only", "memory", "--json")
+    assert ran.exit_code == 0
+    assert all("does not tell" in row["reason"] for row in rows_of(ran).values())
+
+    def no_half(*args, dtype=None, **how):
+        if dtype == torch.bfloat16:
+            raise TypeError("BFloat16 is not supported here")
+        return ones(*args, dtype=dtype, **how)
+
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", no_half)
+    bench = Bench(torch.device("virtual", 0), quick=True)
+    verdict = next(check for check in parity.checks(bench) if check.name == "bf16").run()
+    assert verdict.outcome == "skipped"
+    assert "BFloat16 is not supported here" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--device", "nonsense"], "device='nonsense' cannot be used here"),
+        (["--device", "meta"], "must be real"),
+        (["--only", "race"], "did you mean 'races'?"),
+    ],
+)
+def test_bad_input_is_refused(options, said):
+    ran = run(*options)
+    assert isinstance(ran.exception, ValueError)  # which `main` prints, and ends with 2
+    assert said in str(ran.exception)
