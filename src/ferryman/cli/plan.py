@@ -350,7 +350,11 @@ def _show(
 def _way(plan: Plan, given: _Described) -> str:
     if given.device.type == "cpu":
         return "used where they are"
-    return "held on the device" if plan.held else f"relayed through {plan.weight_slots} slots"
+    return (
+        "held on the device"
+        if plan.held
+        else f"relayed through {plan.weight_slots} slot{'' if plan.weight_slots == 1 else 's'}"
+    )
 
 
 def _account(title: str, account: dict[str, int], memory: int | None) -> Table:
