@@ -24,6 +24,7 @@ from ferryman.batch import split
 from ferryman.blocks import Blocks, Position
 from ferryman.checkpoint import loading, pretrained, saving
 from ferryman.checkpoint.contents import Contents, Objects
+from ferryman.checkpoint.loaded import Loaded
 from ferryman.cost.plan import Plan
 from ferryman.cost.sizes import parse_bytes
 from ferryman.gradients import Gradients
@@ -114,8 +115,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self.choice: Choice | None = None  # of the last step: how many micro-batches, and where the stash was
         self._stepping = False
         self._closed = False
-        self._loaded: tuple[Path, list[int]] | None = None  # a checkpoint, and the tensors' versions then
-        self._half_loaded: Path | None = None
+        self._loaded = Loaded(model)
         self._build(self._planner.make(updates))
 
     def forward_backward(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
@@ -213,21 +213,24 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         optimizer must be the same; device, memory, precision and all else may be others."""
         path = loading.find(Path(directory))
         checkpoint = loading.Checkpoint(path, self._contents(loading=True), objects or {})
-        self._half_loaded = path  # until it is whole
-        checkpoint.load()
-        self._recover(forget=True)
-        self._half_loaded, self._loaded = None, (path, self._versions())
+        with self._loaded.replacing(path, "weights", "the optimizer's state"):
+            self._recover(forget=True)
+            checkpoint.load()
+        self._loaded.came_from(path)
         return path
 
     def load_weights(self, directory: str | Path) -> None:
         """Pretrained weights from safetensors files, unit by unit, also into a model on meta. The optimizer's state
         stays as it is."""
-        pretrained.load(self._contents(loading=True), Path(directory))
-        self._recover(forget=True)
+        weights = pretrained.Weights(self._contents(loading=True), Path(directory))
+        with self._loaded.replacing(Path(directory), "weights"):
+            self._recover(forget=True)
+            weights.load()
 
     def _contents(self, *, loading: bool = False) -> Contents:
         """What checkpoints are of, when no lane has work."""
         self._check_open(loading=loading)
+        self._lanes.wait()
         self._server.bring_home()
         self._store.follow_edits()
         return Contents(self._model, self.device, self._all_units(), self._store, self._panel, self._server)
@@ -416,9 +419,6 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         rename(self._model, self._all_units())
         self._relay.serve(plan)
 
-    def _versions(self) -> list[int]:
-        return [parameter._version for parameter in self._model.parameters()]
-
     def _size(self, plan: Plan) -> Sizing:
         return Sizing(self._planner, plan, self._updates, self._stash, self._try_out)
 
@@ -453,16 +453,15 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _rebuild(self, plan: Plan) -> None:
         self._tear_down()
         self._build(plan)
-        if self._loaded is not None and self._loaded[1] == self._versions():  # torch's optimizer cannot hold it all
-            loading.Checkpoint(self._loaded[0], self._contents(), {}).load_tensors()
+        self._loaded.load_again(self._contents())
 
     # What may be wrong.
 
     def _check_open(self, *, loading: bool = False) -> None:
         if self._closed:
             raise ValueError("the engine is closed; make a new one to train the model further")
-        if self._half_loaded is not None and not loading:
-            raise ValueError(f"weights are half those of {self._half_loaded}, which failed to load; load another one")
+        if not loading:
+            self._loaded.check()
 
     def _check_model(self) -> None:
         self._check_open()
