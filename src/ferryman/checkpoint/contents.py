@@ -69,11 +69,8 @@ class Contents:
         for unit in self.units:
             for item in unit.items:
                 of_item = [place.name for place in item.places if place.name in lasting]
-                if (
-                    of_item
-                    and (item.trains or not dropped.issuperset(of_item))
-                    and (item.trains or not self.is_adapted)
-                ):
+                left_out = not item.trains and (self.is_adapted or dropped.issuperset(of_item))
+                if of_item and not left_out:
                     found[item] = next((name for name in of_item if name not in tied), of_item[0])
         return found
 
