@@ -11,6 +11,8 @@ from checkpoints import Run, assert_equal, everything
 
 from ferryman.checkpoint import directory
 
+pytestmark = pytest.mark.timeout(300)  # of which nearly all is the first one's set-up
+
 KILLED = Path(__file__).with_name("killed.py")
 
 

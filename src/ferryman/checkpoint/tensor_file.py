@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from ferryman.checkpoint.checksum import Follower, crc32
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -93,7 +92,7 @@ def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Sum:
 
 
 def write_bytes(path: Path, parts: Sequence[memoryview]) -> Sum:
-    with path.open("xb", buffering=0) as file, _Checksum() as checksum:
+    with path.open("xb", buffering=0) as file, Follower() as checksum:
         for pieces in _chunks(parts):
             checksum.add(pieces)
             _move_all(file, os.writev, pieces)
@@ -135,7 +134,7 @@ def read(path: Path, target: Callable[[Entry], torch.Tensor], done: Callable[[En
     """Reads the whole file: each tensor into the memory that `target` gives for it; `done` when it is there, from when
     on that memory may be changed."""
     entries = list(read_header(path).values())
-    with path.open("rb", buffering=0) as file, _Checksum() as checksum:
+    with path.open("rb", buffering=0) as file, Follower() as checksum:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         head = memoryview(bytearray(entries[0].start if entries else file.seek(0, os.SEEK_END)))
         file.seek(0)
@@ -167,7 +166,7 @@ def check_sum(path: Path) -> Sum:
     buffer, crc, total = bytearray(min(_CHUNK, path.stat().st_size) or 1), 0, 0
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            crc, total = zlib.crc32(memoryview(buffer)[:count], crc), total + count
+            crc, total = crc32(memoryview(buffer)[:count], crc), total + count
     return Sum(total, crc)
 
 
@@ -218,38 +217,6 @@ def _move_all(file: FileIO, move: Callable[[int, Sequence[memoryview]], int], pi
             left[0], count = left[0][taken:], count - taken
             if not len(left[0]):
                 left.pop(0)
-
-
-class _Checksum:
-    """Follows a stream; at most a few chunks behind, so that these are still in the cache."""
-
-    _BEHIND = 4
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "checksum")
-        self._under_way: deque[Future[None]] = deque()
-        self._crc = 0
-
-    def add(self, pieces: Sequence[memoryview]) -> None:
-        """The memory must stay as it is until `value` is asked for."""
-        self._under_way.append(self._pool.submit(self._follow, list(pieces)))
-        while len(self._under_way) > self._BEHIND:
-            self._under_way.popleft().result()
-
-    def value(self) -> int:
-        while self._under_way:
-            self._under_way.popleft().result()
-        return self._crc
-
-    def _follow(self, pieces: Sequence[memoryview]) -> None:
-        for piece in pieces:
-            self._crc = zlib.crc32(piece, self._crc)
-
-    def __enter__(self) -> _Checksum:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def shard(tensors: Sequence[tuple[str, torch.Tensor]], limit: int) -> list[list[tuple[str, torch.Tensor]]]:
