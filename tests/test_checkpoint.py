@@ -99,17 +99,17 @@ def test_a_budget_that_changes_the_plan_resumes(tmp_path, virtual, dtype, precis
         return Run("gpt2", dtype=dtype, options={"device": virtual, "precision": precision, **options})
 
     with run() as first:
-        first.engine._server.scale.value /= 2
+        first.engine._parts.server.scale.value /= 2
         first.step()
         saved = everything(first.engine)
         first.engine.save(tmp_path / "saved")
     with run(memory="48KiB", stash="host") as tight:
         tight.engine.load(tmp_path / "saved")
-        server = tight.engine._server
+        server = tight.engine._parts.server
         if edited:
             torch.nn.init.zeros_(tight.model.transformer.wpe.weight)
         tight.engine.forward_backward(CASES["gpt2"].batch(4), 4)
-        assert tight.engine._server is not server, "it was to be built anew"
+        assert tight.engine._parts.server is not server, "it was to be built anew"
         tight.engine.zero_grad()
         found = everything(tight.engine)
         if edited:
@@ -244,13 +244,13 @@ def test_it_goes_on_elsewhere(tmp_path, virtual, optimizer, one, other):
 
 def test_the_loss_scale_comes_back(tmp_path):
     with Run(options={"precision": "fp16"}) as run:
-        run.engine._server.scale.value = 8.0
+        run.engine._parts.server.scale.value = 8.0
         run.step()
         run.engine.save(tmp_path / "saved")
     with Run(options={"precision": "fp16"}) as run:
         run.engine.load(tmp_path / "saved")
         assert run.engine.loss_scale == 8.0
-        assert run.engine._server.scale._good_steps == 2
+        assert run.engine._parts.server.scale._good_steps == 2
     with Run(options={"precision": "bf16"}) as run:
         run.engine.load(tmp_path / "saved")
         assert run.engine.loss_scale == 1.0
@@ -314,7 +314,7 @@ def test_weights_that_were_replaced_are_not_saved(tmp_path):
         run.model.head.weight.data = run.model.head.weight.data.clone()
         with pytest.raises(ValueError, match=r"the memory of 'head\.weight' was replaced"):
             run.engine.save(tmp_path / "saved")
-        run.model.head.weight.data = run.engine._store.weights(run.engine.units[-1]).view(torch.float32)[:1]
+        run.model.head.weight.data = run.engine._parts.store.weights(run.engine.units[-1]).view(torch.float32)[:1]
 
 
 def test_edits_are_saved(tmp_path):

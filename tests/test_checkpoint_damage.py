@@ -56,7 +56,7 @@ def check(run, saved, broken, name):
             run.engine.save(broken)
         run.engine.load(saved)
     else:
-        run.engine._server.settle()
+        run.engine._parts.server.settle()
     return str(told.value)
 
 
