@@ -106,10 +106,13 @@ def test_a_budget_that_changes_the_plan_resumes(tmp_path, virtual, dtype, precis
     with run(memory="48KiB", stash="host") as tight:
         tight.engine.load(tmp_path / "saved")
         server = tight.engine._parts.server
+        tight.engine._panel.optimizer.param_groups[0]["lr"] = 0.123  # the user's, and not the checkpoint's any more
         if edited:
             torch.nn.init.zeros_(tight.model.transformer.wpe.weight)
         tight.engine.forward_backward(CASES["gpt2"].batch(4), 4)
         assert tight.engine._parts.server is not server, "it was to be built anew"
+        assert tight.engine._panel.optimizer.param_groups[0]["lr"] == 0.123
+        saved["group 0"]["lr"] = 0.123
         tight.engine.zero_grad()
         found = everything(tight.engine)
         if edited:

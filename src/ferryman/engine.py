@@ -382,10 +382,13 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             return self._parts.relay.try_out([self._work(content, 1 / len(contents)) for content in contents], room)
 
     def _rebuild(self, plan: Plan) -> None:
+        steps, scale = self.steps, self._parts.server.scale.state()
         self._parts.close()
         self._parts = self._assemble(plan)
         self._sizing = self._size()
         self._loaded.load_again(self._contents())
+        self._parts.server.scale.restore(scale)
+        self._parts.server.restart(steps)
 
     # What may be wrong.
 

@@ -41,8 +41,5 @@ class Loaded:
         """The engine was built anew, with what the model and torch's optimizer could hold: that is not all."""
         if self._from is not None:
             path, then = self._from
-            checkpoint = Checkpoint(path, contents, {})
             if then == versions(self._model):  # else the user has other weights in mind
-                checkpoint.load_training()
-            else:
-                checkpoint.restore_counts()
+                Checkpoint(path, contents, {}).load_training()

@@ -60,13 +60,19 @@ class Checkpoint:
     def load(self) -> None:
         """From here on the engine is neither what it was nor what it shall be, until this returns."""
         rest = self.load_training()
+        if self._contents.panel is not None:
+            groups = zip(self._contents.panel.optimizer.param_groups, self.manifest["optimizer"]["groups"], strict=True)
+            for group, there in groups:
+                group.update(plain.decode(there["options"], rest))
+        self._contents.server.scale.restore(self.manifest["loss_scale"])
+        self._contents.server.restart(self.manifest["step"])
         for name, thing in self._objects.items():
             thing.load_state_dict(plain.decode(self.manifest["objects"][name], rest))
         # Last: what was called until here may have drawn from them.
         set_random_states(plain.decode(self.manifest["random"], rest), self._contents.device)
 
     def load_training(self) -> dict[str, torch.Tensor]:
-        """What the engine itself has of it; returns the tensors of other things."""
+        """Weights and the optimizer's state; returns the tensors of other things."""
         self._forget_torch()
         rest: dict[str, torch.Tensor] = {}
         self._read("rest", lambda entry: rest.setdefault(entry.name, _new(entry)))
@@ -75,12 +81,7 @@ class Checkpoint:
         if self._contents.panel is not None:
             self._restore_optimizer(rest)
         fill_missing(self._contents)
-        self.restore_counts()
         return rest
-
-    def restore_counts(self) -> None:
-        self._contents.server.scale.restore(self.manifest["loss_scale"])
-        self._contents.server.restart(self.manifest["step"])
 
     def _load_weights(self) -> None:
         """Of another precision they are read beside, tensor by tensor, and taken from there."""
@@ -139,10 +140,7 @@ class Checkpoint:
         self._contents.store.take(self._units[item], item, values)
 
     def _restore_optimizer(self, rest: dict[str, torch.Tensor]) -> None:
-        saved, panel = self.manifest["optimizer"], self._contents.panel
-        assert panel is not None
-        for group, there in zip(panel.optimizer.param_groups, saved["groups"], strict=True):
-            group.update(plain.decode(there["options"], rest))
+        saved = self.manifest["optimizer"]
         for name, item in self._names.items():
             if item.trains:
                 theirs = plain.decode(saved["torch"][name], rest) if name in saved["torch"] else None
