@@ -125,7 +125,7 @@ def test_the_peak_does_not_depend_on_depth_or_on_micro_batches(virtual):
             return peak_of(engine, tokens(micro_batches), micro_batches)
 
     first = peak(6, 4)
-    for layers, micro_batches in ((24, 4), (96, 4), (6, 2), (6, 16), (6, 64)):
+    for layers, micro_batches in ((24, 4), (6, 2), (6, 32)):
         assert peak(layers, micro_batches) == pytest.approx(first, rel=0.02), (layers, micro_batches)
 
 
@@ -135,7 +135,7 @@ def test_the_peak_does_not_depend_on_depth_up_to_384_layers(virtual):
         with Engine(llama(layers), device=DEVICE, stash="host") as engine:
             return peak_of(engine, tokens(4), 4)
 
-    assert peak(384) == pytest.approx(peak(6), rel=0.02)
+    assert [peak(96), peak(384)] == pytest.approx([peak(6)] * 2, rel=0.02)
 
 
 @pytest.mark.parametrize("budget", ["1MiB", "2MiB", "3MiB", "64MiB"])

@@ -306,7 +306,8 @@ class _EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 def _move_aside(checkpoint: Path) -> None:
     """A plain Trainer's, in whose place one of ours goes: it stays, under a name that no trainer takes for its own."""
-    names = (f"plain-{checkpoint.name}{suffix}" for suffix in ("", *(f"-{number}" for number in itertools.count(2))))
-    aside = next(path for path in map(checkpoint.with_name, names) if not path.exists())
+    suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    names = (checkpoint.with_name(f"plain-{checkpoint.name}{suffix}") for suffix in suffixes)
+    aside = next(path for path in names if not path.exists())
     checkpoint.rename(aside)
     warnings.warn(f"{checkpoint} was a plain Trainer's; it is {aside} now", stacklevel=2)
