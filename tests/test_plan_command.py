@@ -201,7 +201,7 @@ def test_it_ends_with_the_command_that_it_describes():
 
 def test_what_is_not_given_is_as_train_has_it(tmp_path):
     hf.LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=4096
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=4096
     ).save_pretrained(tmp_path)
     found = document(str(tmp_path), *MACHINE)["training"]
     assert found["length"] == defaults.window(Options.sequence, describe(str(tmp_path))) == 1024
