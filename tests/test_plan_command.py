@@ -9,7 +9,10 @@ import torch
 import transformers as hf
 from typer.testing import CliRunner
 
-from ferryman.cli.main import app
+from ferryman.cli import defaults
+from ferryman.cli.main import app, main
+from ferryman.cli.model import describe
+from ferryman.cli.options import Options
 from ferryman.cost.sizes import parse_rate, show_rate
 
 MACHINE = (
@@ -182,12 +185,27 @@ def test_a_large_model_is_planned_without_being_allocated(billions, fits, tmp_pa
     assert int(done.stderr.split()[-1]) * 1024 < 1.5 * 2**30
 
 
-def test_bad_input_ends_the_command_with_2_and_one_line():
-    command = [sys.executable, "-m", "ferryman.cli.main", "plan", "gpt:smal"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("ferryman: 'gpt:smal'")
-    assert "Traceback" not in done.stderr
+def test_bad_input_ends_the_command_with_2_and_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ferryman", "plan", "gpt:smal"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.startswith("ferryman: 'gpt:smal'")
+
+
+def test_it_ends_with_the_command_that_it_describes():
+    told = run("gpt:small", *MACHINE, "--precision", "bf16", "--batch", "4").stdout.splitlines()[-1]
+    assert told == (
+        "to train so: ferryman train gpt:small --data DATA --output RUN --batch 4 --memory 16GiB --precision bf16"
+    )
+
+
+def test_what_is_not_given_is_as_train_has_it(tmp_path):
+    hf.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=4096
+    ).save_pretrained(tmp_path)
+    found = document(str(tmp_path), *MACHINE)["training"]
+    assert found["length"] == defaults.window(Options.sequence, describe(str(tmp_path))) == 1024
+    assert (found["precision"], found["samples"]) == (Options.precision, Options.batch) == (None, 8)
 
 
 def test_nothing_is_left_in_torch():

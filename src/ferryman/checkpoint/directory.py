@@ -159,19 +159,23 @@ def _hidden(directory: Path, what: str) -> Path:
     return directory.with_name(f".{directory.name}.{what}")
 
 
+def _locked(directory: Path) -> contextlib.AbstractContextManager[None]:
+    return locked(
+        _hidden(directory, "lock"),
+        f"another process is saving to {directory} at this moment; give each its own directory",
+    )
+
+
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def locked(path: Path, refusal: str) -> Iterator[None]:
     """The lock ends with the process, however that ends. A file: a directory cannot be locked over NFS."""
-    path = _hidden(directory, "lock")
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ValueError(
-                    f"another process is saving to {directory} at this moment; give each its own directory"
-                ) from None
+                raise ValueError(refusal) from None
             except OSError as error:
                 if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # there are no locks there
                     raise

@@ -16,8 +16,10 @@ from rich.table import Table
 from torch import nn
 
 from ferryman import checks, measure
+from ferryman.cli.defaults import LONGEST, budget, window
 from ferryman.cli.device import find_device
 from ferryman.cli.model import Description, describe
+from ferryman.cli.options import Options
 from ferryman.cost.forecast import Forecast, Lanes
 from ferryman.cost.plan import Plan
 from ferryman.cost.rates import Rates
@@ -80,14 +82,16 @@ def plan(
     host_updates: str = typer.Option(
         None, help="Parameters that the host updates with AdamW; [dim]900Mparam/s[/dim]; else this host's, measured."
     ),
-    precision: str = typer.Option("bf16", help="Of compute and of the link: fp32, bf16 or fp16."),
-    batch: int = typer.Option(8, help="Samples in a step."),
-    sequence: int = typer.Option(None, help="Tokens in a sample; else what the model takes, at most 2048."),
+    precision: str = typer.Option(
+        Options.precision, help="Of compute and of the link: fp32, bf16 or fp16; else what the model has."
+    ),
+    batch: int = typer.Option(Options.batch, help="Samples in a step."),
+    sequence: int = typer.Option(None, help=f"Tokens in a sample; else what the model takes, at most {LONGEST}."),
     micro_batches: int = typer.Option(None, help="Parts that a step's batch is cut into; else as few as fit."),
-    optimizer: str = typer.Option("adamw", help=f"One of {', '.join(OPTIMIZERS)}."),
+    optimizer: str = typer.Option(Options.optimizer, help=f"One of {', '.join(OPTIMIZERS)}."),
     max_grad_norm: float = typer.Option(None, help="Clip gradients by their global norm; updates are deferred then."),
-    updates: str = typer.Option("auto", help="Who updates the weights: auto, host, stride:K or static:R."),
-    stash: str = typer.Option("auto", help="Where boundary activations wait: auto, device or host."),
+    updates: str = typer.Option(Options.updates, help="Who updates the weights: auto, host, stride:K or static:R."),
+    stash: str = typer.Option(Options.stash, help="Where boundary activations wait: auto, device or host."),
     as_json: bool = typer.Option(False, "--json", help="One JSON document, and nothing else."),
 ) -> None:
     """Tells whether a training will fit, where each byte goes, and what bounds its steps.
@@ -96,7 +100,7 @@ def plan(
     trillion parameters can be planned on a laptop.
     """
     description = describe(model)
-    training = Training(batch, _length(sequence, description), micro_batches, precision, max_grad_norm, updates, stash)
+    training = Training(batch, window(sequence, description), micro_batches, precision, max_grad_norm, updates, stash)
     _check(training, optimizer)
     given = _described(
         device, device_memory, host_memory, link, link_in, link_out, device_flops, host_updates, training
@@ -110,23 +114,17 @@ def plan(
         typer.echo(json.dumps(_document(description, built, training, given, outlook), indent=2))
     else:
         _show(Console(), description, built, training, given, outlook)
+        asked = Options(
+            model, device=None if given.device.type == "meta" else device, memory=device_memory, precision=precision,  # type: ignore[arg-type]
+            batch=batch, sequence=sequence, micro_batches=micro_batches, optimizer=optimizer, updates=updates,  # type: ignore[arg-type]
+            max_grad_norm=max_grad_norm, stash=stash,  # type: ignore[arg-type]
+        )  # fmt: skip
+        typer.echo(f"to train so: {asked.new_command()}")
     if not outlook.fits:
         raise typer.Exit(1)
 
 
 # What was asked for.
-
-
-def _length(sequence: int | None, description: Description) -> int:
-    if sequence is None:
-        return min(description.context or 2048, 2048)
-    if sequence < 2:
-        raise ValueError(f"--sequence {sequence}: a sample has at least 2 tokens, of which each predicts the next")
-    if description.context is not None and sequence > description.context:
-        raise ValueError(
-            f"--sequence {sequence} is longer than {description.name!r} takes: {description.context} tokens"
-        )
-    return sequence
 
 
 def _check(training: Training, optimizer: str) -> None:
@@ -199,11 +197,9 @@ def _described(
 
 
 def _free_on(device: torch.device) -> int | None:
-    if device.type == "cpu":
-        return None
     if device.type == "meta":
         raise ValueError("--device-memory is needed for a machine that is not this one, like --device-memory 16GiB")
-    return int(torch.accelerator.get_memory_info(device)[0])
+    return budget(device, None)
 
 
 # What is said.
