@@ -56,6 +56,16 @@ def test_what_does_not_fit_has_exit_code_1_and_a_remedy():
     assert "would do" in text
 
 
+def test_micro_batches_that_are_too_large_are_refused_with_a_number_that_fits():
+    options = ("gpt:base", *MACHINE, "--device-memory", "600MiB", "--batch", "64")
+    found = document(*options, "--micro-batches", "1")
+    assert not found["fits"]
+    assert "micro-batches of 64 samples" in found["problems"][0]
+    count = document(*options)["plan"]["micro_batches"]
+    assert f"use micro_batches={count}," in found["problems"][0]
+    assert document(*options, "--micro-batches", str(count))["fits"]
+
+
 def test_what_the_host_cannot_hold_does_not_fit():
     found = document("gpt:large", *MACHINE, "--host-memory", "1GiB")
     assert not found["fits"]
@@ -119,7 +129,8 @@ def test_a_device_that_is_here_is_measured(virtual, monkeypatch):
         (("gpt:small", "--device", "cpu", "--device-memory", "1GiB"), "--link is needed"),
         (("gpt:small", "--device", "cpu", "--link", "1GB/s"), "--device-memory is needed"),
         (("gpt:small", *MACHINE, "--batch", "0"), "--batch 0"),
-        (("gpt:small", *MACHINE, "--micro-batches", "9"), "--micro-batches 9"),
+        (("gpt:small", *MACHINE, "--micro-batches", "9"), "micro_batches=9"),
+        (("gpt:small", *MACHINE, "--batch", "4", "--micro-batches", "3"), "choose micro_batches=2"),
         (("gpt:small", *MACHINE, "--sequence", "9999"), "longer than 'gpt:small' takes: 512"),
         (("gpt:small", *MACHINE, "--optimizer", "adamm"), "did you mean 'adam"),
         (("gpt:small", *MACHINE, "--precision", "fp8"), "precision='fp8'"),

@@ -130,9 +130,6 @@ def plan(
 def _check(training: Training, optimizer: str) -> None:
     if training.samples < 1:
         raise ValueError(f"--batch {training.samples}: a step has at least one sample")
-    count = training.micro_batches
-    if count is not None and not 1 <= count <= training.samples:
-        raise ValueError(f"--micro-batches {count}: {training.samples} samples can be cut into 1 to {training.samples}")
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {optimizer!r} is none that can be planned for{hint(optimizer, OPTIMIZERS)}")
     checks.update_arguments(True, training.precision, training.max_grad_norm, "raise", False, None)
