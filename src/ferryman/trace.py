@@ -174,6 +174,11 @@ class Trace:
         with self._lock:
             self._facts.update(facts)
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        with self._lock:
+            return dict(self._facts)
+
     def add_device_span(self, lane: str, label: str, begin: torch.Event, end: torch.Event, nbytes: int) -> None:
         """The events are timed, and recorded on a stream of a lane that the trace knows."""
         with self._lock:
@@ -300,7 +305,7 @@ class Trace:
         for note in self.notes():
             what = {"ph": "i", "s": "g", "pid": 0, "tid": 0, "name": note.label}
             events.append({**what, "ts": note.at * 1e6, "args": _sayable(note.values)})
-        facts = {"ferryman": {"0": _sayable(self._facts)}}
+        facts = {"ferryman": {"0": _sayable(self.facts)}}
         content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
         with replacing_file(path) as file:
             file.write_text(json.dumps(content, allow_nan=False))
