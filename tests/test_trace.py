@@ -160,6 +160,19 @@ def test_without_an_optimizer_a_step_ends_with_its_backward(device):
     assert [(step.number, step.loss) for step in trace.steps()] == list(enumerate(losses))
 
 
+def test_an_engine_that_only_evaluates_leaves_the_facts_of_the_training(device):
+    trace = Trace()
+    with engine_of(device, trace) as engine:
+        engine.step(text(4), 2)
+    facts = trace.facts
+    assert (facts["optimizer"], facts["plan"]["updates"]) == ("AdamW", "host")
+    with engine_of(device, trace, optimizer=None, max_grad_norm=None) as engine:
+        engine.forward_backward(text(4), 2)
+    assert trace.facts == facts
+    with engine_of(device, trace, precision="bf16"):  # this one trains
+        assert trace.facts["precision"] == ["bfloat16"]
+
+
 @pytest.mark.parametrize("keep", [1, 2, 4])
 def test_only_the_last_steps_are_kept_but_the_figures_of_all(device, keep):
     trace, seen = Trace(keep_steps=keep), set()

@@ -270,7 +270,9 @@ def test_asked_to_stop_it_finishes_the_step_and_saves(number, corpus, tmp_path, 
 def test_a_second_ctrl_c_stops_at_once(corpus, tmp_path, virtual):
     torch_virtual.set_link(virtual, delay=0.05)
     with sending(signal.SIGINT, tmp_path / "run", times=2):
-        result = train(GPT, "--data", corpus, "-o", tmp_path / "run", "--device", "virtual", "--steps", 500, "--relayed")
+        result = train(
+            GPT, "--data", corpus, "-o", tmp_path / "run", "--device", "virtual", "--steps", 500, "--relayed"
+        )
     assert result.exit_code == 130
     assert "interrupted. Nothing was saved." in result.output
 

@@ -15,10 +15,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from ferryman.files import replacing_file
+from ferryman.marks import covered
 
 # Looking at the device's memory may take this share of the time.
 _LOOKING = 0.02
@@ -32,6 +34,11 @@ class Span(NamedTuple):
     start: float
     end: float
     nbytes: int
+
+
+def busy_time(spans: Iterable[Span], start: float = -math.inf, end: float = math.inf) -> float:
+    """How much of the time from start to end at least one of the spans covers."""
+    return covered(((span.start, span.end) for span in spans), start, end)
 
 
 class Note(NamedTuple):
@@ -167,6 +174,11 @@ class Trace:
         with self._lock:
             self._facts.update(facts)
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        with self._lock:
+            return dict(self._facts)
+
     def add_device_span(self, lane: str, label: str, begin: torch.Event, end: torch.Event, nbytes: int) -> None:
         """The events are timed, and recorded on a stream of a lane that the trace knows."""
         with self._lock:
@@ -176,10 +188,11 @@ class Trace:
     def look_at_memory(self) -> None:
         """Notes what is allocated on the device, if there is one; passes where it was looked at just now."""
         if self._anchors and (now := self.now()) >= self._next_look:
+            began = time.thread_time()  # not the clock: one look that is held up would keep off all others
             allocated, _ = self._memory()
             with self._lock:
                 self._recent.samples.append(Sample(now, allocated))
-                self._next_look = now + (self.now() - now) / _LOOKING
+                self._next_look = now + (time.thread_time() - began) / _LOOKING
 
     # Steps.
 
@@ -292,15 +305,10 @@ class Trace:
         for note in self.notes():
             what = {"ph": "i", "s": "g", "pid": 0, "tid": 0, "name": note.label}
             events.append({**what, "ts": note.at * 1e6, "args": _sayable(note.values)})
-        facts = {"ferryman": {"0": _sayable(self._facts)}}
+        facts = {"ferryman": {"0": _sayable(self.facts)}}
         content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
-        target = Path(path)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        try:
-            partial.write_text(json.dumps(content, allow_nan=False))
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replacing_file(path) as file:
+            file.write_text(json.dumps(content, allow_nan=False))
 
 
 def _event(name: str, row: int, start: float, end: float, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,13 +317,11 @@ def _event(name: str, row: int, start: float, end: float, args: Mapping[str, Any
 
 
 def _with_busy(step: Step, spans: Iterable[Span]) -> Step:
-    """Work of a lane is in order, so its spans do not overlap."""
-    busy: dict[str, float] = {}
+    lanes: dict[str, list[Span]] = {}
     for span in spans:
-        inside = min(span.end, step.end) - max(span.start, step.start)
-        if inside > 0:
-            busy[span.lane] = busy.get(span.lane, 0.0) + inside
-    return replace(step, busy=busy)
+        if span.end > step.start and span.start < step.end:
+            lanes.setdefault(span.lane, []).append(span)
+    return replace(step, busy={lane: busy_time(found, step.start, step.end) for lane, found in lanes.items()})
 
 
 def _sayable(value: Any) -> Any:

@@ -69,6 +69,7 @@ class Weights:
 
 
 def has_weights(directory: Path) -> bool:
+    """Or an index of some, which may be missing: loading says so."""
     return (directory / _INDEX).is_file() or any(directory.glob("*.safetensors"))
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import ferryman
 from ferryman.checkpoint.directory import locked, series
 from ferryman.cli.options import FIXED, LENGTHS, Options, flag
+from ferryman.files import replacing_file
 
 _SETTINGS = "run.json"
 
@@ -162,9 +162,5 @@ def _step_of(line: str) -> float:
 
 
 def _replace(target: Path, text: str) -> None:
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing_file(target) as file:
+        file.write_text(text)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+
+from ferryman.files import replacing_file
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 TOKEN_SUFFIXES = (".bin", ".npy")
@@ -77,19 +78,14 @@ def write_tokens(
     texts: Iterable[Path], target: Path, encode: Encode, dtype: str, between: bytes | int, vocabulary: int
 ) -> None:
     """The tokens of all texts in one file, whole or not at all. `between` two texts there is this text, or token."""
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as out:
-            for number, path in enumerate(texts):
-                if number:
-                    ids = [between] if isinstance(between, int) else encode(between)
-                    out.write(_packed(ids, dtype, vocabulary, path))
-                with path.open("rb") as file:
-                    for lines in _lines(file):
-                        out.write(_packed(encode(lines), dtype, vocabulary, path))
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing_file(target) as partial, partial.open("wb") as out:
+        for number, path in enumerate(texts):
+            if number:
+                ids = [between] if isinstance(between, int) else encode(between)
+                out.write(_packed(ids, dtype, vocabulary, path))
+            with path.open("rb") as file:
+                for lines in _lines(file):
+                    out.write(_packed(encode(lines), dtype, vocabulary, path))
 
 
 def _packed(ids: Any, dtype: str, vocabulary: int, path: Path) -> bytes:
