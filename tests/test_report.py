@@ -320,8 +320,7 @@ def test_another_step_can_be_chosen(run, show):
     assert f"step {STEPS - 2}" in page.locator("#where").inner_text()
 
 
-@pytest.mark.parametrize("width", [1400, 420])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 420)])
 def test_light_and_dark_wide_and_narrow(run, show, scheme, width):
     page = show(run[1], width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") == width  # nothing sticks out
