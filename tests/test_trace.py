@@ -194,6 +194,24 @@ def test_only_the_last_steps_are_kept_but_the_figures_of_all(device, keep):
     assert all(sample.at > before for sample in trace.samples())
 
 
+def test_a_very_long_run_is_thinned_and_bounded():
+    trace = Trace(keep_steps=3)
+    count = 45_000
+    for number in range(count):
+        trace.begin_step(number)
+        if number:
+            trace.note(number - 1, f"updates of step {number - 1}", {"device_share": number - 1})
+        trace.end_step(loss=0.0, micro_batches=1)
+        assert len(trace._notes) <= 4
+    numbers = [step.number for step in trace.steps()]
+    assert numbers[-3:] == [count - 3, count - 2, count - 1]
+    assert numbers[:-3] == list(range(0, count - 3, 8))
+    notes = trace.notes()
+    assert [note.step for note in notes] == numbers[:-1]
+    assert all(note.values["device_share"] == note.step for note in notes)
+    assert trace.last_note == notes[-1]
+
+
 def test_a_copy_that_outlasts_steps_is_not_lost(virtual):
     nbytes = 5_000_000
     torch_virtual.set_link(virtual, h2d=10e6)

@@ -57,11 +57,9 @@ def test_all_of_it_holds(device):
 
 
 def test_on_the_cpu_what_needs_a_link_is_skipped_with_the_reason():
-    ran = run("--device", "cpu", "--quick", "--only", "races", "--only", "overlap", "--only", "memory", "--json")
+    ran = run("--device", "cpu", "--quick", "--only", "overlap", "--only", "memory", "--json")
     assert ran.exit_code == 0, ran.output
-    rows = rows_of(ran)
-    assert rows["races", "updates late"]["result"] == "ok"
-    skipped = [row for (group, _), row in rows.items() if group in ("overlap", "memory")]
+    skipped = rows_of(ran).values()
     assert {row["result"] for row in skipped} == {"skipped"}
     assert all("host itself" in row["reason"] for row in skipped)
 

@@ -208,8 +208,8 @@ class Training:
 
     def _device_share(self) -> float | None:
         """Of the parameters of the last step whose updates are over, those that the device has updated."""
-        notes = [] if self.trace is None else self.trace.notes()
-        return next((note.values["device_share"] for note in reversed(notes) if "device_share" in note.values), None)
+        note = None if self.trace is None else self.trace.last_note
+        return None if note is None else note.values["device_share"]
 
 
 def evaluate(model: nn.Module, windows: Windows, size: int, most: int, stop: Stop) -> float | None:
