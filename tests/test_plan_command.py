@@ -172,7 +172,7 @@ def large(billions):
 
 
 @pytest.mark.parametrize(
-    ("billions", "fits"), [pytest.param(50, True, marks=pytest.mark.slow), pytest.param(500, False)]
+    ("billions", "fits"), [pytest.param(50, True), pytest.param(500, False, marks=pytest.mark.slow)]
 )
 def test_a_large_model_is_planned_without_being_allocated(billions, fits, tmp_path):
     """In a process of its own, whose memory in all is a fraction of the model's."""
