@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -20,6 +20,7 @@ from ferryman.cli.defaults import LONGEST, budget, window
 from ferryman.cli.device import find_device
 from ferryman.cli.model import Description, describe
 from ferryman.cli.options import Options
+from ferryman.cli.rule import RULES
 from ferryman.cost.forecast import Forecast, Lanes
 from ferryman.cost.plan import Plan
 from ferryman.cost.rates import Rates
@@ -27,16 +28,7 @@ from ferryman.cost.sizes import parse_bytes, parse_rate, show_bytes, show_rate
 from ferryman.outlook import Machine, Outlook, Training, look_ahead
 from ferryman.server import memory as host_memory
 from ferryman.server.precision import PRECISIONS
-from ferryman.server.rules import Lion
 from ferryman.units import hint
-
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "lion": Lion,
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-}
 
 EPILOG = """
 [bold]Examples[/bold]
@@ -67,32 +59,51 @@ class _Described:
 
 
 def plan(
-    model: str = typer.Argument(
-        help="A transformers directory or config.json, or the built-in byte-level GPT: gpt:tiny to gpt:xl."
-    ),
-    device: str = typer.Option(None, help="The device to plan for, if it is in this machine; [dim]cuda, virtual[/dim]"),
-    device_memory: str = typer.Option(None, help="Memory of the device, or what may be used of it; [dim]16GiB[/dim]"),
-    host_memory: str = typer.Option(None, help="Memory of the host; [dim]512GiB[/dim]"),
-    link: str = typer.Option(None, help="Rate of the link, in each direction; [dim]12GB/s[/dim]"),
-    link_in: str = typer.Option(None, help="The same, host to device only."),
-    link_out: str = typer.Option(None, help="The same, device to host only."),
-    device_flops: str = typer.Option(
-        None, help="What the device reaches in matrix products, in the precision; [dim]150TFLOPS[/dim]"
-    ),
-    host_updates: str = typer.Option(
-        None, help="Parameters that the host updates with AdamW; [dim]900Mparam/s[/dim]; else this host's, measured."
-    ),
-    precision: str = typer.Option(
-        Options.precision, help="Of compute and of the link: fp32, bf16 or fp16; else what the model has."
-    ),
-    batch: int = typer.Option(Options.batch, help="Samples in a step."),
-    sequence: int = typer.Option(None, help=f"Tokens in a sample; else what the model takes, at most {LONGEST}."),
-    micro_batches: int = typer.Option(None, help="Parts that a step's batch is cut into; else as few as fit."),
-    optimizer: str = typer.Option(Options.optimizer, help=f"One of {', '.join(OPTIMIZERS)}."),
-    max_grad_norm: float = typer.Option(None, help="Clip gradients by their global norm; updates are deferred then."),
-    updates: str = typer.Option(Options.updates, help="Who updates the weights: auto, host, stride:K or static:R."),
-    stash: str = typer.Option(Options.stash, help="Where boundary activations wait: auto, device or host."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON document, and nothing else."),
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A transformers directory or config.json, or the built-in byte-level GPT: gpt:tiny to gpt:xl."
+        ),
+    ],
+    device: Annotated[
+        str | None, typer.Option(help="The device to plan for, if it is in this machine; [dim]cuda, virtual[/dim]")
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Memory of the device, or what may be used of it; [dim]16GiB[/dim]")
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Memory of the host; [dim]512GiB[/dim]")] = None,
+    link: Annotated[str | None, typer.Option(help="Rate of the link, in each direction; [dim]12GB/s[/dim]")] = None,
+    link_in: Annotated[str | None, typer.Option(help="The same, host to device only.")] = None,
+    link_out: Annotated[str | None, typer.Option(help="The same, device to host only.")] = None,
+    device_flops: Annotated[
+        str | None,
+        typer.Option(help="What the device reaches in matrix products, in the precision; [dim]150TFLOPS[/dim]"),
+    ] = None,
+    host_updates: Annotated[
+        str | None,
+        typer.Option(
+            help="Parameters that the host updates with AdamW; [dim]900Mparam/s[/dim]; else this host's, measured."
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Of compute and of the link: fp32, bf16 or fp16; else what the model has.")
+    ] = Options.precision,
+    batch: Annotated[int, typer.Option(help="Samples in a step.")] = Options.batch,
+    sequence: Annotated[
+        int | None, typer.Option(help=f"Tokens in a sample; else what the model takes, at most {LONGEST}.")
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Parts that a step's batch is cut into; else as few as fit.")
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}.")] = Options.optimizer,
+    max_grad_norm: Annotated[
+        float | None, typer.Option(help="Clip gradients by their global norm; updates are deferred then.")
+    ] = None,
+    updates: Annotated[
+        str, typer.Option(help="Who updates the weights: auto, host, stride:K or static:R.")
+    ] = Options.updates,
+    stash: Annotated[str, typer.Option(help="Where boundary activations wait: auto, device or host.")] = Options.stash,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, and nothing else.")] = False,
 ) -> None:
     """Tells whether a training will fit, where each byte goes, and what bounds its steps.
 
@@ -107,9 +118,7 @@ def plan(
     )
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its hints are for who runs the model
     built = description.on_meta()
-    outlook = look_ahead(
-        built, OPTIMIZERS[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device
-    )
+    outlook = look_ahead(built, RULES[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device)
     if as_json:
         typer.echo(json.dumps(_document(description, built, training, given, outlook), indent=2))
     else:
@@ -130,8 +139,8 @@ def plan(
 def _check(training: Training, optimizer: str) -> None:
     if training.samples < 1:
         raise ValueError(f"--batch {training.samples}: a step has at least one sample")
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"--optimizer {optimizer!r} is none that can be planned for{hint(optimizer, OPTIMIZERS)}")
+    if optimizer not in RULES:
+        raise ValueError(f"--optimizer {optimizer!r} is none that can be planned for{hint(optimizer, RULES)}")
     checks.update_arguments(True, training.precision, training.max_grad_norm, "raise", False, None)
     checks.arguments(nn.Identity(), len, "mean", units=None, resident=(), stash=training.stash, slots=None)
 

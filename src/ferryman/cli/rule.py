@@ -11,7 +11,7 @@ from torch import nn
 from ferryman.cli.options import Options
 from ferryman.server.rules import Lion
 
-_RULES: dict[str, type[torch.optim.Optimizer]] = {
+RULES: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
@@ -36,7 +36,8 @@ def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
         {"params": [parameter for parameter in trained if parameter.ndim >= 2]},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return _RULES[options.optimizer]([group for group in groups if group["params"]], **settings)
+    rule: torch.optim.Optimizer = RULES[options.optimizer]([group for group in groups if group["params"]], **settings)
+    return rule
 
 
 def set_rate(optimizer: torch.optim.Optimizer, options: Options, step: int, steps: int) -> float:
