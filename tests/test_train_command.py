@@ -85,7 +85,7 @@ class sending:  # noqa: N801 - reads like a function
             time.sleep(0.01)
         for _ in range(times):
             os.kill(process, number)
-            time.sleep(0.1)
+            time.sleep(0.05)
 
 
 # What it is.
@@ -254,7 +254,7 @@ def test_asked_to_stop_it_finishes_the_step_and_saves(number, corpus, tmp_path, 
     run = tmp_path / "run"
     arguments = [GPT, "--data", corpus, "--device", "virtual", *EXACT]
     trained(*arguments, "-o", tmp_path / "whole", "--steps", 5)
-    torch_virtual.set_link(virtual, delay=0.01)
+    torch_virtual.set_link(virtual, delay=0.003)
     with sending(number, run):
         result = trained(*arguments, "-o", run, "--steps", 500)
     torch_virtual.set_link(virtual, delay=0.0)
@@ -268,11 +268,9 @@ def test_asked_to_stop_it_finishes_the_step_and_saves(number, corpus, tmp_path, 
 
 
 def test_a_second_ctrl_c_stops_at_once(corpus, tmp_path, virtual):
-    torch_virtual.set_link(virtual, delay=0.05)
+    torch_virtual.set_link(virtual, delay=0.015)
     with sending(signal.SIGINT, tmp_path / "run", times=2):
-        result = train(
-            GPT, "--data", corpus, "-o", tmp_path / "run", "--device", "virtual", "--steps", 500, "--relayed"
-        )
+        result = train(GPT, "--data", corpus, "-o", tmp_path / "run", "--device", "virtual", "--steps", 500)
     assert result.exit_code == 130
     assert "interrupted. Nothing was saved." in result.output
 
