@@ -1,5 +1,7 @@
 """Where checkpoints are: series of them, what else is there, and what is not replaced."""
 
+import json
+
 import pytest
 from checkpoints import Run
 
@@ -101,3 +103,22 @@ def test_what_is_not_there_is_said(tmp_path):
             run.engine.load(tmp_path / "other")
         with pytest.raises(ValueError, match="has no object 'scheduler'"):
             run.engine.load(tmp_path / "saved", objects={"scheduler": run.engine._panel.optimizer})
+
+
+@pytest.mark.parametrize("how", ["damaged", "from tomorrow"])
+def test_what_was_just_saved_is_never_pruned(tmp_path, how):
+    """Whatever the others say of themselves, or the clock."""
+    with Run() as run:
+        run.step()
+        old = run.engine.save(tmp_path, keep=1)
+        manifest = old / "ferryman" / "checkpoint.json"
+        if how == "damaged":
+            manifest.write_text(manifest.read_text()[:20])
+        else:
+            whole = json.loads(manifest.read_text())
+            whole["content"]["saved"] += 86400
+            manifest.write_text(json.dumps(whole))
+        run.step()
+        new = run.engine.save(tmp_path, keep=1)
+        assert [path.name for path in tmp_path.glob("step-*")] == [new.name]
+        assert run.engine.load(tmp_path) == new

@@ -13,7 +13,6 @@ import ctypes
 import errno
 import fcntl
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -121,9 +120,13 @@ def in_series(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08}"
 
 
-def prune(directory: Path, keep: int) -> None:
-    """The newest `keep` of a series stay; and what a process left behind that died is removed."""
-    for old in series(directory)[:-keep]:
+def prune(directory: Path, keep: int, newest: Path) -> None:
+    """The newest `keep` of a series stay; and what a process left behind that died is removed.
+
+    `newest` is the one that was just saved: it is that, whatever the clock says of the others.
+    """
+    others = [path for path in series(directory) if path != newest]
+    for old in others[: max(0, len(others) - (keep - 1))]:
         shown = directory / _shown(old)
         with _locked(shown):
             gone = _hidden(shown, "partial")  # and so not a checkpoint any more, from the first moment on
@@ -147,11 +150,16 @@ def _shown(path: Path) -> str:
 
 
 def _saved(checkpoint: Path) -> float:
-    """When; one that cannot be read counts as the newest, so that whoever loads it is told."""
+    """When; of one that does not tell, or is damaged, when its last file was written."""
     try:
         return float(json.loads((checkpoint / MANIFEST).read_text())["content"]["saved"])
     except (ValueError, KeyError, TypeError):
-        return math.inf
+        return (checkpoint / MANIFEST).stat().st_mtime
+
+
+def last_saved(directory: Path) -> float:
+    """Of a series; the next one comes after that, even if the clock was set back."""
+    return max(map(_saved, series(directory)), default=0.0)
 
 
 def _hidden(directory: Path, what: str) -> Path:

@@ -45,7 +45,7 @@ def save_in(contents: Contents, directory: Path, objects: Objects, keep: int | N
         raise ValueError(f"{directory} is a file; a series of checkpoints is a directory")
     path = directories.in_series(directory, contents.server.steps)
     save(contents, path, objects)
-    directories.prune(directory, keep)
+    directories.prune(directory, keep, path)
     return path
 
 
@@ -58,6 +58,7 @@ def save(contents: Contents, directory: Path, objects: Objects) -> None:
     weights, state = [(name, item.tensor) for item, name in names.items()], _state(contents, names)
     rest: dict[str, torch.Tensor] = {}
     manifest = _describe(contents, names, objects, rest)
+    manifest["saved"] = max(time.time(), directories.last_saved(directory.parent) + 1e-3)
     tensor_file.check_dtypes((*weights, *rest.items()))
     needs = sum(tensor.nbytes for _, tensor in (*weights, *state, *rest.items()))
     with directories.replacing(directory, needs=needs) as partial:
@@ -102,7 +103,6 @@ def _describe(
         "format": FORMAT,
         "ferryman": ferryman.__version__,
         "torch": str(torch.__version__),
-        "saved": time.time(),
         "model": type(contents.model).__name__,
         "step": server.steps,
         "loss_scale": server.scale.state(),

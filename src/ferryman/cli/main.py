@@ -46,7 +46,7 @@ def main() -> None:
     """Runs a command. What a user can get wrong ends with one message and the code 2, not with a traceback."""
     try:
         app()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.secho(f"ferryman: {error}", fg=typer.colors.RED, err=True)
         sys.exit(2)
 
