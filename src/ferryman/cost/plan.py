@@ -185,7 +185,10 @@ def _grades(cuts: Sequence[Plan], slots: int | None, staging: Sequence[Staging],
     # Held, nothing is won by a cut but smaller slots for gradients.
     staying = [] if held is False or slots is not None else [[replace(plan, held=True)] for plan in (*best, *cuts)]
     lesser = [
-        [replace(plan, weight_slots=slots or weights, gradient_slots=gradients) for plan in cuts]
+        [
+            replace(plan, weight_slots=min(slots, len(plan.units)) if slots else weights, gradient_slots=gradients)
+            for plan in cuts
+        ]
         for weights, gradients in ((2, 2), (2, 1), (1, 1))
     ]
     grades = staying if held else [*staying, best, *lesser]
