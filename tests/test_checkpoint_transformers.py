@@ -330,6 +330,7 @@ print("unit", max(unit.nbytes for unit in engine.units))
 """
 
 
+@pytest.mark.slow
 def test_host_memory(tmp_path):
     """What loading and saving take beside the server's own: less than one unit."""
     memory = Path("/dev/shm")  # files there are not the process's memory, and no disk is waited for
