@@ -314,6 +314,7 @@ def test_a_run_inside_its_data(tmp_path, corpus):
     (tmp_path / ".git" / "index.bin").write_bytes(b"\xff" * 7)
     trained(GPT, "--data", tmp_path, "-o", tmp_path / "run", "--steps", 1)
     trained("--resume", "-o", tmp_path / "run", "--steps", 2)
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2]
 
 
 def test_an_evaluation_that_fails_loses_nothing(corpus, tmp_path, monkeypatch):

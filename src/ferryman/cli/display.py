@@ -165,7 +165,7 @@ def _ending(event: Event) -> str:
     why = "done" if event["reason"] == "done" else f"stopped by {event['reason']}"
     return (
         f"{why} after step {event['step']} of {event['steps']}, {_clock(event['seconds'])}; "
-        f"{event['tokens']:,} tokens in this session"
+        f"{event['tokens']:,} tokens this time"
     )
 
 

@@ -50,7 +50,7 @@ class Training:
         self.has_begun = False  # whether anything is there that was not before
         self.trace = Trace(keep_steps=_TRACED) if options.trace else None
         self._loss = math.nan
-        self._tokens = 0  # in this session
+        self._tokens = 0  # since it was started, or resumed
         self._pace: float | None = None  # seconds that a step takes, smoothed
 
     def train(self) -> None:
