@@ -166,7 +166,7 @@ def main() -> None:
     )
     torch_virtual.set_capacity(parse_bytes(options.memory, "memory"), SMALL)
     options, run = new_run(options)
-    windows = open_corpus(options, describe(options.model), run.tokens).training
+    windows = open_corpus(options, describe(options.model), run).training
     batches = [windows.batch(options.batch) for _ in range(COMPARED)]
 
     console.rule(f"1. Plain PyTorch, on a device of {options.memory}", align="left")

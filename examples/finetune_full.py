@@ -64,6 +64,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--tiny", action="store_true", help="three steps of a random tiny model, in a temporary folder")
     options = parser.parse_args()
+    if options.device == "virtual":
+        import torch_virtual  # noqa: F401 - an accelerator for machines without one
     if options.tiny:
         with tempfile.TemporaryDirectory() as folder:
             make_tiny(Path(folder) / "model")

@@ -21,7 +21,7 @@ import ferryman
 
 
 def main() -> None:
-    chosen = options()
+    chosen = options(__doc__)
     settings: dict[str, Any] = {"memory": chosen.memory, "precision": "bf16"}
     if chosen.tiny:
         base, tokenizer = tiny_model(), None

@@ -46,8 +46,8 @@ def tiny_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=CONTEXT, **sizes))
 
 
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", metavar="DIR", help="a directory that from_pretrained loads")
     which.add_argument("--tiny", action="store_true", help="a random model on a virtual accelerator")
@@ -58,7 +58,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    chosen = options()
+    chosen = options(__doc__)
     engine: dict[str, Any] = {} if chosen.memory is None else {"memory": chosen.memory}
     if chosen.tiny:
         model, tokenizer = tiny_model(), None

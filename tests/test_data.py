@@ -127,7 +127,7 @@ def test_text_becomes_its_bytes(tmp_path, monkeypatch):
     for number, content in enumerate(contents):
         (tmp_path / f"{number}.txt").write_text(content)
     texts, tokens = find_files([tmp_path])
-    write_tokens(texts, tmp_path / "tokens.bin", as_bytes, "uint8", between=b"\n")
+    write_tokens(texts, tmp_path / "tokens.bin", as_bytes, "uint8", b"\n", 256)
     assert (tmp_path / "tokens.bin").read_bytes() == "\n".join(contents).encode()
     assert tokens == []
     assert not list(tmp_path.glob("*.partial"))
@@ -143,7 +143,7 @@ def test_text_through_a_tokenizer(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("the ferry\ncrosses the river\n" * 3)
     (tmp_path / "b.txt").write_bytes(b"ferry \xff ferry")
     encode = with_tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=made))
-    write_tokens(sorted(tmp_path.glob("*.txt")), tmp_path / "tokens.bin", encode, "uint16", between=77)
+    write_tokens(sorted(tmp_path.glob("*.txt")), tmp_path / "tokens.bin", encode, "uint16", 77, 78)
     ids = np.fromfile(tmp_path / "tokens.bin", dtype="uint16").tolist()
     assert ids == [0, 1, 2, 0, 3] * 3 + [77, 1, 3, 1]
 
@@ -157,3 +157,25 @@ def test_of_a_directory_what_ends_so(tmp_path):
     assert [path.name for path in tokens] == ["d.bin", "e.npy"]
     assert [path.name for path in find_files([tmp_path], ["log", ".txt"])[0]] == ["b.txt", "c.log"]
     assert find_files([tmp_path / "c.log"])[0] == [tmp_path / "c.log"]  # named, it is taken as it is
+
+
+def test_what_is_hidden_or_the_run_itself_is_no_data(tmp_path):
+    for name in ("a.txt", ".git/b.txt", ".c.txt", "deep/.venv/d.py", "deep/run/tokens.bin", "deep/e.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    texts, tokens = find_files([tmp_path], without=tmp_path / "deep" / "run")
+    assert [path.name for path in texts] == ["a.txt", "e.txt"]
+    assert tokens == []
+
+
+def test_a_token_that_the_model_does_not_know_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"a\.txt: the tokenizer makes token 70000 of it.*vocabulary has 300"):
+        write_tokens([tmp_path / "a.txt"], tmp_path / "tokens.bin", lambda text: [7, 70_000], "uint16", 0, 300)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_windows_are_counted():
+    windows = Windows(counting(100), 8)
+    windows.batch(2 * windows.count + 3)
+    assert windows.seen == 2 * windows.count + 3

@@ -16,7 +16,7 @@ from ferryman.cost.rates import Rates
 from ferryman.cost.schedule import Traffic
 from ferryman.engine import Engine
 from ferryman.outlook import Machine, Training, look_ahead
-from ferryman.relay.rehearsal import NotRehearsedError, rehearse
+from ferryman.rehearsal import NotRehearsedError, rehearse
 from ferryman.units import find_units
 from ferryman.work import model_loss
 

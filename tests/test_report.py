@@ -160,6 +160,26 @@ def test_a_step_that_nothing_fills_is_not_said_to_be_bounded(tmp_path):
     assert (whole.busiest, whole.bound, whole.share) == ("compute", None, pytest.approx(0.5, abs=0.01))
 
 
+def test_a_run_whose_figures_were_thinned_says_so(tmp_path, monkeypatch, capsys, show):
+    monkeypatch.setattr("ferryman.trace._FIGURES", 10)
+    trace, path = Trace(keep_steps=2), tmp_path / "long.json"
+    trace.add_lane("host")
+    for number in range(50):
+        trace.begin_step(number)
+        trace.add(Span("host", "work", trace.now() - 1e-5, trace.now(), 0))
+        trace.note(number, f"updates of step {number}", {"device_share": 0.5})
+        trace.end_step(loss=1.0, micro_batches=1)
+    trace.save(path)
+    (recording,) = read(path)
+    numbers = [*range(0, 48, 8), 48, 49]
+    assert [step.number for step in recording.steps] == numbers
+    assert list(recording.updates) == numbers
+    assert recording.facts["thinned"] == {"every": 8, "steps": 50}
+    assert "of 50 steps in all, older ones thinned to one in 8" in show(path).locator("#headline").inner_text()
+    assert command(monkeypatch, path) == 0
+    assert "50 steps (8 of them recorded, older ones thinned to one in 8)" in capsys.readouterr().out
+
+
 def test_every_label_of_a_run_has_a_kind(run):
     kinds = {kind_of(span.label) for span in run[0].spans()}
     assert kinds >= {"forward", "turn", "backward", "weights", "gradients", "stash", "update", "look"}
@@ -300,8 +320,7 @@ def test_another_step_can_be_chosen(run, show):
     assert f"step {STEPS - 2}" in page.locator("#where").inner_text()
 
 
-@pytest.mark.parametrize("width", [1400, 420])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 420)])
 def test_light_and_dark_wide_and_narrow(run, show, scheme, width):
     page = show(run[1], width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") == width  # nothing sticks out

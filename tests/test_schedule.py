@@ -5,9 +5,11 @@ import random
 
 import pytest
 
-from ferryman.cost.model import fluid_share, fluid_time
+from ferryman.cost.model import fluid_share, fluid_time, predict
+from ferryman.cost.policy import Policy
 from ferryman.cost.rates import Rates
 from ferryman.cost.schedule import (
+    SAMPLE,
     Queues,
     Traffic,
     assign,
@@ -174,6 +176,19 @@ def test_search_finds_the_best_of_all_schedules_of_a_few():
         every = itertools.product([False, True], repeat=7)
         best = min(makespan(choices, [SIZE] * 7, traffic, rates, queues) for choices in every)
         assert best_discrete([SIZE] * 7, traffic, rates, queues)[0] == pytest.approx(best, rel=0.02)
+
+
+@pytest.mark.parametrize("traffic", [RELAYED, HELD])
+def test_of_many_a_pattern_is_repeated_and_costs_little(traffic):
+    rates, few, many = Rates(9e8, 5e10, 12e9, 12e9), [SIZE] * (SAMPLE // 2), [SIZE] * 40 * SAMPLE
+    choices = assign(many, traffic, rates, idle(3))
+    assert choices == assign(many[:SAMPLE], traffic, rates, idle(3)) * 40
+    alone = makespan(assign(few, traffic, rates, idle(3)), few, traffic, rates, idle(3))
+    seconds = makespan(choices, many, traffic, rates, idle(3))
+    assert seconds == pytest.approx(80 * alone, rel=0.05)
+    found = predict(Policy("auto"), many, traffic, rates, 3, traffic)
+    assert found.seconds == pytest.approx(seconds, rel=0.02)
+    assert found.share == sum(choices) / len(many)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

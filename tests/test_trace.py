@@ -160,6 +160,19 @@ def test_without_an_optimizer_a_step_ends_with_its_backward(device):
     assert [(step.number, step.loss) for step in trace.steps()] == list(enumerate(losses))
 
 
+def test_an_engine_that_only_evaluates_leaves_the_facts_of_the_training(device):
+    trace = Trace()
+    with engine_of(device, trace) as engine:
+        engine.step(text(4), 2)
+    facts = trace.facts
+    assert (facts["optimizer"], facts["plan"]["updates"]) == ("AdamW", "host")
+    with engine_of(device, trace, optimizer=None, max_grad_norm=None) as engine:
+        engine.forward_backward(text(4), 2)
+    assert trace.facts == facts
+    with engine_of(device, trace, precision="bf16"):  # this one trains
+        assert trace.facts["precision"] == ["bfloat16"]
+
+
 @pytest.mark.parametrize("keep", [1, 2, 4])
 def test_only_the_last_steps_are_kept_but_the_figures_of_all(device, keep):
     trace, seen = Trace(keep_steps=keep), set()
@@ -179,6 +192,24 @@ def test_only_the_last_steps_are_kept_but_the_figures_of_all(device, keep):
     before = steps[-keep - 1].end
     assert not any(span.end < before for span in spans)
     assert all(sample.at > before for sample in trace.samples())
+
+
+def test_a_very_long_run_is_thinned_and_bounded():
+    trace = Trace(keep_steps=3)
+    count = 45_000
+    for number in range(count):
+        trace.begin_step(number)
+        if number:
+            trace.note(number - 1, f"updates of step {number - 1}", {"device_share": number - 1})
+        trace.end_step(loss=0.0, micro_batches=1)
+        assert len(trace._notes) <= 4
+    numbers = [step.number for step in trace.steps()]
+    assert numbers[-3:] == [count - 3, count - 2, count - 1]
+    assert numbers[:-3] == list(range(0, count - 3, 8))
+    notes = trace.notes()
+    assert [note.step for note in notes] == numbers[:-1]
+    assert all(note.values["device_share"] == note.step for note in notes)
+    assert trace.last_note == notes[-1]
 
 
 def test_a_copy_that_outlasts_steps_is_not_lost(virtual):

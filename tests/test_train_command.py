@@ -3,6 +3,7 @@
 import inspect
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,12 +18,13 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, ViTConfig
 from typer.testing import CliRunner
 
-from ferryman.cli import rule
+from ferryman.cli import loop, rule
 from ferryman.cli.display import open_display
 from ferryman.cli.loop import Training
 from ferryman.cli.main import app, main
 from ferryman.cli.options import ENGINE, Options
-from ferryman.cli.run import new_run
+from ferryman.cli.run import Run, new_run
+from ferryman.data.text import as_bytes
 from ferryman.engine import Engine
 
 GPT = "gpt:layers=2,width=16,heads=2,context=32"
@@ -83,7 +85,7 @@ class sending:  # noqa: N801 - reads like a function
             time.sleep(0.01)
         for _ in range(times):
             os.kill(process, number)
-            time.sleep(0.1)
+            time.sleep(0.05)
 
 
 # What it is.
@@ -152,7 +154,7 @@ def test_a_run_on_text(corpus, tmp_path):
 def test_json_is_all_that_is_printed(corpus, tmp_path):
     shown = trained(GPT, "--data", corpus, "-o", tmp_path / "run", "--steps", 2, "--json", "--sample", 3).stdout
     events = [json.loads(line) for line in shown.splitlines()]
-    assert [event["event"] for event in events] == ["start", "step", "step", "eval", "save", "sample", "end"]
+    assert [event["event"] for event in events] == [*("start", "step", "save", "step", "save", "eval", "sample", "end")]
     assert events[-1]["checkpoint"].endswith("step-00000002")
 
 
@@ -252,7 +254,7 @@ def test_asked_to_stop_it_finishes_the_step_and_saves(number, corpus, tmp_path, 
     run = tmp_path / "run"
     arguments = [GPT, "--data", corpus, "--device", "virtual", *EXACT]
     trained(*arguments, "-o", tmp_path / "whole", "--steps", 5)
-    torch_virtual.set_link(virtual, delay=0.01)
+    torch_virtual.set_link(virtual, delay=0.003)
     with sending(number, run):
         result = trained(*arguments, "-o", run, "--steps", 500)
     torch_virtual.set_link(virtual, delay=0.0)
@@ -266,7 +268,7 @@ def test_asked_to_stop_it_finishes_the_step_and_saves(number, corpus, tmp_path, 
 
 
 def test_a_second_ctrl_c_stops_at_once(corpus, tmp_path, virtual):
-    torch_virtual.set_link(virtual, delay=0.05)
+    torch_virtual.set_link(virtual, delay=0.015)
     with sending(signal.SIGINT, tmp_path / "run", times=2):
         result = train(GPT, "--data", corpus, "-o", tmp_path / "run", "--device", "virtual", "--steps", 500)
     assert result.exit_code == 130
@@ -290,13 +292,127 @@ def test_the_command_itself(corpus, tmp_path, monkeypatch, capsys):
     assert told.out == ""
 
 
+def test_given_anew_how_long_replaces_what_was(corpus, tmp_path):
+    run = tmp_path / "run"
+    trained(GPT, "--data", corpus, "-o", run, "--tokens", 300, "--no-trace")
+    assert len(metrics(run)) == 2
+    trained("--resume", "-o", run, "--steps", 3)
+    trained("--resume", "-o", run, "--epochs", 0.25)
+    assert metrics(run)[-1]["epoch"] >= 0.25 > metrics(run)[-2]["epoch"]
+
+
+def test_another_batch_trains_on_as_many_tokens(corpus, tmp_path):
+    run = tmp_path / "run"
+    trained(GPT, "--data", corpus, "-o", run, "--epochs", 0.5, "--no-trace")
+    trained("--resume", "-o", run, "--epochs", 1, "--batch", 30)
+    assert metrics(run)[-1]["epoch"] == pytest.approx(1, abs=0.25)
+    assert len(metrics(run)) == 8 + 2
+
+
+def test_a_run_inside_its_data(tmp_path, corpus):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "index.bin").write_bytes(b"\xff" * 7)
+    trained(GPT, "--data", tmp_path, "-o", tmp_path / "run", "--steps", 1)
+    trained("--resume", "-o", tmp_path / "run", "--steps", 2)
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2]
+
+
+def test_an_evaluation_that_fails_loses_nothing(corpus, tmp_path, monkeypatch):
+    def fails(*arguments):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(loop, "evaluate", fails)
+    run = tmp_path / "run"
+    result = train(GPT, "--data", corpus, "-o", run, "--steps", 3)
+    assert result.exit_code == 1
+    assert f"no room. The last checkpoint is {run / 'checkpoints' / 'step-00000003'}" in result.output
+
+
+def test_without_a_word_it_is_saved_every_tenth_of_the_run(corpus, tmp_path):
+    trained(GPT, "--data", corpus, "-o", tmp_path / "run", "--steps", 20, "--keep", 99, "--no-trace")
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved == [f"step-{step:08}" for step in range(2, 21, 2)]
+    assert loop._save_every(100_000) == 500
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_asked_to_stop_in_an_evaluation(number, corpus, tmp_path, monkeypatch):
+    def asked(*arguments, evaluate=loop.evaluate):
+        os.kill(os.getpid(), number)
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(loop, "evaluate", asked)
+    run = tmp_path / "run"
+    shown = trained(GPT, "--data", corpus, "-o", run, "--steps", 50, "--eval-every", 50, "--save-every", 7).output
+    assert f"stopped by {number.name} after step 0 of 50" in shown
+    assert metrics(run, "eval") == []
+    assert (run / "checkpoints" / "step-00000000").is_dir()
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_asked_to_stop_before_it_began(was_there, corpus, tmp_path, monkeypatch):
+    def asked(text):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return as_bytes(text)
+
+    monkeypatch.setattr("ferryman.cli.corpus.as_bytes", asked)
+    run = tmp_path / "run"
+    if was_there:
+        run.mkdir()
+    result = train(GPT, "--data", corpus, "-o", run, "--steps", 2)
+    assert result.exit_code == 143
+    assert "interrupted. Nothing was saved." in result.output
+    assert run.exists() == was_there
+    assert not was_there or not list(run.iterdir())
+
+
+def test_one_process_a_run(corpus, tmp_path):
+    run = tmp_path / "run"
+    trained(GPT, "--data", corpus, "-o", run, "--steps", 1)
+    with Run(run, is_new=False).locked():
+        assert f"--output {run}: another process is training there" in refused("--resume", "-o", run, "--steps", 2)
+    trained("--resume", "-o", run, "--steps", 2)
+
+
+def test_when_nobody_listens_any_more_it_saves_and_ends(corpus, tmp_path):
+    def tell(event):
+        if event["event"] == "step":
+            raise OSError("the terminal is gone")
+
+    options, run = new_run(Options(GPT, [corpus], steps=30, output=tmp_path / "run", device="cpu", trace=False))
+    Training(options, run, tell).train()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_without_a_budget_it_is_what_is_free(corpus, tmp_path, virtual):
+    torch_virtual.set_capacity(400 * 1024, virtual)
+    trained(GPT, "--data", corpus, "-o", tmp_path / "run", "--steps", 1, "--device", "virtual", "--batch", 64)
+    assert metrics(tmp_path / "run")[0]["micro_batches"] > 1
+
+
+def test_a_loss_that_is_no_number_is_not_shown_for_ever():
+    with open_display(console=Console(file=io.StringIO(), force_terminal=True)) as display:
+        event = {"event": "step", "step": 1, "steps": 3, "seconds_left": 1.0, "lr": 0.1, "grad_norm": None}
+        event |= {"tokens_per_second": 1.0, "seconds": 1.0, "micro_batches": 1, "device_peak": None, "lanes": {}}
+        for loss in (math.nan, 2.0, math.nan, math.inf):
+            display.show({**event, "loss": loss, "device_share": None})
+        assert display._loss == 2.0
+
+
 # What goes wrong.
+
+
+def test_what_is_cheap_to_see_is_seen_before_text_becomes_tokens(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("ferryman.cli.corpus.write_tokens", lambda *arguments: pytest.fail("too late"))
+    wrong = (["--device", "nothing"], ["--memory", "1GiB"], ["--sequence", 64], ["--steps", 1, "--epochs", 1])
+    for arguments in wrong:
+        refused(GPT, "--data", corpus, "-o", tmp_path / "run", *arguments)
 
 
 def test_a_loss_that_is_not_finite(corpus, tmp_path):
     run = tmp_path / "run"
     trained(GPT, "--data", corpus, "-o", run, "--steps", 2, "--schedule", "constant")
-    result = train("--resume", "-o", run, "--steps", 9, "--lr", "1e30")
+    result = train("--resume", "-o", run, "--steps", 9, "--lr", "1e30", "--save-every", 9)
     assert result.exit_code == 1
     assert "the loss of micro-batch 0 is nan. No weight was changed" in result.output
     assert f"The last checkpoint is {run / 'checkpoints' / 'step-00000002'}" in result.output
@@ -314,7 +430,7 @@ def test_a_loss_that_is_not_finite(corpus, tmp_path):
         ([], "--data is missing"),
         (["--data", "text.txt", "--steps", "3", "--epochs", "1"], "--steps and --epochs both"),
         (["--data", "text.txt", "--optimizer", "sgd", "--betas", "0.9", "0.99"], "--optimizer sgd has none"),
-        (["--data", "text.txt", "--sequence", "64"], "--sequence 64 is longer than the model's context, 32"),
+        (["--data", "text.txt", "--sequence", "64"], "--sequence 64 is longer than .* takes: 32 tokens"),
         (["--data", "text.txt", "--memory", "1GiB"], "memory=1.00GiB is a budget for an accelerator's memory"),
         (["--data", "text.txt", "--device", "virtual", "--memory", "1KiB"], "memory=1.00KiB is too small"),
         (["--data", "text.txt", "--updates", "stride"], "stride"),

@@ -57,8 +57,12 @@ def test_loads_the_best_model_at_the_end(virtual, tmp_path, only_model):
 def test_resumes_what_a_plain_trainer_has_saved(virtual, tmp_path):
     plain = trainer(Trainer, "llama", tmp_path, **SAVING)
     plain.train()
+    last = tmp_path / f"checkpoint-{plain.state.global_step}"
+    (last / "notes.txt").write_text("mine")
     made = ferryman_trainer(virtual, "llama", tmp_path, **SAVING)
-    made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    with pytest.warns(UserWarning, match="was a plain Trainer's"):  # nothing of it is lost
+        made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert (tmp_path / f"plain-{last.name}" / "notes.txt").read_text() == "mine"
     assert_same_logs(made, plain, limit=1)  # the same entries
     assert_near(weights(made), weights(plain))
 

@@ -31,7 +31,9 @@ def slow_link(device):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "skipping", "frozen"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "bert", pytest.param("t5", marks=pytest.mark.slow), "skipping", "frozen"]
+)
 def test_twenty_steps(name, way, device):
     slow_link(device)
     case = CASES[name]

@@ -27,6 +27,7 @@ from ferryman.batch import Part, split
 from ferryman.blocks import Blocks, Position
 from ferryman.checkpoint import loading, pretrained, saving
 from ferryman.checkpoint.contents import Contents, Objects
+from ferryman.checkpoint.loaded import Loaded
 from ferryman.cost.plan import Need, Plan
 from ferryman.cost.sizes import parse_bytes
 from ferryman.interrupts import Interrupts
@@ -42,7 +43,7 @@ from ferryman.server.stats import Stats
 from ferryman.server.store import account
 from ferryman.sizing import Sizing
 from ferryman.trace import Trace
-from ferryman.units import Unit, hint, units_of_block, versions
+from ferryman.units import Unit, hint, units_of_block
 from ferryman.work import Loss, model_loss, weighted_loss
 
 
@@ -114,8 +115,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._blocks = Blocks(model, self.device)
         self.choice: Choice | None = None  # of the last step: how many micro-batches, and where the stash was
         self._closed = False
-        self._loaded: tuple[Path, list[int]] | None = None  # a checkpoint, and the tensors' versions then
-        self._half_loaded: Path | None = None
+        self._loaded = Loaded(model)
         self._parts = self._assemble(self._planner.make(updates))
         self._sizing = self._size()
 
@@ -214,23 +214,26 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         optimizer must be the same; device, memory, precision and all else may be others."""
         path = loading.find(Path(directory))
         checkpoint = loading.Checkpoint(path, self._contents(loading=True), objects or {})
-        self._half_loaded = path  # until it is whole
-        checkpoint.load()
-        self._recover(forget=True)
-        self._half_loaded, self._loaded = None, (path, versions(self._model))
+        with self._loaded.replacing(path, "weights", "the optimizer's state"):
+            self._recover(forget=True)
+            checkpoint.load()
+        self._loaded.came_from(path)
         return path
 
     def load_weights(self, directory: str | Path) -> None:
         """Pretrained weights from safetensors files, unit by unit, also into a model on meta. The optimizer's state
         stays as it is."""
-        pretrained.load(self._contents(loading=True), Path(directory))
-        self._recover(forget=True)
+        weights = pretrained.Weights(self._contents(loading=True), Path(directory))
+        with self._loaded.replacing(Path(directory), "weights"):
+            self._recover(forget=True)
+            weights.load()
 
     def _contents(self, *, loading: bool = False) -> Contents:
         """What checkpoints are of, when no lane has work."""
         self._check_open(loading=loading)
-        self._parts.settle()
         parts = self._parts
+        parts.lanes.wait()
+        parts.settle()
         return Contents(self._model, self.device, parts.all_units, parts.store, self._panel, parts.server)
 
     def _run(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
@@ -404,20 +407,21 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             return self._parts.relay.try_out([self._work(content, 1 / len(contents)) for content in contents], room)
 
     def _rebuild(self, plan: Plan) -> None:
+        steps, scale = self.steps, self._parts.server.scale.state()
         self._parts.close()
         self._parts = self._assemble(plan)
         self._sizing = self._size()
-        # Torch's optimizer, to which state was given back, cannot hold all that there was.
-        if self._loaded is not None and self._loaded[1] == versions(self._model):
-            loading.Checkpoint(self._loaded[0], self._contents(), {}).load_tensors()
+        self._loaded.load_again(self._contents())
+        self._parts.server.scale.restore(scale)
+        self._parts.server.restart(steps)
 
     # What may be wrong.
 
     def _check_open(self, *, loading: bool = False) -> None:
         if self._closed:
             raise ValueError("the engine is closed; make a new one to train the model further")
-        if self._half_loaded is not None and not loading:
-            raise ValueError(f"weights are half those of {self._half_loaded}, which failed to load; load another one")
+        if not loading:
+            self._loaded.check()
 
     def _check_model(self) -> None:
         self._check_open()

@@ -95,6 +95,7 @@ class Lane:
         self._thread: threading.Thread | None = None
         self._failures: list[Failure] = []  # of this lane's work, or of work that it came after
         self._last: Mark | None = None
+        self.prelude: Work = _nothing  # done first in each piece of work, as a part of it; `verify` makes lanes late so
 
     def submit(
         self,
@@ -172,6 +173,7 @@ class Lane:
         try:
             self.follow(*after)
             with self._recorded(mark, 0):
+                self.prelude()
                 yield mark
         except BaseException as error:
             mark._failure = Failure(error, self.name, label)
@@ -220,6 +222,7 @@ class Lane:
         for tensor in job.writes:
             witness.host_writes(tensor, label)
         with self._recorded(job.mark, job.nbytes):
+            self.prelude()
             job.work()
 
     def _serve(self) -> None:
@@ -363,6 +366,9 @@ class Lanes:
         """A lane on the device: a stream, or a thread where the device is the host itself."""
         on_host = self._torch_device.type == "cpu"
         return self._add(HostLane(self, name) if on_host else DeviceLane(self, name, apart=apart))
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self._lanes)
 
     def here(self) -> Mark:
         """A mark at this point of what the calling thread does, on its own stream of the device."""

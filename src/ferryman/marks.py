@@ -126,11 +126,14 @@ def busy_seconds(marks: Iterable[Mark]) -> float:
     return covered(_spans(marks))
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of all spans together, each given by its begin and its end; where they overlap it counts once."""
-    total, until = 0.0, -math.inf
+def covered(spans: Iterable[tuple[float, float]], start: float = -math.inf, stop: float = math.inf) -> float:
+    """How much of the time from start to stop the spans cover, each given by its begin and its end.
+
+    Where they overlap it counts once.
+    """
+    total, until = 0.0, start
     for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
+        total += max(0.0, min(end, stop) - max(begin, until))
         until = max(until, end)
     return total
 

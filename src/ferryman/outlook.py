@@ -1,7 +1,7 @@
 """The outlook: whether a training would fit, where each byte would go and how long a step would take.
 
 For a model that nobody has allocated, on a machine that need not be this one. The plan is made as an engine makes it,
-what micro-batches take is rehearsed on the meta device (`relay/rehearsal.py`) in place of a trial, and the times come
+what micro-batches take is rehearsed on the meta device (`rehearsal.py`) in place of a trial, and the times come
 from the performance model (`cost/forecast.py`).
 """
 
@@ -15,20 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from ferryman.batch import split, take
 from ferryman.cost.forecast import Forecast, Sweep, Update, forecast
 from ferryman.cost.plan import Plan
 from ferryman.cost.rates import Rates
 from ferryman.cost.schedule import Traffic
 from ferryman.cost.sizes import show_bytes
 from ferryman.planner import Planner
-from ferryman.relay.fit import Choice, Fit, TooLargeError, Trial
-from ferryman.relay.rehearsal import NotRehearsedError, Rehearsal, rehearse
+from ferryman.rehearsal import NotRehearsedError, Rehearsal, rehearse
+from ferryman.relay.fit import Choice, Trial
 from ferryman.relay.slots import fetched_visits
 from ferryman.server.panel import Panel
 from ferryman.server.precision import dtype_of
 from ferryman.server.settings import Settings
 from ferryman.server.split import traffic_of
 from ferryman.server.store import account
+from ferryman.sizing import Sizing
 from ferryman.units import Unit, trained_elements, weight_itemsize
 from ferryman.work import model_loss
 
@@ -84,7 +86,7 @@ def look_ahead(
         model, device, budget=machine.device_memory, slots=None, units=None, resident=(), held=None, subgroup=None,
         dtype_of=dtype_of(model, training.precision), panel=panel, settings=settings,
     )  # fmt: skip
-    outlook, rehearsed = _fit(planner, training, machine)
+    outlook, rehearsed = _fit(planner, training)
     plan = outlook.plan
     units = plan.in_forward_order
     outlook.host.update(account(units, panel, landing=plan.staging.deferred))
@@ -114,18 +116,19 @@ def look_ahead(
     return outlook
 
 
-def _fit(planner: Planner, training: Training, machine: Machine) -> tuple[Outlook, Callable[[Plan, int], Rehearsal]]:
+def _fit(planner: Planner, training: Training) -> tuple[Outlook, Callable[[Plan, int], Rehearsal]]:
     """A plan and a cut into micro-batches, found as an engine finds them at its first batch."""
+    ids = torch.zeros(training.samples, training.length, dtype=torch.long, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    split(batch, training.micro_batches)  # to refuse what cannot be cut
 
     @functools.cache
     def rehearsed(plan_units: tuple[Unit, ...], residents: Unit, samples: int) -> Rehearsal:
-        ids = torch.zeros(samples, training.length, dtype=torch.long, device="meta")
-        return rehearse(planner.model, plan_units, residents, model_loss, {"input_ids": ids, "labels": ids})
+        return rehearse(planner.model, plan_units, residents, model_loss, take(batch, samples))
 
     def of(plan: Plan, samples: int) -> Rehearsal:
         return rehearsed(plan.units, plan.residents, samples)
 
-    size = training.samples
     problems: list[str] = []
     try:
         plan = planner.make(training.updates)
@@ -133,32 +136,26 @@ def _fit(planner: Planner, training: Training, machine: Machine) -> tuple[Outloo
         problems.append(str(error))
         plan = planner.make(training.updates, smallest=True)
     choice = Choice(training.micro_batches or 1, training.stash == "host")
-    batch = torch.zeros(size, training.length, dtype=torch.long, device="meta")
-    while machine.device_memory is not None and not problems:
+    while not problems:
 
-        def measure(contents: Sequence[Any], room: int, plan: Plan = plan) -> Trial:
+        def try_out(contents: Sequence[Any], room: int, plan: Plan = plan) -> Trial:
             return of(plan, len(contents[0]["input_ids"])).trial
 
-        fit = Fit(machine.device_memory, training.stash, measure)
+        sizing = Sizing(planner, plan, training.updates, training.stash, try_out)
         try:
-            choice = fit.choose({"input_ids": batch}, size, training.micro_batches, plan.fixed)
-            break
+            chosen = sizing.choose(batch, training.micro_batches, begun=False)
         except NotRehearsedError:
             break
         except ValueError as error:
             problems.append(str(error))
-        except TooLargeError as error:
-            least = planner.make(training.updates, smallest=True)
-            try:
-                finer = planner.make(training.updates, error.need)
-            except ValueError as refusal:
-                finer = least
-                if least.fixed == plan.fixed:
-                    problems.append(str(refusal))
-            plan = finer
+            break
+        if isinstance(chosen, Choice):
+            choice = chosen
+            break
+        plan = chosen
     if problems and training.micro_batches is None:
-        choice = Choice(size, training.stash != "device")  # one sample each needs least
-    return Outlook(plan, dict(plan.account), {}, choice, -(-size // choice.micro_batches), problems), of
+        choice = Choice(training.samples, training.stash != "device")  # one sample each needs least
+    return Outlook(plan, dict(plan.account), {}, choice, -(-training.samples // choice.micro_batches), problems), of
 
 
 def _sweeps(plan: Plan, rehearsal: Rehearsal, choice: Choice, device: torch.device) -> tuple[Sweep, Sweep]:

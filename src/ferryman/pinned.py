@@ -38,7 +38,7 @@ class PinnedMemory:
 def _register(memory: torch.Tensor, device: torch.device) -> bool:
     """Whether the device can pin memory where it is."""
     module = torch.get_device_module(device)
-    if device.type == "cuda":
+    if device.type == "cuda":  # the one place that names it: `torch.accelerator` has no way to register memory
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         return True
     if hasattr(module, "register_host"):

@@ -168,8 +168,9 @@ def _remembering(arrays: Callable[[Unit], int | None]) -> Callable[[Unit], int |
     known: weakref.WeakKeyDictionary[Unit, int | None] = weakref.WeakKeyDictionary()
 
     def of(unit: Unit) -> int | None:
-        if unit not in known:
-            known[unit] = arrays(unit)
-        return known[unit]
+        try:
+            return known[unit]
+        except KeyError:
+            return known.setdefault(unit, arrays(unit))
 
     return of

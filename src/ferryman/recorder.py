@@ -12,6 +12,7 @@ from torch import nn
 import ferryman
 from ferryman.batch import Part, samples_in
 from ferryman.cost.plan import Plan
+from ferryman.device_name import device_name
 from ferryman.server.panel import Panel
 from ferryman.trace import Trace
 from ferryman.units import DtypeOf
@@ -35,12 +36,14 @@ class Recorder:
         self._plan: Plan | None = None  # that the trace knows
         self._parts: list[Any] = []  # of the step that is open
         self._losses: list[torch.Tensor] = []
-        if trace is not None:
+        # Who only evaluates beside a training says nothing of itself: the trace is of the training.
+        self._tells = trace is not None and (panel is not None or not trace.facts)
+        if trace is not None and self._tells:
             parameters = dict(model.named_parameters())
             trace.know(
                 {
                     "version": ferryman.__version__,
-                    "device": _name_of(device),
+                    "device": device_name(device),
                     "virtual": device.type == "virtual",
                     "budget": budget,
                     "model": type(model).__name__,
@@ -57,7 +60,8 @@ class Recorder:
             return
         if plan is not self._plan:
             self._plan = plan
-            self.trace.know({"plan": _facts_of(plan)})
+            if self._tells:
+                self.trace.know({"plan": _facts_of(plan)})
         if not self._losses:
             self.trace.begin_step(number if self._updates else self._ended)
 
@@ -86,12 +90,6 @@ class Recorder:
         """Gradients were given up, and with them the step that is open."""
         self._parts.clear()
         self._losses.clear()
-
-
-def _name_of(device: torch.device) -> str:
-    """With the product's name, where its module tells."""
-    name = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(device) if name is None else f"{device} ({name(device)})"
 
 
 def _facts_of(plan: Plan) -> dict[str, Any]:

@@ -15,13 +15,17 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ferryman.files import replacing_file
+from ferryman.marks import covered
+
 # Looking at the device's memory may take this share of the time.
 _LOOKING = 0.02
+# Of steps whose spans are gone the figures of so many are kept at most; of more, those of every 2nd, 4th...
+_FIGURES = 10_000
 
 
 class Span(NamedTuple):
@@ -34,9 +38,15 @@ class Span(NamedTuple):
     nbytes: int
 
 
-class Note(NamedTuple):
-    """Something that became known at a moment."""
+def busy_time(spans: Iterable[Span], start: float = -math.inf, end: float = math.inf) -> float:
+    """How much of the time from start to end at least one of the spans covers."""
+    return covered(((span.start, span.end) for span in spans), start, end)
 
+
+class Note(NamedTuple):
+    """Something that became known of a step at a moment."""
+
+    step: int
     label: str
     at: float
     values: Mapping[str, Any]
@@ -51,7 +61,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The figures of one step, which are kept for all steps.
+    """The figures of one step.
 
     Updates that wait for the norm of all gradients run beside the next step, and are in that one's time.
     """
@@ -97,6 +107,7 @@ class _Ended(NamedTuple):
 class _Chapter:
     """What was recorded until a step's end, and not before the last one's."""
 
+    step: Step | None = None  # None: it has not ended, or waits for its spans
     spans: list[Span] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
@@ -108,8 +119,10 @@ class Trace:
     host's clock is known, so that all lanes share one time axis.
 
     `keep_steps` is for long runs: spans and memory samples of the last so many steps are kept, and of those before only
-    the figures, some 3 kB a step. `steps()` and `last_step` can be read while training goes on, and never wait: of the
-    newest step they count what has run so far. A step that is traced resets the device's peak statistics at its start.
+    the figures; of very many, those of every 2nd, 4th... so that these never take more than some 40 MB.
+
+    `steps()` and `last_step` can be read while training goes on, and never wait: of the newest step they count what has
+    run so far. A step that is traced resets the device's peak statistics at its start.
     """
 
     def __init__(self, *, keep_steps: int | None = None) -> None:
@@ -118,16 +131,20 @@ class Trace:
         self._began = time.perf_counter()
         self._lock = threading.Lock()
         self._lanes: list[str] = []
-        self._notes: list[Note] = []
+        self._notes: dict[int, Note] = {}  # by step, of those whose spans are kept; in order
+        self._last_note: Note | None = None
         self._facts: dict[str, Any] = {}
         self._issued = 0
         self._unread: deque[_DeviceSpan] = deque()
         self._anchors: dict[torch.device, tuple[torch.Event, float]] = {}
         self._next_look = 0.0
         # The newest step to have ended waits for its last spans, and counts among those that are kept.
-        self._kept: deque[_Chapter] = deque(maxlen=None if keep_steps is None else keep_steps - 1)
+        self._keep = math.inf if keep_steps is None else keep_steps - 1
+        self._kept: deque[_Chapter] = deque()
         self._recent = _Chapter()
-        self._steps: list[Step] = []
+        self._older: list[tuple[Step, Note | None]] = []  # every nth of those whose spans are gone
+        self._every = 1
+        self._gone = 0  # steps whose spans are
         self._ended: deque[_Ended] = deque()
         self._step_began = (0, 0.0)  # its number, and when
 
@@ -153,19 +170,31 @@ class Trace:
         with self._lock:
             self._recent.spans.append(span)
 
-    def note(self, label: str, values: Mapping[str, Any]) -> None:
-        """Such as the figures of a step's updates."""
+    def note(self, step: int, label: str, values: Mapping[str, Any]) -> None:
+        """One for each step, such as the figures of its updates; it may come while the next one runs."""
         with self._lock:
-            self._notes.append(Note(label, self.now(), values))
+            self._notes.pop(step, None)
+            self._notes[step] = self._last_note = Note(step, label, self.now(), values)
 
     def notes(self) -> list[Note]:
+        """Of the steps whose figures are kept, in order."""
         with self._lock:
-            return list(self._notes)
+            return [*(note for _, note in self._older if note is not None), *self._notes.values()]
+
+    @property
+    def last_note(self) -> Note | None:
+        """The newest."""
+        return self._last_note
 
     def know(self, facts: Mapping[str, Any]) -> None:
         """Facts about the run, which JSON can say; they replace what was known under their names."""
         with self._lock:
             self._facts.update(facts)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        with self._lock:
+            return dict(self._facts)
 
     def add_device_span(self, lane: str, label: str, begin: torch.Event, end: torch.Event, nbytes: int) -> None:
         """The events are timed, and recorded on a stream of a lane that the trace knows."""
@@ -176,10 +205,11 @@ class Trace:
     def look_at_memory(self) -> None:
         """Notes what is allocated on the device, if there is one; passes where it was looked at just now."""
         if self._anchors and (now := self.now()) >= self._next_look:
+            began = time.thread_time()  # not the clock: one look that is held up would keep off all others
             allocated, _ = self._memory()
             with self._lock:
                 self._recent.samples.append(Sample(now, allocated))
-                self._next_look = now + (self.now() - now) / _LOOKING
+                self._next_look = now + (time.thread_time() - began) / _LOOKING
 
     # Steps.
 
@@ -204,10 +234,16 @@ class Trace:
                 self._close_chapter(self._ended.popleft().figures)
 
     def steps(self) -> list[Step]:
-        """All steps that have ended, in order."""
+        """All steps that have ended and whose figures are kept, in order."""
+        return [step for step, _ in self._all_steps()]
+
+    def _all_steps(self) -> list[tuple[Step, bool]]:
+        """With whether the spans are kept, too."""
         with self._lock:
             self._read()
-            return [*self._steps, *(_with_busy(step, self._recent.spans) for step, _ in self._ended)]
+            older = [(step, False) for step, _ in self._older]
+            kept = [(chapter.step, True) for chapter in self._kept if chapter.step is not None]
+            return [*older, *kept, *((_with_busy(step, self._recent.spans), True) for step, _ in self._ended)]
 
     @property
     def last_step(self) -> Step | None:
@@ -244,17 +280,34 @@ class Trace:
     def _close_chapter(self, step: Step) -> None:
         """All spans of the step are known. What reaches into the next one's time stays with that."""
         recent = self._recent
-        self._steps.append(_with_busy(step, recent.spans))
         self._kept.append(
             _Chapter(
+                _with_busy(step, recent.spans),
                 [span for span in recent.spans if span.end < step.end],
                 [sample for sample in recent.samples if sample.at <= step.end],
             )
         )
         self._recent = _Chapter(
+            None,
             [span for span in recent.spans if span.end >= step.end],
             [sample for sample in recent.samples if sample.at > step.end],
         )
+        while len(self._kept) > self._keep:
+            gone = self._kept.popleft().step
+            assert gone is not None, "a chapter is kept when its step has ended"
+            self._let_go(gone)
+
+    def _let_go(self, step: Step) -> None:
+        """The step's spans are gone, and its figures are kept if its turn has come."""
+        note = self._notes.pop(step.number, None)
+        while self._notes and (first := next(iter(self._notes.values()))).at < step.start:
+            del self._notes[first.step]  # of what was no step, or came after its step had gone
+        if self._gone % self._every == 0:
+            self._older.append((step, note))
+        self._gone += 1
+        if len(self._older) > _FIGURES:
+            self._older = self._older[::2]
+            self._every *= 2
 
     def _memory(self) -> tuple[int, int]:
         """Allocated now, and at most since the statistics were reset.
@@ -271,15 +324,14 @@ class Trace:
         """Writes the file whole or not at all."""
         rows = {name: row for row, name in enumerate(self._lanes)}
         events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "ferryman"}}]
-        steps = self.steps()
+        steps = self._all_steps()
         for name, row in (*rows.items(), *([("steps", len(rows))] if steps else [])):
             order = -1 if row == len(rows) else row
             events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}})
             events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": row, "args": {"sort_index": order}})
-        kept = len(steps) - len(self._kept) - len(self._ended)  # the first whose spans are there
-        for index, step in enumerate(steps):
+        for step, kept in steps:
             names = ("number", "micro_batches", "samples", "tokens", "loss", "peak", "busy")
-            figures = {**{name: getattr(step, name) for name in names}, "kept": index >= kept}
+            figures = {**{name: getattr(step, name) for name in names}, "kept": kept}
             events.append(_event(f"step {step.number}", len(rows), step.start, step.end, _sayable(figures)))
         for span in self.spans():
             args: dict[str, float] = {"bytes": span.nbytes}
@@ -292,15 +344,12 @@ class Trace:
         for note in self.notes():
             what = {"ph": "i", "s": "g", "pid": 0, "tid": 0, "name": note.label}
             events.append({**what, "ts": note.at * 1e6, "args": _sayable(note.values)})
-        facts = {"ferryman": {"0": _sayable(self._facts)}}
-        content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
-        target = Path(path)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        try:
-            partial.write_text(json.dumps(content, allow_nan=False))
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        facts = self.facts
+        if self._every > 1:
+            facts["thinned"] = {"every": self._every, "steps": self._gone + len(self._kept) + len(self._ended)}
+        content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"ferryman": {"0": _sayable(facts)}}}
+        with replacing_file(path) as file:
+            file.write_text(json.dumps(content, allow_nan=False))
 
 
 def _event(name: str, row: int, start: float, end: float, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,13 +358,11 @@ def _event(name: str, row: int, start: float, end: float, args: Mapping[str, Any
 
 
 def _with_busy(step: Step, spans: Iterable[Span]) -> Step:
-    """Work of a lane is in order, so its spans do not overlap."""
-    busy: dict[str, float] = {}
+    lanes: dict[str, list[Span]] = {}
     for span in spans:
-        inside = min(span.end, step.end) - max(span.start, step.start)
-        if inside > 0:
-            busy[span.lane] = busy.get(span.lane, 0.0) + inside
-    return replace(step, busy=busy)
+        if span.end > step.start and span.start < step.end:
+            lanes.setdefault(span.lane, []).append(span)
+    return replace(step, busy={lane: busy_time(found, step.start, step.end) for lane, found in lanes.items()})
 
 
 def _sayable(value: Any) -> Any:

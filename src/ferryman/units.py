@@ -125,6 +125,17 @@ class Unit:
         """The length of flat memories of gradients and of optimizer state."""
         return sum(-(-item.tensor.numel() // GRAIN) * GRAIN for item in self.trained)
 
+    @functools.cached_property
+    def weight_itemsize(self) -> int:
+        """Bytes of the widest trained weight."""
+        return max((dtype.itemsize for dtype in self.trained_dtypes), default=0)
+
+    @functools.cached_property
+    def master_itemsize(self) -> int:
+        """Bytes of the widest that is kept beside trained weights."""
+        kept = map(master_dtype, self.trained_dtypes)
+        return max((dtype.itemsize for dtype in kept if dtype is not None), default=0)
+
     def __repr__(self) -> str:
         return f"<Unit {' + '.join(self.names)}: {len(self.items)} tensors, {self.nbytes} bytes>"
 
@@ -177,14 +188,11 @@ def master_dtype(weights: torch.dtype) -> torch.dtype | None:
 
 
 def weight_itemsize(unit: Unit) -> int:
-    """Bytes of the widest trained weight."""
-    return max((dtype.itemsize for dtype in unit.trained_dtypes), default=0)
+    return unit.weight_itemsize
 
 
 def master_itemsize(unit: Unit) -> int:
-    """Bytes of the widest that is kept beside trained weights."""
-    kept = map(master_dtype, unit.trained_dtypes)
-    return max((dtype.itemsize for dtype in kept if dtype is not None), default=0)
+    return unit.master_itemsize
 
 
 class Subgroup(NamedTuple):
@@ -218,7 +226,7 @@ def _aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A module that might be a unit, with all below it."""
+    """A module that might be a unit, with all below it; what is asked for each of many limits is remembered."""
 
     name: str
     module: nn.Module
@@ -228,6 +236,7 @@ class _Candidate:
         for _, tensor in _tensors(self.name, self.module):
             yield tensor
 
+    @functools.cached_property
     def nbytes(self) -> int:
         found = {id(tensor): (place.name, tensor) for place, tensor in _tensors(self.name, self.module)}
         return sum(self._nbytes_of(name, tensor) for name, tensor in found.values())
@@ -236,9 +245,10 @@ class _Candidate:
         """Of the parameters that it owns itself."""
         return sum(self._nbytes_of(name, p) for name, p in self.module.named_parameters(self.name, recurse=False))
 
-    def children(self) -> Iterator[_Candidate]:
-        for name, child in self.module.named_children():
-            yield _Candidate(f"{self.name}.{name}" if self.name else name, child, self.dtype_of)
+    @functools.cached_property
+    def children(self) -> tuple[_Candidate, ...]:
+        named = self.module.named_children()
+        return tuple(_Candidate(f"{self.name}.{name}" if self.name else name, c, self.dtype_of) for name, c in named)
 
     def _nbytes_of(self, name: str, tensor: torch.Tensor) -> int:
         return tensor.numel() * self.dtype_of(name, tensor).itemsize
@@ -258,24 +268,24 @@ def _has_parameters(module: nn.Module) -> bool:
 def _blocks(top: _Candidate) -> Iterator[_Candidate]:
     """The children of the outermost lists in which a kind of module repeats."""
     if isinstance(top.module, _CONTAINERS):
-        members = [member for member in top.children() if _has_parameters(member.module)]
+        members = [member for member in top.children if _has_parameters(member.module)]
         kinds = [type(member.module) for member in members]
         if len(kinds) > len(set(kinds)):
             yield from members
             return
-    for child in top.children():
+    for child in top.children:
         yield from _blocks(child)
 
 
 def _large_owners(top: _Candidate, taken: set[nn.Module], least: int) -> Iterator[_Candidate]:
     """Outside what is taken, modules that own large parameters themselves."""
-    for child in top.children():
+    for child in top.children:
         if child.module in taken:
             continue
         own = child.own_nbytes()
         called = not isinstance(child.module, _UNCALLED)
         inside = any(module in taken for module in child.module.modules())
-        if called and not inside and (own >= least or (isinstance(child.module, _WHOLE) and child.nbytes() >= least)):
+        if called and not inside and (own >= least or (isinstance(child.module, _WHOLE) and child.nbytes >= least)):
             yield child
         else:
             yield from _large_owners(child, taken, least)
@@ -285,15 +295,14 @@ def _cut(candidate: _Candidate, limit: int | None) -> Iterator[_Candidate]:
     """The candidate, or if it is over the limit its children, and so on."""
     if not _has_parameters(candidate.module):
         return
-    children = list(candidate.children())
     # What a module owns itself would be resident if it were cut: then nothing is won.
     own = candidate.own_nbytes()
-    whole = isinstance(candidate.module, _WHOLE) or not children or own > _LARGE * candidate.nbytes()
-    fits = limit is None or candidate.nbytes() <= limit
+    whole = isinstance(candidate.module, _WHOLE) or not candidate.children or own > _LARGE * candidate.nbytes
+    fits = limit is None or candidate.nbytes <= limit
     if (fits or whole) and not isinstance(candidate.module, _UNCALLED):
         yield candidate
         return
-    for child in children:
+    for child in candidate.children:
         yield from _cut(child, limit)
 
 
@@ -391,31 +400,60 @@ def find_units(
     `limit`: bytes beyond which a block is cut. `units`: names or patterns of the modules that shall be units instead.
     `resident`: names or patterns of parameters that stay on the device whatever unit they are found in.
     """
-    top = _Candidate("", model, dtype_of)
-    if units is not None:
-        candidates = [part for named in _named(model, units, dtype_of) for part in _cut(named, limit)]
-        if not candidates:
-            raise ValueError(f"units={list(units)}: these modules have no parameters, so there is nothing to travel")
-    else:
-        blocks = list(_blocks(top))
-        if not blocks:
-            raise ValueError(
-                "no repeated blocks were found in the model: no ModuleList or Sequential has several children of one "
-                "kind. Name the modules that shall travel: units=['encoder.layer*', 'head']"
-            )
-        least = int(_LARGE * max(block.nbytes() for block in blocks))
-        inside = {module for block in blocks for module in block.module.modules()}
-        outside = list(_large_owners(top, inside, least))
-        candidates = [part for c in (*blocks, *outside) for part in _cut(c, limit)]
-    position = {module: i for i, (_, module) in enumerate(model.named_modules())}
-    candidates.sort(key=lambda c: position[c.module])
-    distinct = list({candidate.module: candidate for candidate in candidates}.values())
+    (found,) = find_cuts(model, [limit], units=units, resident=resident, dtype_of=dtype_of).values()
+    return found
 
+
+def find_cuts(
+    model: nn.Module,
+    limits: Sequence[int | None],
+    *,
+    units: Sequence[str] | None = None,
+    resident: Sequence[str] = (),
+    dtype_of: DtypeOf = own_dtype,
+) -> dict[int | None, tuple[tuple[Unit, ...], Unit]]:
+    """The same by limit; of limits that make the same units, the first is there."""
+    whole = _uncut(model, units, dtype_of)
+    position = {module: i for i, (_, module) in enumerate(model.named_modules())}
     places = _places(model)
     staying = _resident(places, resident)
+    cuts: dict[tuple[nn.Module, ...], tuple[int | None, list[_Candidate]]] = {}
+    for limit in limits:
+        parts = sorted((part for c in whole for part in _cut(c, limit)), key=lambda c: position[c.module])
+        distinct = {part.module: part for part in parts}
+        cuts.setdefault(tuple(distinct), (limit, list(distinct.values())))
+    if () in cuts:
+        raise ValueError(f"units={list(units or ())}: these modules have no parameters, so there is nothing to travel")
+    return {limit: _made_of(model, parts, places, staying, dtype_of) for limit, parts in cuts.values()}
+
+
+def _uncut(model: nn.Module, units: Sequence[str] | None, dtype_of: DtypeOf) -> list[_Candidate]:
+    """What travels where there is no limit."""
+    if units is not None:
+        return _named(model, units, dtype_of)
+    top = _Candidate("", model, dtype_of)
+    blocks = list(_blocks(top))
+    if not blocks:
+        raise ValueError(
+            "no repeated blocks were found in the model: no ModuleList or Sequential has several children of one "
+            "kind. Name the modules that shall travel: units=['encoder.layer*', 'head']"
+        )
+    least = int(_LARGE * max(block.nbytes for block in blocks))
+    inside = {module for block in blocks for module in block.module.modules()}
+    return [*blocks, *_large_owners(top, inside, least)]
+
+
+def _made_of(
+    model: nn.Module,
+    candidates: Sequence[_Candidate],
+    places: dict[int, tuple[Place, ...]],
+    staying: set[int],
+    dtype_of: DtypeOf,
+) -> tuple[tuple[Unit, ...], Unit]:
+    """Units of these modules, and the residents."""
     found: list[Unit] = []
     travelling: set[int] = set()
-    for group in _merge(distinct):
+    for group in _merge(candidates):
         tensors = (tensor for candidate in group for tensor in candidate.tensors() if id(tensor) not in staying)
         items = _lay_out(tensors, places, dtype_of)
         travelling.update(id(item.tensor) for item in items)
@@ -456,4 +494,4 @@ def block_lists(model: nn.Module) -> dict[str, nn.Module]:
 def module_sizes(model: nn.Module, dtype_of: DtypeOf = own_dtype) -> list[int]:
     """The sizes of all modules with parameters, the largest first: where a limit makes a difference."""
     modules = (_Candidate(name, module, dtype_of) for name, module in model.named_modules())
-    return sorted({candidate.nbytes() for candidate in modules if _has_parameters(candidate.module)}, reverse=True)
+    return sorted({candidate.nbytes for candidate in modules if _has_parameters(candidate.module)}, reverse=True)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ferryman import checks
 from ferryman.server.panel import Panel
 from ferryman.server.server import Server
 from ferryman.server.store import RamStore
@@ -44,6 +45,17 @@ class Contents:
         """Whether it is a model of PEFT: then what trains is saved, and the model below is the user's to keep."""
         return hasattr(self.model, "peft_config") and hasattr(self.model, "get_base_model")
 
+    def check_whole(self) -> None:
+        """Refuses to save what would not be the same when it is loaded."""
+        self.store.check_values()
+        for unit in self.units:
+            checks.unchanged(unit, self.store.weights(unit), self.store.trained)
+            if self.panel is not None and any(item.tensor.grad is not None for item in unit.trained):
+                raise ValueError(
+                    "there are gradients, from forward_backward, that no update has used yet, and a checkpoint has "
+                    "none: save after engine.update(), or forget them with engine.zero_grad()"
+                )
+
     def names(self) -> dict[Item, str]:
         """How each tensor is called, of those that a state_dict has; for shared ones, as transformers does."""
         lasting = self.model.state_dict()
@@ -56,8 +68,9 @@ class Contents:
         found = {}
         for unit in self.units:
             for item in unit.items:
-                of_item = [place.name for place in item.places if place.name in lasting and place.name not in dropped]
-                if of_item and (item.trains or not self.is_adapted):
+                of_item = [place.name for place in item.places if place.name in lasting]
+                left_out = not item.trains and (self.is_adapted or dropped.issuperset(of_item))
+                if of_item and not left_out:
                     found[item] = next((name for name in of_item if name not in tied), of_item[0])
         return found
 

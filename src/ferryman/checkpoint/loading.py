@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -14,7 +14,7 @@ from ferryman.checkpoint import plain, tensor_file
 from ferryman.checkpoint.contents import Contents, Objects, set_random_states
 from ferryman.checkpoint.missing import fill_missing
 from ferryman.checkpoint.saving import FORMAT, crc_of
-from ferryman.checkpoint.tensor_file import DamagedError, Entry
+from ferryman.checkpoint.tensor_file import DamagedError, Entry, Sum
 from ferryman.server import kernels
 from ferryman.units import Item, hint
 
@@ -59,7 +59,11 @@ class Checkpoint:
 
     def load(self) -> None:
         """From here on the engine is neither what it was nor what it shall be, until this returns."""
-        rest = self.load_tensors()
+        rest = self.load_training()
+        if self._contents.panel is not None:
+            groups = zip(self._contents.panel.optimizer.param_groups, self.manifest["optimizer"]["groups"], strict=True)
+            for group, there in groups:
+                group.update(plain.decode(there["options"], rest))
         self._contents.server.scale.restore(self.manifest["loss_scale"])
         self._contents.server.restart(self.manifest["step"])
         for name, thing in self._objects.items():
@@ -67,61 +71,66 @@ class Checkpoint:
         # Last: what was called until here may have drawn from them.
         set_random_states(plain.decode(self.manifest["random"], rest), self._contents.device)
 
-    def load_tensors(self) -> dict[str, torch.Tensor]:
-        """Weights and the optimizer's state; returns those that belong to other things."""
+    def load_training(self) -> dict[str, torch.Tensor]:
+        """Weights and the optimizer's state; returns the tensors of other things."""
+        self._forget_torch()
         rest: dict[str, torch.Tensor] = {}
         self._read("rest", lambda entry: rest.setdefault(entry.name, _new(entry)))
         self._load_weights()
+        self._load_state()
         if self._contents.panel is not None:
-            self._load_state()
             self._restore_optimizer(rest)
         fill_missing(self._contents)
         return rest
 
     def _load_weights(self) -> None:
-        narrow: dict[str, torch.Tensor] = {}
+        """Of another precision they are read beside, tensor by tensor, and taken from there."""
+        beside: dict[str, torch.Tensor] = {}
 
         def target(entry: Entry) -> torch.Tensor:
             item = self._names[entry.name]
-            if entry.dtype == item.dtype:
-                return item.tensor.data
-            return narrow.setdefault(entry.name, _new(entry))
+            return item.tensor.data if entry.dtype == item.dtype else beside.setdefault(entry.name, _new(entry))
 
         def done(entry: Entry) -> None:
-            if entry.name in narrow:
-                self._take(self._names[entry.name], narrow.pop(entry.name))
+            if entry.name in beside:
+                self._take(self._names[entry.name], beside.pop(entry.name))
 
-        self._read("weights", target, done)
-        for item in self._names.values():
-            if self._contents.panel is not None and item.trains:
-                self._contents.store.state(self._units[item]).taken(item)
-        if self._contents.panel is None:
-            self._widen()
+        self._read("weights", target, done if any(map(self._differs, self._names)) else None)
+        for item in self._trained():
+            self._contents.store.state(self._units[item]).taken(item)
 
     def _load_state(self) -> None:
-        other: dict[str, torch.Tensor] = {}
+        """Without an optimizer there is one thing to take from it: with the master, narrow weights are float32."""
+        if self._contents.panel is None and not any(map(self._differs, self._names)):
+            return
+        beside: dict[str, torch.Tensor] = {}
 
         def target(entry: Entry) -> torch.Tensor:
-            name, key = entry.name.rsplit("/", 1)
+            name, _, key = entry.name.rpartition("/")
             item = self._names[name]
-            if key != "master" or self._weights[name][1].dtype == item.dtype:
-                return self._contents.store.state(self._units[item]).kept(item)[key]
-            return other.setdefault(name, _new(entry))
+            if self._contents.panel is None or (key == "master" and self._differs(name)):
+                return beside.setdefault(entry.name, _new(entry))
+            return self._contents.store.state(self._units[item]).kept(item)[key]
 
         def done(entry: Entry) -> None:
-            name = entry.name.rsplit("/", 1)[0]
-            if name in other:  # in another precision
-                self._take(self._names[name], self._in_float32(name, other.pop(name)))
+            name, _, key = entry.name.rpartition("/")
+            if (values := beside.pop(entry.name, None)) is not None and key == "master" and self._differs(name):
+                self._take(self._names[name], self._in_float32(name, values))
 
-        self._read("state", target, done)
+        self._read("state", target, done if any(map(self._differs, self._names)) else None)
 
-    def _widen(self) -> None:
-        """Without an optimizer weights are all there is; in float32 they are the master."""
-        for name, (path, entry) in self._state.items():
-            weights, _, key = name.rpartition("/")
-            item = self._names.get(weights)
-            if key == "master" and item is not None and self._weights[weights][1].dtype != item.dtype:
-                self._take(item, self._in_float32(weights, tensor_file.read_tensor(path, entry)))
+    def _trained(self) -> list[Item]:
+        """What the optimizer keeps something of."""
+        return [] if self._contents.panel is None else [item for item in self._names.values() if item.trains]
+
+    def _differs(self, name: str) -> bool:
+        """Whether the tensor was saved in another precision."""
+        return self._weights[name][1].dtype != self._names[name].dtype
+
+    def _forget_torch(self) -> None:
+        """What torch's optimizers keep: there is not to be room for it twice."""
+        for item in self._trained():
+            self._contents.store.state(self._units[item]).restore(item, 0, None)
 
     def _in_float32(self, name: str, master: torch.Tensor) -> torch.Tensor:
         path, entry = self._weights[name]
@@ -131,22 +140,21 @@ class Checkpoint:
         self._contents.store.take(self._units[item], item, values)
 
     def _restore_optimizer(self, rest: dict[str, torch.Tensor]) -> None:
-        saved, panel = self.manifest["optimizer"], self._contents.panel
-        assert panel is not None
-        for group, there in zip(panel.optimizer.param_groups, saved["groups"], strict=True):
-            group.update(plain.decode(there["options"], rest))
+        saved = self.manifest["optimizer"]
         for name, item in self._names.items():
             if item.trains:
                 theirs = plain.decode(saved["torch"][name], rest) if name in saved["torch"] else None
                 self._contents.store.state(self._units[item]).restore(item, saved["steps"][name], theirs)
 
     def _read(
-        self, what: str, target: Callable[[Entry], torch.Tensor], done: Callable[[Entry], None] = lambda _: None
+        self, what: str, target: Callable[[Entry], torch.Tensor], done: Callable[[Entry], None] | None = None
     ) -> None:
         for file in self.manifest[what]:
-            found = tensor_file.read(self.path / file, target, done)
-            if found.crc32 != self.manifest["files"][file]["crc32"]:
-                raise DamagedError(f"{self.path / file} is damaged: its checksum is not that of what was written")
+            self._compare(file, tensor_file.read(self.path / file, target, done))
+
+    def _compare(self, file: str, found: Sum) -> None:
+        if found.crc32 != self.manifest["files"][file]["crc32"]:
+            raise DamagedError(f"{self.path / file} is damaged: its checksum is not that of what was written")
 
     def _entries(self, what: str) -> dict[str, tuple[Path, Entry]]:
         paths = [self.path / file for file in self.manifest[what]]
@@ -162,12 +170,23 @@ class Checkpoint:
             if (size := path.stat().st_size) != told["bytes"]:
                 word = "truncated" if size < told["bytes"] else "damaged"
                 raise DamagedError(f"{path} is {word}: it has {size} bytes in place of {told['bytes']}")
+        large = {file for what in ("weights", "state", "rest") for file in self.manifest[what]}
+        self._check_sums(self.manifest["files"].keys() - large)  # those are compared when they are read
+
+    def _check_sums(self, files: Iterable[str]) -> None:
+        for file in sorted(files):
+            self._compare(file, tensor_file.check_sum(self.path / file))
+
+    def _refuse(self, why: str) -> NoReturn:
+        """It does not fit; unless that is because a file's header is damaged."""
+        self._check_sums(self.manifest["files"])
+        raise ValueError(why)
 
     def _check_tensors(self) -> None:
         shapes = {name: tuple(item.tensor.shape) for name, item in self._names.items()}
         there = {name: entry.shape for name, (_, entry) in self._weights.items()}
         if differences := compare(shapes, there):
-            raise ValueError(
+            self._refuse(
                 f"{self.path} is of another model (a {self.manifest['model']}, this is a "
                 f"{type(self._contents.model).__name__}): {differences}"
             )
@@ -199,7 +218,7 @@ class Checkpoint:
             if item.trains:
                 mine = set(self._contents.store.state(self._units[item]).kept(item)) - {"master"}
                 if mine != there.get(name, set()):
-                    raise ValueError(
+                    self._refuse(
                         f"{self.path} has {sorted(there.get(name, ()))} of {name!r}, and the optimizer keeps "
                         f"{sorted(mine)}: it had other options (momentum, amsgrad, maximize) when it was saved"
                     )

@@ -1,4 +1,4 @@
-"""Values for what no file has: buffers that a model computes for itself, such as tables for rotary embeddings."""
+"""Values for what no file has: tensors that a model computes for itself, such as tables for rotary embeddings."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def fill_missing(contents: Contents) -> None:
     initialise: Any = getattr(contents.model, "_init_weights", None)
     if initialise is None:
         return
-    empty = set(contents.store.empty())
+    empty, in_files = set(contents.store.empty()), contents.names()
     owners = {place.module for item in empty for place in item.places}
     items: dict[int, Item] = {id(item.tensor): item for unit in contents.units for item in unit.items}
     for module in owners:
         own = [items[id(t)] for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-        if any(isinstance(item.tensor, torch.nn.Parameter) for item in own if item in empty):
-            continue  # weights that a checkpoint lacks are not made up
+        if any(item in in_files for item in own if item in empty):
+            continue  # weights that a file should have are not made up
         before = [(item, item.tensor.detach().clone()) for item in own if item not in empty]
         with torch.no_grad():
             initialise(module)

@@ -6,6 +6,8 @@ one key that says what it is.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -21,20 +23,19 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {"float": str(float(value))}
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, torch.Tensor):
-        tensors[path] = value.detach().cpu().contiguous()
-        return {"tensor": path}
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
+        return {"tensor": _put(value.detach().cpu().contiguous(), path, tensors)}
     if isinstance(value, list):
         return [encode(one, f"{path}[{i}]", tensors) for i, one in enumerate(value)]
     if isinstance(value, tuple):
         return {"tuple": [encode(one, f"{path}[{i}]", tensors) for i, one in enumerate(value)]}
     if isinstance(value, Mapping):
-        return {"dict": [[encode(key, path, {}), encode(one, f"{path}.{key}", tensors)] for key, one in value.items()]}
+        return {"dict": [[_key(key, path), encode(one, f"{path}.{key}", tensors)] for key, one in value.items()]}
     if type(value).__module__ == "numpy":
         if getattr(value, "shape", None) == ():
             return encode(value.item(), path, tensors)
-        tensors[path] = torch.from_numpy(value).contiguous()
-        return {"array": path}
+        with contextlib.suppress(TypeError, ValueError):  # of objects, of strings: it falls through
+            return {"array": _put(torch.from_numpy(value.copy()), path, tensors)}
     if isinstance(value, int | float | str):  # a class of its own, such as an enumeration: its value
         plain = next(kind for kind in (int, float, str) if isinstance(value, kind))
         return encode(plain(value), path, tensors)
@@ -42,6 +43,22 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         f"{path} is a {type(value).__name__}, which cannot be saved: a checkpoint holds numbers, strings, lists, "
         "tuples, dicts, tensors and arrays, and pickles nothing. Leave it out of state_dict(), or turn it into these"
     )
+
+
+def _put(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:
+    """Under the path; several things may have the same, such as those of the keys 1 and "1"."""
+    names = itertools.chain([path], (f"{path}#{number}" for number in itertools.count(2)))
+    name = next(name for name in names if name not in tensors)
+    tensors[name] = tensor
+    return name
+
+
+def _key(key: Any, path: str) -> Any:
+    held: dict[str, torch.Tensor] = {}
+    encoded = encode(key, f"a key of {path}", held)
+    if held:
+        raise ValueError(f"a key of {path} is a tensor or an array, which cannot be saved; use a number or a string")
+    return encoded
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

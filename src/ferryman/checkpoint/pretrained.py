@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ferryman.checkpoint import tensor_file
@@ -34,30 +35,41 @@ class _Group:
     sources: list[tuple[str, str, Path, Entry]] = field(default_factory=list)  # name and pattern
 
 
-def load(contents: Contents, directory: Path) -> None:
-    """Refuses, before anything is changed, what the files lack and what they have that the model has not."""
-    files = _files(directory)
-    entries = {name: (path, entry) for path in files for name, entry in tensor_file.read_header(path).items()}
-    items = _items_by_name(contents)
-    groups = _groups(contents.model, entries, set(items))
-    _check(contents, directory, items, groups)
-    units = contents.unit_of()
-    for name, group in groups.items():
-        if group.converter is None:
-            ((_, _, path, entry),) = group.sources
-            contents.store.take(units[items[name]], items[name], tensor_file.read_tensor(path, entry))
-            continue
-        for source, pattern, path, entry in group.sources:
-            group.converter.add_tensor(name, source, pattern, tensor_file.read_tensor(path, entry))
-        made = group.converter.convert(name, model=contents.model, config=contents.model.config)
-        for target, tensor in made.items():
-            values = tensor[0] if isinstance(tensor, list) else tensor
-            contents.store.take(units[items[target]], items[target], values.contiguous())
-        group.converter = None  # with the tensors that it has collected
-    fill_missing(contents)
+class Weights:
+    """In files, compared with the engine's model before anything is changed."""
+
+    def __init__(self, contents: Contents, directory: Path) -> None:
+        entries = {
+            name: (path, entry) for path in _files(directory) for name, entry in tensor_file.read_header(path).items()
+        }
+        self._contents = contents
+        self._items = _items_by_name(contents)
+        self._groups = _groups(contents.model, entries, set(self._items))
+        _check(contents, directory, self._items, self._groups)
+
+    def load(self) -> None:
+        units = self._contents.unit_of()
+
+        def take(name: str, values: torch.Tensor) -> None:
+            item = self._items[name]
+            self._contents.store.take(units[item], item, values.contiguous())
+
+        for name, group in self._groups.items():
+            if group.converter is None:
+                ((_, _, path, entry),) = group.sources
+                take(name, tensor_file.read_tensor(path, entry))
+                continue
+            for source, pattern, path, entry in group.sources:
+                group.converter.add_tensor(name, source, pattern, tensor_file.read_tensor(path, entry))
+            model: Any = self._contents.model
+            for target, made in group.converter.convert(name, model=model, config=model.config).items():
+                take(target, made[0] if isinstance(made, list) else made)
+            group.converter = None  # with the tensors that it has collected
+        fill_missing(self._contents)
 
 
 def has_weights(directory: Path) -> bool:
+    """Or an index of some, which may be missing: loading says so."""
     return (directory / _INDEX).is_file() or any(directory.glob("*.safetensors"))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import json
 import os
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ FORMAT = 1
 
 Tensors = list[tuple[str, torch.Tensor]]
 
+# What checkpoints consist of.
+_USUAL = ("ferryman/*", "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
+
 _SHARD = 5_000_000_000  # bytes of a file, at most; as transformers has it
 
 
@@ -36,28 +41,33 @@ def save_in(contents: Contents, directory: Path, objects: Objects, keep: int | N
         raise ValueError(f"keep={keep!r}: a whole number of checkpoints is needed, at least 1")
     if directories.is_checkpoint(directory):
         raise ValueError(f"{directory} is a checkpoint itself; with keep={keep} give a directory that holds several")
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file; a series of checkpoints is a directory")
     path = directories.in_series(directory, contents.server.steps)
     save(contents, path, objects)
-    directories.prune(directory, keep)
+    directories.prune(directory, keep, path)
     return path
 
 
-def save(contents: Contents, directory: Path, objects: Objects, *, shard: int = _SHARD) -> None:
+def save(contents: Contents, directory: Path, objects: Objects) -> None:
     """Writes all of it, or nothing."""
+    directory = directory.resolve()  # a link stays one, and what it leads to is replaced
     directories.check_replaceable(directory)
+    contents.check_whole()
     names = contents.names()
     weights, state = [(name, item.tensor) for item, name in names.items()], _state(contents, names)
     rest: dict[str, torch.Tensor] = {}
     manifest = _describe(contents, names, objects, rest)
+    manifest["saved"] = max(time.time(), directories.last_saved(directory.parent) + 1e-3)
+    tensor_file.check_dtypes((*weights, *rest.items()))
     needs = sum(tensor.nbytes for _, tensor in (*weights, *state, *rest.items()))
     with directories.replacing(directory, needs=needs) as partial:
-        inner = partial / directories.MANIFEST.parent
-        inner.mkdir()
+        (partial / directories.MANIFEST.parent).mkdir()
         sums: dict[str, Sum] = {}
         stem = "ferryman/trained" if contents.is_adapted else "model"
-        manifest["weights"] = _write_shards(partial, stem, weights, shard, sums)
-        manifest["state"] = _write_shards(partial, "ferryman/state", state, shard, sums)
-        manifest["rest"] = _write_shards(partial, "ferryman/rest", list(rest.items()), shard, sums)
+        manifest["weights"] = _write_shards(partial, stem, weights, sums)
+        manifest["state"] = _write_shards(partial, "ferryman/state", state, sums)
+        manifest["rest"] = _write_shards(partial, "ferryman/rest", list(rest.items()), sums)
         _save_configuration(contents, partial)
         for path in sorted(partial.rglob("*")):
             name = str(path.relative_to(partial))
@@ -65,8 +75,8 @@ def save(contents: Contents, directory: Path, objects: Objects, *, shard: int = 
                 sums[name] = _sealed(path)
         manifest["files"] = {name: {"bytes": nbytes, "crc32": crc} for name, (nbytes, crc) in sums.items()}
         _write_json(partial / directories.MANIFEST, {"crc32": crc_of(manifest), "content": manifest})
-        if directories.is_checkpoint(directory):
-            directories.carry_over(directory, partial, _written_before(directory))
+        old = directories.current(directory)
+        directories.carry_over(old, partial, _ours_in(old))
 
 
 def crc_of(manifest: dict[str, Any]) -> int:
@@ -131,12 +141,12 @@ def _describe_optimizer(
     return {"kind": type(panel.optimizer).__name__, "groups": groups, "steps": steps, "torch": theirs}
 
 
-def _write_shards(directory: Path, stem: str, tensors: Tensors, limit: int, sums: dict[str, Sum]) -> list[str]:
-    shards = tensor_file.shard(tensors, limit)
+def _write_shards(directory: Path, stem: str, tensors: Tensors, sums: dict[str, Sum]) -> list[str]:
+    shards = tensor_file.shard(tensors, _SHARD)
     files = tensor_file.file_names(stem, len(shards))
     for file, some in zip(files, shards, strict=True):
         sums[file] = tensor_file.write(directory / file, some)
-    if len(files) > 1:
+    if len(files) > 1 and stem == "model":  # for transformers; of the others the manifest knows
         _write_json(directory / f"{stem}.safetensors.index.json", tensor_file.index(files, shards))
     return files
 
@@ -168,8 +178,11 @@ def _write_json(path: Path, content: object) -> None:
     tensor_file.write_bytes(path, [memoryview(json.dumps(content, indent=1).encode())])
 
 
-def _written_before(directory: Path) -> Sequence[str]:
+def _ours_in(directory: Path) -> Callable[[str], bool]:
+    """Which files of a checkpoint it has itself, by name."""
+    manifest = str(directories.MANIFEST)
     try:
-        return list(json.loads((directory / directories.MANIFEST).read_text())["content"]["files"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{directory} is a damaged checkpoint ({error}); remove it, or save elsewhere") from error
+        written = {*json.loads((directory / manifest).read_text())["content"]["files"], manifest}
+        return lambda name: name in written
+    except (OSError, ValueError, KeyError, TypeError):  # damaged, which is no reason not to save
+        return lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in _USUAL)

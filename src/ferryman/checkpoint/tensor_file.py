@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from ferryman.checkpoint.checksum import Follower, crc32
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -65,6 +65,12 @@ class DamagedError(ValueError):
     """A file is not what was written."""
 
 
+def check_dtypes(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in tensors:
+        if tensor.dtype not in _NAMES:
+            raise ValueError(f"{name} is in {tensor.dtype}, which the safetensors format does not know")
+
+
 def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Sum:
     """Returns when all of it is on the disk. Wide dtypes come first, so that every tensor is aligned."""
     ordered = sorted(tensors, key=lambda pair: -pair[1].dtype.itemsize)
@@ -86,10 +92,10 @@ def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Sum:
 
 
 def write_bytes(path: Path, parts: Sequence[memoryview]) -> Sum:
-    with path.open("xb", buffering=0) as file, _Checksum() as checksum:
+    with path.open("xb", buffering=0) as file, Follower() as checksum:
         for pieces in _chunks(parts):
             checksum.add(pieces)
-            _move_all(lambda views: os.writev(file.fileno(), views), pieces)
+            _move_all(file, os.writev, pieces)
         os.fsync(file.fileno())
         return Sum(file.tell(), checksum.value())
 
@@ -124,22 +130,25 @@ def read_header(path: Path) -> dict[str, Entry]:
     return {entry.name: entry for entry in entries}
 
 
-def read(path: Path, target: Callable[[Entry], torch.Tensor], done: Callable[[Entry], None] = lambda _: None) -> Sum:
-    """Reads the whole file: each tensor into the memory that `target` gives for it; `done` when it is there."""
+def read(path: Path, target: Callable[[Entry], torch.Tensor], done: Callable[[Entry], None] | None = None) -> Sum:
+    """Reads the whole file: each tensor into the memory that `target` gives for it; `done` when it is there, from when
+    on that memory may be changed."""
     entries = list(read_header(path).values())
-    with path.open("rb", buffering=0) as file, _Checksum() as checksum:
+    with path.open("rb", buffering=0) as file, Follower() as checksum:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         head = memoryview(bytearray(entries[0].start if entries else file.seek(0, os.SEEK_END)))
         file.seek(0)
-        _move_all(lambda views: os.readv(file.fileno(), views), [head])
+        _move_all(file, os.readv, [head])
         checksum.add([head])
         for some in _together(entries):
             targets = [target(entry) for entry in some]
             for pieces in _chunks([as_bytes(tensor) for tensor in targets]):
-                _move_all(lambda views: os.readv(file.fileno(), views), pieces)
+                _move_all(file, os.readv, pieces)
                 checksum.add(pieces)
-            for entry in some:
-                done(entry)
+            if done is not None:
+                checksum.value()
+                for entry in some:
+                    done(entry)
         return Sum(file.tell(), checksum.value())
 
 
@@ -148,16 +157,16 @@ def read_tensor(path: Path, entry: Entry) -> torch.Tensor:
     tensor = torch.empty(entry.shape, dtype=entry.dtype)
     with path.open("rb", buffering=0) as file:
         file.seek(entry.start)
-        _move_all(lambda views: os.readv(file.fileno(), views), [as_bytes(tensor)])
+        _move_all(file, os.readv, [as_bytes(tensor)])
     return tensor
 
 
 def check_sum(path: Path) -> Sum:
     """Of any file."""
-    buffer, crc, total = bytearray(_CHUNK), 0, 0
+    buffer, crc, total = bytearray(min(_CHUNK, path.stat().st_size) or 1), 0, 0
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            crc, total = zlib.crc32(memoryview(buffer)[:count], crc), total + count
+            crc, total = crc32(memoryview(buffer)[:count], crc), total + count
     return Sum(total, crc)
 
 
@@ -193,50 +202,21 @@ def _chunks(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
         yield pieces
 
 
-def _move_all(move: Callable[[Sequence[memoryview]], int], pieces: Sequence[memoryview]) -> None:
+def _move_all(file: FileIO, move: Callable[[int, Sequence[memoryview]], int], pieces: Sequence[memoryview]) -> None:
     """A system call may do less than it was asked for."""
     left = [piece for piece in pieces if len(piece)]
     while left:
-        count = move(left)
+        try:
+            count = move(file.fileno(), left)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(file.name)) from error
         if not count:
-            raise DamagedError("the file ended too soon")
+            raise DamagedError(f"{file.name} is truncated: it ended too soon")
         while count:
             taken = min(count, len(left[0]))
             left[0], count = left[0][taken:], count - taken
             if not len(left[0]):
                 left.pop(0)
-
-
-class _Checksum:
-    """Follows a stream; at most a few chunks behind, so that these are still in the cache."""
-
-    _BEHIND = 4
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "checksum")
-        self._under_way: deque[Future[None]] = deque()
-        self._crc = 0
-
-    def add(self, pieces: Sequence[memoryview]) -> None:
-        """The memory must stay as it is until `value` is asked for."""
-        self._under_way.append(self._pool.submit(self._follow, list(pieces)))
-        while len(self._under_way) > self._BEHIND:
-            self._under_way.popleft().result()
-
-    def value(self) -> int:
-        while self._under_way:
-            self._under_way.popleft().result()
-        return self._crc
-
-    def _follow(self, pieces: Sequence[memoryview]) -> None:
-        for piece in pieces:
-            self._crc = zlib.crc32(piece, self._crc)
-
-    def __enter__(self) -> _Checksum:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def shard(tensors: Sequence[tuple[str, torch.Tensor]], limit: int) -> list[list[tuple[str, torch.Tensor]]]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ferryman.cli.defaults import window
 from ferryman.cli.model import BYTES, Description
 from ferryman.cli.options import Options
+from ferryman.cli.run import Run
 from ferryman.data.text import SUFFIXES, as_bytes, find_files, with_tokenizer, write_tokens
 from ferryman.data.tokens import Tokens, open_tokens
 from ferryman.data.windows import Windows
-
-_LONGEST = 1024  # tokens in a window, where none is asked for
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,10 @@ class Corpus:
         return None if self.tokenizer is None else str(self.tokenizer.decode(ids))
 
 
-def open_corpus(options: Options, model: Description, cache: Path) -> Corpus:
-    """Text is written to the file `cache` as tokens, unless it was before; token files are used where they are."""
-    texts, token_files = find_files(options.data or [], options.suffix or SUFFIXES)
+def open_corpus(options: Options, model: Description, run: Run) -> Corpus:
+    """Text is written into the run as tokens, unless it was before; token files are used where they are."""
+    sequence, cache = window(options.sequence, model), run.tokens
+    texts, token_files = find_files(options.data or [], options.suffix or SUFFIXES, without=run.directory)
     vocabulary = int(model.config.vocab_size)
     tokenizer = _tokenizer(model)
     is_bytes = model.is_bytes or (tokenizer is None and bool(texts))
@@ -44,17 +45,14 @@ def open_corpus(options: Options, model: Description, cache: Path) -> Corpus:
     if texts and not cache.exists():
         end = None if is_bytes else tokenizer.eos_token_id
         encode = as_bytes if is_bytes else with_tokenizer(tokenizer)
-        write_tokens(texts, cache, encode, dtype, between=b"\n" if end is None else end)
+        write_tokens(texts, cache, encode, dtype, b"\n" if end is None else end, vocabulary)
     parts = [open_tokens(cache, dtype)] if texts else []
     parts += [open_tokens(path, options.token_dtype) for path in token_files]
     tokens = Tokens(parts, vocabulary)
-    return _split(tokens, options, model, tokenizer, is_bytes)
+    return _split(tokens, options, sequence, tokenizer, is_bytes)
 
 
-def _split(tokens: Tokens, options: Options, model: Description, tokenizer: Any, is_bytes: bool) -> Corpus:
-    sequence = options.sequence or min(model.context or _LONGEST, _LONGEST)
-    if model.context is not None and sequence > model.context:
-        raise ValueError(f"--sequence {sequence} is longer than the model's context, {model.context} tokens")
+def _split(tokens: Tokens, options: Options, sequence: int, tokenizer: Any, is_bytes: bool) -> Corpus:
     kept = int(len(tokens) * options.validation)
     kept = 0 if options.validation == 0 else max(sequence, kept)
     border = len(tokens) - kept

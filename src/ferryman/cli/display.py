@@ -6,6 +6,7 @@ All three are told the same events, which are dicts: `start`, `note`, `step`, `e
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -86,7 +87,8 @@ class LivePanel:
         kind = event["event"]
         if kind == "step":
             loss = event["loss"]
-            self._loss = loss if self._loss is None else _SMOOTH * self._loss + (1 - _SMOOTH) * loss
+            if math.isfinite(loss):  # one that is not would be all that is ever shown
+                self._loss = loss if self._loss is None else _SMOOTH * self._loss + (1 - _SMOOTH) * loss
             self._live.update(self._panel(event))
             return
         if kind == "start":
@@ -99,7 +101,6 @@ class LivePanel:
             self._live.console.print(line, soft_wrap=True)
 
     def _panel(self, event: Event) -> RenderableType:
-        assert self._loss is not None
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim", min_width=9)
         rows.add_column(min_width=_BAR)
@@ -107,7 +108,9 @@ class LivePanel:
         done, steps = event["step"], event["steps"]
         left = event["seconds_left"]
         rows.add_row("step", _bar(done, steps), f"{done} of {steps}, {_clock(left)} left")
-        seen = f"{self._loss:.3f}" + ("" if self._validation is None else f"   validation {self._validation:.3f}")
+        seen = f"{event['loss'] if self._loss is None else self._loss:.3f}" + (
+            "" if self._validation is None else f"   validation {self._validation:.3f}"
+        )
         rows.add_row("loss", Text(seen, style="bold"), _rule(event))
         speed = f"{event['tokens_per_second']:,.0f} tokens/s"
         rows.add_row("speed", speed, f"{event['seconds']:.2f} s a step, {_count(event['micro_batches'])}")
@@ -162,7 +165,7 @@ def _ending(event: Event) -> str:
     why = "done" if event["reason"] == "done" else f"stopped by {event['reason']}"
     return (
         f"{why} after step {event['step']} of {event['steps']}, {_clock(event['seconds'])}; "
-        f"{event['tokens']:,} tokens in this session"
+        f"{event['tokens']:,} tokens this time"
     )
 
 

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -85,9 +85,11 @@ class Report:
 
 
 def doctor(
-    device: str = typer.Option(None, help="The device to look at; else the accelerator that PyTorch reports."),
-    quick: bool = typer.Option(False, "--quick", help="Do not measure anything."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON document, and nothing else."),
+    device: Annotated[
+        str | None, typer.Option(help="The device to look at; else the accelerator that PyTorch reports.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Do not measure anything.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, and nothing else.")] = False,
 ) -> None:
     """Tells what this machine has and can do, what is wrong, and how to mend it.
 

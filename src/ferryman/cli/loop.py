@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from ferryman.cli.corpus import open_corpus
+from ferryman.cli.defaults import budget
 from ferryman.cli.device import find_device
 from ferryman.cli.model import Description, describe
-from ferryman.cli.options import Options
+from ferryman.cli.options import LENGTHS, Options
 from ferryman.cli.rule import make_optimizer, set_rate
 from ferryman.cli.run import Run
 from ferryman.cli.stop import Stop
-from ferryman.cost.sizes import parse_bytes
 from ferryman.data.windows import Windows
 from ferryman.engine import Engine
 from ferryman.report.page import write_report
@@ -38,29 +38,35 @@ class Training:
         self.options = options
         self.run = run
         self._tell = tell
+        self._stop = Stop()
         self.description = describe(options.model)
-        self.corpus = open_corpus(options, self.description, run.tokens)
-        self.steps = _steps(options, self.corpus.training, self.corpus.sequence)
+        # What can be seen at a glance is checked before text becomes tokens, which may take long.
+        _check_length(options)
+        self.device = find_device(options.device)
+        self.budget = budget(self.device, options.memory)
+        self.corpus = open_corpus(options, self.description, run)
+        self.steps = 0  # in all; known when it is known how many there have been
         self.last_checkpoint: Path | None = None
         self.has_begun = False  # whether anything is there that was not before
         self.trace = Trace(keep_steps=_TRACED) if options.trace else None
         self._loss = math.nan
-        self._tokens = 0  # in this session
+        self._tokens = 0  # since it was started, or resumed
         self._pace: float | None = None  # seconds that a step takes, smoothed
 
     def train(self) -> None:
         options = self.options
-        find_device(options.device)
         torch.manual_seed(options.seed)
         resumes = self.run.has_checkpoint()
         model = _build(self.description, empty=resumes)
         optimizer = make_optimizer(model, options)
         began = time.monotonic()
-        with Stop() as stop, Engine(model, optimizer, trace=self.trace, **options.for_engine()) as engine:
+        settings = {**options.for_engine(), "memory": self.budget}
+        with self._stop as stop, Engine(model, optimizer, trace=self.trace, **settings) as engine:
             if resumes:
                 self.last_checkpoint = engine.load(self.run.checkpoints, objects={"data": self.corpus.training})
             elif self.description.weights is not None:
                 engine.load_weights(self.description.weights)
+            self.steps = _last_step(options, self.corpus.training, self.corpus.sequence, engine.steps)
             self.run.begin_metrics(engine.steps)
             self.run.write_settings(options)
             self._say_start(engine, model)
@@ -71,10 +77,9 @@ class Training:
                 self._step(engine, optimizer)
                 if engine.steps < self.steps:
                     self._between(engine, model)
-            if stop.asked is None and not is_over:
-                self._evaluate(engine, model)
             if not is_over:
-                self._save(engine)
+                self._save(engine)  # first, so that nothing that fails now can lose it
+                self._evaluate(engine, model)
             if stop.asked is None:
                 self._sample(model)
             self._say_end(engine, stop.asked or "done", time.monotonic() - began)
@@ -92,10 +97,10 @@ class Training:
         self._say_step(engine, rate, seconds, batch["input_ids"].numel())
 
     def _between(self, engine: Engine, model: nn.Module) -> None:
-        if _is_due(self.options.eval_every, engine.steps):
-            self._evaluate(engine, model)
-        if _is_due(self.options.save_every, engine.steps):
+        if engine.steps % (self.options.save_every or _save_every(self.steps)) == 0:
             self._save(engine)
+        if self.options.eval_every is not None and engine.steps % self.options.eval_every == 0:
+            self._evaluate(engine, model)
 
     def _evaluate(self, engine: Engine, model: nn.Module) -> None:
         if self.corpus.validation is None:
@@ -103,7 +108,9 @@ class Training:
         # What fits in a step, fits here.
         pieces = engine.choice.micro_batches if engine.choice is not None else self.options.batch
         size = max(1, self.options.batch // pieces)
-        loss = evaluate(model, self.corpus.validation, size, self.options.eval_windows)
+        loss = evaluate(model, self.corpus.validation, size, self.options.eval_windows, self._stop)
+        if loss is None:
+            return
         bits = loss / math.log(2) if self.corpus.is_bytes else None
         self._say({"event": "eval", "step": engine.steps, "loss": loss, "bits_per_byte": bits})
 
@@ -129,7 +136,11 @@ class Training:
 
     def _say(self, event: Mapping[str, Any]) -> None:
         self.run.add_metrics(event)
-        self._tell(event)
+        try:
+            self._tell(event)
+        except OSError:  # whoever listened is gone, as when a terminal is closed: save, and end
+            self._tell = lambda event: None
+            self._stop.asked = self._stop.asked or "a closed output"
 
     def _say_start(self, engine: Engine, model: nn.Module) -> None:
         options = self.options
@@ -139,7 +150,7 @@ class Training:
                 "model": self.description.name,
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
                 "device": str(engine.device),
-                "budget": None if options.memory is None else parse_bytes(options.memory, "memory"),
+                "budget": self.budget,
                 "step": engine.steps,
                 "steps": self.steps,
                 "batch": options.batch,
@@ -197,17 +208,19 @@ class Training:
 
     def _device_share(self) -> float | None:
         """Of the parameters of the last step whose updates are over, those that the device has updated."""
-        notes = [] if self.trace is None else self.trace.notes()
-        return next((note.values["device_share"] for note in reversed(notes) if "device_share" in note.values), None)
+        note = None if self.trace is None else self.trace.last_note
+        return None if note is None else note.values["device_share"]
 
 
-def evaluate(model: nn.Module, windows: Windows, size: int, most: int) -> float:
-    """The mean loss over the first windows; the layers stream here, too."""
+def evaluate(model: nn.Module, windows: Windows, size: int, most: int, stop: Stop) -> float | None:
+    """The mean loss over the first windows; the layers stream here, too. None: it was asked to stop."""
     total, count = 0.0, 0
     model.eval()
     try:
         with torch.no_grad():
             for batch in windows.in_order(size, most):
+                if stop.asked is not None:
+                    return None
                 total += model(**batch).loss.item() * len(batch["input_ids"])
                 count += len(batch["input_ids"])
     finally:
@@ -239,20 +252,26 @@ def _build(description: Description, *, empty: bool) -> nn.Module:
     return description.on_meta() if empty or description.weights is not None else description.on_host()
 
 
-def _steps(options: Options, training: Windows, sequence: int) -> int:
-    given = [name for name in ("steps", "tokens", "epochs") if getattr(options, name) is not None]
+def _check_length(options: Options) -> None:
+    given = [name for name in LENGTHS if getattr(options, name) is not None]
     if len(given) > 1:
         raise ValueError(f"--{given[0]} and --{given[1]} both say how long to train; give one of them")
+
+
+def _last_step(options: Options, training: Windows, sequence: int, done: int) -> int:
+    """What is left is counted from the position in the data: --batch may have been another before."""
     if options.steps is not None:
         return options.steps
     if options.tokens is not None:
-        return max(1, -(-options.tokens // (options.batch * sequence)))
-    epochs = 1.0 if options.epochs is None else options.epochs
-    return max(1, math.ceil(epochs * training.count / options.batch))
+        windows = -(-options.tokens // sequence)
+    else:
+        windows = math.ceil((1.0 if options.epochs is None else options.epochs) * training.count)
+    return max(1, done + max(0, -(-(windows - training.seen) // options.batch)))
 
 
-def _is_due(every: int | None, step: int) -> bool:
-    return every is not None and step % every == 0
+def _save_every(steps: int) -> int:
+    """Where it is not said: what a crash loses is a tenth of the run, and 500 steps, at most."""
+    return min(500, max(1, steps // 10))
 
 
 def _peak(device: torch.device) -> int | None:

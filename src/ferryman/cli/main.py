@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -27,7 +28,9 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _common(
-    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Print the version."),
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Before any command."""
 
@@ -43,7 +46,7 @@ def main() -> None:
     """Runs a command. What a user can get wrong ends with one message and the code 2, not with a traceback."""
     try:
         app()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.secho(f"ferryman: {error}", fg=typer.colors.RED, err=True)
         sys.exit(2)
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ferryman.checkpoint.pretrained import has_weights
+
 BYTES = 256  # the vocabulary of a model whose tokens are bytes
 
 _FORM = "gpt:layers=12,width=768,heads=12,context=1024"
@@ -90,7 +92,7 @@ def describe(model: str) -> Description:
         raise ValueError(f"{model!r} has no config.json, so it is no model of transformers; it holds {inside}")
     config = _read(file)
     _check_causal(config, file)
-    return Description(model, config, weights=path if path.is_dir() and _has_weights(path) else None)
+    return Description(model, config, weights=path if path.is_dir() and has_weights(path) else None)
 
 
 def _gpt(model: str) -> Description:
@@ -180,10 +182,6 @@ def _check_causal(config: Any, file: Path) -> None:
             f"{str(file)!r} is a {config.model_type!r} ({made_for}), and what is required is a causal language model: "
             "one that predicts the next token, such as 'gpt2', 'llama', 'mistral' or 'qwen3'"
         )
-
-
-def _has_weights(directory: Path) -> bool:
-    return any(directory.glob("*.safetensors"))
 
 
 def _transformers() -> Any:

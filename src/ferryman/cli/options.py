@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ferryman.cli.defaults import LONGEST
 from ferryman.data.text import SUFFIXES
 
 # The options that are handed to `ferryman.Engine` as they are.
@@ -19,6 +20,9 @@ ENGINE = (
 
 # A position in the data, and the numbers drawn so far, mean something only as long as these stay as they were.
 FIXED = ("data", "suffix", "token_dtype", "validation", "sequence", "seed")
+
+# Each says how long to train, so that one alone can be given.
+LENGTHS = ("steps", "tokens", "epochs")
 
 # About how a command runs, not about what is trained.
 _MANNER = ("resume", "json", "quiet")
@@ -77,7 +81,7 @@ class Options:
     epochs: Annotated[float | None, _length("... or after seeing the data so often. Without any: once.", min=0)] = None
     batch: Annotated[int, _length("Windows in a step.", min=1)] = 8
     sequence: Annotated[
-        int | None, _length("Tokens in a window.", min=2, show_default="the model's context, at most 1024")
+        int | None, _length("Tokens in a window.", min=2, show_default=f"the model's context, at most {LONGEST}")
     ] = None
     micro_batches: Annotated[
         int | None, _length("Into how many a batch is cut.", min=1, show_default="as few as the memory allows")
@@ -99,7 +103,10 @@ class Options:
     device: Annotated[str | None, _engine("Such as cuda, cpu or virtual.", show_default="the accelerator there is")] = (
         None
     )
-    memory: Annotated[str | None, _engine("A budget of device memory, such as 8GiB; it is kept.")] = None
+    memory: Annotated[
+        str | None,
+        _engine("A budget of device memory, such as 8GiB; it is kept.", show_default="nine tenths of what is free"),
+    ] = None
     precision: Annotated[
         Literal["fp32", "bf16", "fp16"] | None, _engine("Of compute and the link.", show_default="what the model has")
     ] = None
@@ -130,7 +137,12 @@ class Options:
     resume: Annotated[
         bool, _output("Go on with the run in --output; options not given are as they were.", "--resume")
     ] = False
-    save_every: Annotated[int | None, _output("Save every so many steps; at the end in any case.", min=1)] = None
+    save_every: Annotated[
+        int | None,
+        _output(
+            "Save every so many steps; at the end in any case.", min=1, show_default="a tenth of the run, at most 500"
+        ),
+    ] = None
     keep: Annotated[int, _output("How many checkpoints are kept.", min=1)] = 2
     eval_every: Annotated[
         int | None, _output("Evaluate before the first and every so many steps; at the end in any case.", min=1)
@@ -167,6 +179,15 @@ class Options:
         """What has another value there, as the names of options."""
         mine, theirs = self.to_json(), other.to_json()
         return [name for name in mine if json.dumps(mine[name]) != json.dumps(theirs[name])]
+
+    def new_command(self) -> str:
+        """That begins a run with these, once it is said with what data, and where."""
+        fields = [field for field in dataclasses.fields(self) if field.name != "model"]
+        given = {
+            field.name: getattr(self, field.name) for field in fields if getattr(self, field.name) != field.default
+        }
+        words = [f"{flag(name)} {shlex.quote(str(value))}" for name, value in given.items()]
+        return " ".join(["ferryman train", shlex.quote(str(self.model)), "--data DATA --output RUN", *words])
 
     def command(self) -> str:
         """That goes on with the run."""

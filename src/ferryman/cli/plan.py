@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -16,8 +16,11 @@ from rich.table import Table
 from torch import nn
 
 from ferryman import checks, measure
+from ferryman.cli.defaults import LONGEST, budget, window
 from ferryman.cli.device import find_device
 from ferryman.cli.model import Description, describe
+from ferryman.cli.options import Options
+from ferryman.cli.rule import RULES
 from ferryman.cost.forecast import Forecast, Lanes
 from ferryman.cost.plan import Plan
 from ferryman.cost.rates import Rates
@@ -25,16 +28,7 @@ from ferryman.cost.sizes import parse_bytes, parse_rate, show_bytes, show_rate
 from ferryman.outlook import Machine, Outlook, Training, look_ahead
 from ferryman.server import memory as host_memory
 from ferryman.server.precision import PRECISIONS
-from ferryman.server.rules import Lion
 from ferryman.units import hint
-
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "lion": Lion,
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-}
 
 EPILOG = """
 [bold]Examples[/bold]
@@ -65,30 +59,51 @@ class _Described:
 
 
 def plan(
-    model: str = typer.Argument(
-        help="A transformers directory or config.json, or the built-in byte-level GPT: gpt:tiny to gpt:xl."
-    ),
-    device: str = typer.Option(None, help="The device to plan for, if it is in this machine; [dim]cuda, virtual[/dim]"),
-    device_memory: str = typer.Option(None, help="Memory of the device, or what may be used of it; [dim]16GiB[/dim]"),
-    host_memory: str = typer.Option(None, help="Memory of the host; [dim]512GiB[/dim]"),
-    link: str = typer.Option(None, help="Rate of the link, in each direction; [dim]12GB/s[/dim]"),
-    link_in: str = typer.Option(None, help="The same, host to device only."),
-    link_out: str = typer.Option(None, help="The same, device to host only."),
-    device_flops: str = typer.Option(
-        None, help="What the device reaches in matrix products, in the precision; [dim]150TFLOPS[/dim]"
-    ),
-    host_updates: str = typer.Option(
-        None, help="Parameters that the host updates with AdamW; [dim]900Mparam/s[/dim]; else this host's, measured."
-    ),
-    precision: str = typer.Option("bf16", help="Of compute and of the link: fp32, bf16 or fp16."),
-    batch: int = typer.Option(8, help="Samples in a step."),
-    sequence: int = typer.Option(None, help="Tokens in a sample; else what the model takes, at most 2048."),
-    micro_batches: int = typer.Option(None, help="Parts that a step's batch is cut into; else as few as fit."),
-    optimizer: str = typer.Option("adamw", help=f"One of {', '.join(OPTIMIZERS)}."),
-    max_grad_norm: float = typer.Option(None, help="Clip gradients by their global norm; updates are deferred then."),
-    updates: str = typer.Option("auto", help="Who updates the weights: auto, host, stride:K or static:R."),
-    stash: str = typer.Option("auto", help="Where boundary activations wait: auto, device or host."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON document, and nothing else."),
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A transformers directory or config.json, or the built-in byte-level GPT: gpt:tiny to gpt:xl."
+        ),
+    ],
+    device: Annotated[
+        str | None, typer.Option(help="The device to plan for, if it is in this machine; [dim]cuda, virtual[/dim]")
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Memory of the device, or what may be used of it; [dim]16GiB[/dim]")
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Memory of the host; [dim]512GiB[/dim]")] = None,
+    link: Annotated[str | None, typer.Option(help="Rate of the link, in each direction; [dim]12GB/s[/dim]")] = None,
+    link_in: Annotated[str | None, typer.Option(help="The same, host to device only.")] = None,
+    link_out: Annotated[str | None, typer.Option(help="The same, device to host only.")] = None,
+    device_flops: Annotated[
+        str | None,
+        typer.Option(help="What the device reaches in matrix products, in the precision; [dim]150TFLOPS[/dim]"),
+    ] = None,
+    host_updates: Annotated[
+        str | None,
+        typer.Option(
+            help="Parameters that the host updates with AdamW; [dim]900Mparam/s[/dim]; else this host's, measured."
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Of compute and of the link: fp32, bf16 or fp16; else what the model has.")
+    ] = Options.precision,
+    batch: Annotated[int, typer.Option(help="Samples in a step.")] = Options.batch,
+    sequence: Annotated[
+        int | None, typer.Option(help=f"Tokens in a sample; else what the model takes, at most {LONGEST}.")
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Parts that a step's batch is cut into; else as few as fit.")
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}.")] = Options.optimizer,
+    max_grad_norm: Annotated[
+        float | None, typer.Option(help="Clip gradients by their global norm; updates are deferred then.")
+    ] = None,
+    updates: Annotated[
+        str, typer.Option(help="Who updates the weights: auto, host, stride:K or static:R.")
+    ] = Options.updates,
+    stash: Annotated[str, typer.Option(help="Where boundary activations wait: auto, device or host.")] = Options.stash,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, and nothing else.")] = False,
 ) -> None:
     """Tells whether a training will fit, where each byte goes, and what bounds its steps.
 
@@ -96,20 +111,24 @@ def plan(
     trillion parameters can be planned on a laptop.
     """
     description = describe(model)
-    training = Training(batch, _length(sequence, description), micro_batches, precision, max_grad_norm, updates, stash)
+    training = Training(batch, window(sequence, description), micro_batches, precision, max_grad_norm, updates, stash)
     _check(training, optimizer)
     given = _described(
         device, device_memory, host_memory, link, link_in, link_out, device_flops, host_updates, training
     )
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its hints are for who runs the model
     built = description.on_meta()
-    outlook = look_ahead(
-        built, OPTIMIZERS[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device
-    )
+    outlook = look_ahead(built, RULES[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device)
     if as_json:
         typer.echo(json.dumps(_document(description, built, training, given, outlook), indent=2))
     else:
         _show(Console(), description, built, training, given, outlook)
+        asked = Options(
+            model, device=None if given.device.type == "meta" else device, memory=device_memory, precision=precision,  # type: ignore[arg-type]
+            batch=batch, sequence=sequence, micro_batches=micro_batches, optimizer=optimizer, updates=updates,  # type: ignore[arg-type]
+            max_grad_norm=max_grad_norm, stash=stash,  # type: ignore[arg-type]
+        )  # fmt: skip
+        typer.echo(f"to train so: {asked.new_command()}")
     if not outlook.fits:
         raise typer.Exit(1)
 
@@ -117,26 +136,11 @@ def plan(
 # What was asked for.
 
 
-def _length(sequence: int | None, description: Description) -> int:
-    if sequence is None:
-        return min(description.context or 2048, 2048)
-    if sequence < 2:
-        raise ValueError(f"--sequence {sequence}: a sample has at least 2 tokens, of which each predicts the next")
-    if description.context is not None and sequence > description.context:
-        raise ValueError(
-            f"--sequence {sequence} is longer than {description.name!r} takes: {description.context} tokens"
-        )
-    return sequence
-
-
 def _check(training: Training, optimizer: str) -> None:
     if training.samples < 1:
         raise ValueError(f"--batch {training.samples}: a step has at least one sample")
-    count = training.micro_batches
-    if count is not None and not 1 <= count <= training.samples:
-        raise ValueError(f"--micro-batches {count}: {training.samples} samples can be cut into 1 to {training.samples}")
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"--optimizer {optimizer!r} is none that can be planned for{hint(optimizer, OPTIMIZERS)}")
+    if optimizer not in RULES:
+        raise ValueError(f"--optimizer {optimizer!r} is none that can be planned for{hint(optimizer, RULES)}")
     checks.update_arguments(True, training.precision, training.max_grad_norm, "raise", False, None)
     checks.arguments(nn.Identity(), len, "mean", units=None, resident=(), stash=training.stash, slots=None)
 
@@ -199,11 +203,9 @@ def _described(
 
 
 def _free_on(device: torch.device) -> int | None:
-    if device.type == "cpu":
-        return None
     if device.type == "meta":
         raise ValueError("--device-memory is needed for a machine that is not this one, like --device-memory 16GiB")
-    return int(torch.accelerator.get_memory_info(device)[0])
+    return budget(device, None)
 
 
 # What is said.
@@ -350,7 +352,11 @@ def _show(
 def _way(plan: Plan, given: _Described) -> str:
     if given.device.type == "cpu":
         return "used where they are"
-    return "held on the device" if plan.held else f"relayed through {plan.weight_slots} slots"
+    return (
+        "held on the device"
+        if plan.held
+        else f"relayed through {plan.weight_slots} slot{'' if plan.weight_slots == 1 else 's'}"
+    )
 
 
 def _account(title: str, account: dict[str, int], memory: int | None) -> Table:

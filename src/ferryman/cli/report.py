@@ -66,6 +66,9 @@ def _line(of: Figures, several: bool) -> str:
     """The headline."""
     steps, whole = of.recording.steps, of.typical.whole
     parts = [f"{len(steps)} steps" if len(steps) != 1 else "1 step"]
+    if thinned := of.recording.facts.get("thinned"):
+        every = thinned["every"]
+        parts = [f"{thinned['steps']} steps ({len(steps)} of them recorded, older ones thinned to one in {every})"]
     if of.seconds is not None:
         parts.append(f"{of.seconds * 1e3:.4g} ms a step")
     if of.tokens_rate is not None:

@@ -11,7 +11,7 @@ from torch import nn
 from ferryman.cli.options import Options
 from ferryman.server.rules import Lion
 
-_RULES: dict[str, type[torch.optim.Optimizer]] = {
+RULES: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
@@ -24,6 +24,8 @@ _LEAST = 0.1  # of the learning rate, at the end of a cosine
 
 def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
     """Weight decay is for matrices; biases and norms are left alone."""
+    if not math.isfinite(options.lr):
+        raise ValueError(f"--lr {options.lr}: a learning rate is a number, such as 3e-4")
     settings: dict[str, Any] = {"lr": options.lr}
     if options.weight_decay is not None:
         settings["weight_decay"] = options.weight_decay
@@ -36,7 +38,8 @@ def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
         {"params": [parameter for parameter in trained if parameter.ndim >= 2]},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return _RULES[options.optimizer]([group for group in groups if group["params"]], **settings)
+    rule: torch.optim.Optimizer = RULES[options.optimizer]([group for group in groups if group["params"]], **settings)
+    return rule
 
 
 def set_rate(optimizer: torch.optim.Optimizer, options: Options, step: int, steps: int) -> float:

@@ -10,17 +10,18 @@ run/run.json           all settings
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ferryman
-from ferryman.checkpoint.directory import series
-from ferryman.cli.options import FIXED, Options, flag
+from ferryman.checkpoint.directory import locked, series
+from ferryman.cli.options import FIXED, LENGTHS, Options, flag
+from ferryman.files import replacing_file
 
 _SETTINGS = "run.json"
 
@@ -28,9 +29,10 @@ _SETTINGS = "run.json"
 class Run:
     """A directory that this run alone writes to."""
 
-    def __init__(self, directory: Path, *, is_new: bool) -> None:
+    def __init__(self, directory: Path, *, is_new: bool, was_there: bool = True) -> None:
         self.directory = directory
         self.is_new = is_new
+        self._was_there = was_there  # the directory itself
         self.checkpoints = directory / "checkpoints"
         self.metrics = directory / "metrics.jsonl"
         self.tokens = directory / "tokens.bin"
@@ -56,8 +58,19 @@ class Run:
 
     def discard(self) -> None:
         """A new run came to nothing before its first step; as if it had not been."""
-        if self.is_new:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        if not self.is_new:
+            return
+        for entry in self.directory.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        if not self._was_there:
+            self.directory.rmdir()
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Within, no other process can train here."""
+        return locked(
+            self.directory / ".lock",
+            f"--output {self.directory}: another process is training there; wait for it, or choose another directory",
+        )
 
 
 def new_run(options: Options) -> tuple[Options, Run]:
@@ -69,8 +82,9 @@ def new_run(options: Options) -> tuple[Options, Run]:
         raise ValueError("--data is missing: text files, token files or directories of them")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"--output {directory}: {_what_is_in(directory)}")
+    was_there = directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
-    run = Run(directory, is_new=True)
+    run = Run(directory, is_new=True, was_there=was_there)
     run.write_settings(options)
     return options, run
 
@@ -87,6 +101,8 @@ def resumed_run(given: Options, explicit: set[str]) -> tuple[Options, Run, list[
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{file} is damaged, and the run cannot be resumed from it: {error!r}") from error
     now = {name: getattr(given, name) for name in (*explicit, "json", "quiet")}
+    if explicit & set(LENGTHS):  # one of them replaces whichever it was
+        now = {**dict.fromkeys(LENGTHS), **now}
     options = Options.from_json(recorded.to_json(), **{**now, "output": directory, "resume": True})
     before, after = recorded.to_json(), options.to_json()
     different = options.differences(recorded)
@@ -146,9 +162,5 @@ def _step_of(line: str) -> float:
 
 
 def _replace(target: Path, text: str) -> None:
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing_file(target) as file:
+        file.write_text(text)

@@ -7,21 +7,20 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-class Stop:
-    """Within, SIGINT and SIGTERM are noted, for a loop to stop where it can; a second SIGINT interrupts at once.
 
-    The engine holds a SIGINT back until nothing is half done in its step, and hands it on to here then.
-    """
+class _Hearing:
+    """Within, signals are heard by `_note`. SIGHUP only where it is not ignored, as it is under nohup."""
 
     def __init__(self) -> None:
-        self.asked: str | None = None  # by which signal
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> Any:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
+            for number in _SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
@@ -29,6 +28,27 @@ class Stop:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        raise NotImplementedError
+
+
+class Interrupt(_Hearing):
+    """Within, each of them interrupts at once, as Ctrl-C does, so that whoever writes a file cleans up."""
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+class Stop(_Hearing):
+    """Within, they are noted, for a loop to stop where it can; a second SIGINT interrupts at once.
+
+    The engine holds a SIGINT back until nothing is half done in its step, and hands it on to here then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: str | None = None  # by which signal
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.asked == "SIGINT":

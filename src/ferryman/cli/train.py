@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import signal
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ferryman.cli.display import open_display
 from ferryman.cli.loop import Training
 from ferryman.cli.options import Options
 from ferryman.cli.run import Run, new_run, resumed_run
+from ferryman.cli.stop import Interrupt
 
 HELP = """
 Trains a causal language model that may be larger than the device.
@@ -29,7 +31,7 @@ A new model of any architecture, on tokens made elsewhere:
 
     [bold]ferryman train config.json --data tokens.bin --token-dtype uint32 --tokens 1000000000 -o run[/bold]
 
-Ctrl-C and SIGTERM finish the step, save, and say how to go on; a second Ctrl-C stops at once:
+Ctrl-C, SIGTERM and SIGHUP finish the step, save, and say how to go on; a second Ctrl-C stops at once:
 
     [bold]ferryman train --resume --output run[/bold]
     [bold]ferryman train --resume --output run --memory 1GiB --steps 2000[/bold]
@@ -46,7 +48,8 @@ def train(ctx: typer.Context, **values: Any) -> None:
     else:
         options, run = new_run(given)
         notes = []
-    code = _train(options, run, notes)
+    with run.locked(), Interrupt():
+        code = _train(options, run, notes)
     if code:
         raise typer.Exit(code)
 
@@ -74,7 +77,7 @@ def _train(options: Options, run: Run, notes: list[str]) -> int:
         kept = f"The last checkpoint is {saved}; go on from it: {options.command()}" if saved else "Nothing was saved."
         what = "interrupted" if isinstance(error, KeyboardInterrupt) else _in_full(error)
         typer.secho(f"ferryman: {what}. {kept}", fg=typer.colors.RED, err=True)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+        return 128 + signal.Signals[str(error) or "SIGINT"] if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _in_full(error: BaseException) -> str:

@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 from ferryman.cost.model import Phase, Prediction, predict, step_time
 from ferryman.cost.policy import Policy
 from ferryman.cost.rates import Rates
-from ferryman.cost.schedule import Traffic
-
-_SAMPLE = 128  # subgroups that are simulated; of more, the first tell how it goes on
+from ferryman.cost.schedule import SAMPLE, Traffic
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def _ways(update: Update | None, rates: Rates) -> list[Prediction]:
 
 def _predicted(update: Update, rates: Rates) -> Prediction:
     size = min(update.subgroup, update.parameters)
-    count = min(_SAMPLE, -(-update.parameters // size))
+    count = min(SAMPLE, -(-update.parameters // size))
     found = predict(update.policy, [size] * count, update.traffic, rates, max(1, update.berths), update.resident)
     return replace(found, seconds=found.seconds * update.parameters / (size * count))
 

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 
 from ferryman.cost.policy import Policy
 from ferryman.cost.rates import Rates
-from ferryman.cost.schedule import Traffic, assign, idle, lane_seconds, makespan
+from ferryman.cost.schedule import SAMPLE, Traffic, assign, idle, lane_seconds, makespan
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ def predict(
         traffic, queues = resident, idle(len(sizes))  # what stays there needs no berth
     moved = sum(size for size, chosen in zip(sizes, choices, strict=True) if chosen)
     busy = lane_seconds(sum(sizes) - moved, moved, traffic, rates)
-    seconds = makespan(choices, sizes, traffic, rates, queues)
+    some = sizes[:SAMPLE]
+    seconds = makespan(choices[:SAMPLE], some, traffic, rates, queues) * sum(sizes) / sum(some)
     return Prediction(seconds, moved / sum(sizes), max(busy, key=lambda lane: busy[lane]))
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from ferryman.cost.sizes import show_bytes
 from ferryman.cost.staging import Staging
-from ferryman.units import DtypeOf, Unit, find_units, gradient_bytes, module_sizes, narrow_bytes, own_dtype
+from ferryman.units import DtypeOf, Unit, find_cuts, gradient_bytes, module_sizes, narrow_bytes, own_dtype
 
 # Of a budget, at first only this much for what is always there; more if it cannot be done with less.
 _SHARES = (0.5, 0.75)
@@ -139,10 +139,8 @@ def make_plan(
     that is known. `smallest`: the plan that takes least instead.
     """
     limits = [None] if budget is None else [None, *module_sizes(model, dtype_of)]
-    cuts = (
-        (*find_units(model, limit=limit, units=units, resident=resident, dtype_of=dtype_of), limit) for limit in limits
-    )
-    plans = [Plan(found, rest, slots or 2, 2, staging[0], updates, limit) for found, rest, limit in cuts]
+    cuts = find_cuts(model, limits, units=units, resident=resident, dtype_of=dtype_of)
+    plans = [Plan(found, rest, slots or 2, 2, staging[0], updates, limit) for limit, (found, rest) in cuts.items()]
     grades = _grades(plans, slots, staging, held)
     if budget is None:
         return grades[0][0]
@@ -182,13 +180,15 @@ def slot_bytes(units: Sequence[Unit], updates: bool) -> int:
 
 def _grades(cuts: Sequence[Plan], slots: int | None, staging: Sequence[Staging], held: bool | None) -> list[list[Plan]]:
     """All plans: those of one grade have as many slots and overlap alike; the best grade, and the coarsest, first."""
-    distinct = list({tuple(unit.name for unit in plan.units): plan for plan in reversed(cuts)}.values())[::-1]
     # A unit with several modules holds its slot through the whole backward.
-    best = [replace(plan, gradient_slots=2 + sum(len(u.modules) > 1 for u in plan.units)) for plan in distinct]
+    best = [replace(plan, gradient_slots=2 + sum(len(u.modules) > 1 for u in plan.units)) for plan in cuts]
     # Held, nothing is won by a cut but smaller slots for gradients.
-    staying = [] if held is False or slots is not None else [[replace(plan, held=True)] for plan in (*best, *distinct)]
+    staying = [] if held is False or slots is not None else [[replace(plan, held=True)] for plan in (*best, *cuts)]
     lesser = [
-        [replace(plan, weight_slots=slots or weights, gradient_slots=gradients) for plan in distinct]
+        [
+            replace(plan, weight_slots=min(slots, len(plan.units)) if slots else weights, gradient_slots=gradients)
+            for plan in cuts
+        ]
         for weights, gradients in ((2, 2), (2, 1), (1, 1))
     ]
     grades = staying if held else [*staying, best, *lesser]

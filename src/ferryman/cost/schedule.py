@@ -15,11 +15,14 @@ order in which lanes are ready, and the estimate adds to the link's queue what t
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ferryman.cost.rates import Rates
+
+SAMPLE = 256  # subgroups; of more, the first tell how it goes on
 
 _MANY = 128  # subgroups; of more, not every rhythm is simulated
 _TRIES = 400  # schedules that `best_discrete` tries beyond the regular ones
@@ -107,8 +110,11 @@ def assign(sizes: Sequence[int], traffic: Traffic, rates: Rates, queues: Queues)
 
     Whoever is done first takes the next one. That does not look ahead, so what it gives is compared with the host
     alone, with every share spread evenly and with every stride, and the best is taken: no fixed rhythm is better. Of
-    many subgroups the first rule is as good as any, and only what is near it is compared.
+    many subgroups the first rule is as good as any, and only what is near it is compared; a large model has tens of
+    thousands, and there the first are assigned and the others follow their pattern.
     """
+    if len(sizes) > SAMPLE:
+        return list(itertools.islice(itertools.cycle(assign(sizes[:SAMPLE], traffic, rates, queues)), len(sizes)))
     one_by_one = []
     ahead = queues
     for size in sizes:

@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ferryman.files import replacing_file
+
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 TOKEN_SUFFIXES = (".bin", ".npy")
 
@@ -18,13 +20,16 @@ _CHUNK = 2**20  # bytes of text that are in memory at a time
 Encode = Callable[[bytes], Any]  # from whole lines to an array of token ids
 
 
-def find_files(paths: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> tuple[list[Path], list[Path]]:
-    """Text files and token files among these. Of a directory, all that is in it, by suffix, in the order of names."""
+def find_files(
+    paths: Sequence[Path], suffixes: Sequence[str] = SUFFIXES, *, without: Path | None = None
+) -> tuple[list[Path], list[Path]]:
+    """Text files and token files among these. Of a directory, all that is in it, by suffix, in the order of names,
+    but for what is hidden, and for the directory `without`, where a run writes."""
     found: list[Path] = []
     wanted = {suffix if suffix.startswith(".") else f".{suffix}" for suffix in suffixes}
     for path in paths:
         if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.is_file())
+            files = sorted(_inside(path, without))
             chosen = [file for file in files if file.suffix in (*wanted, *TOKEN_SUFFIXES)]
             if not chosen:
                 raise ValueError(_nothing_in(path, files, sorted(wanted)))
@@ -37,6 +42,14 @@ def find_files(paths: Sequence[Path], suffixes: Sequence[str] = SUFFIXES) -> tup
     if texts and not any(path.stat().st_size for path in texts):
         raise ValueError(f"--data: {texts[0] if len(texts) == 1 else f'all {len(texts)} text files'}: there is no text")
     return texts, [path for path in found if path.suffix in TOKEN_SUFFIXES]
+
+
+def _inside(directory: Path, without: Path | None) -> Iterator[Path]:
+    left_out = None if without is None else without.resolve()
+    for inside, folders, names in os.walk(directory):
+        here = Path(inside)
+        folders[:] = [name for name in folders if name[0] != "." and (here / name).resolve() != left_out]
+        yield from (here / name for name in names if name[0] != "." and (here / name).is_file())
 
 
 def _nothing_in(path: Path, files: Sequence[Path], wanted: Sequence[str]) -> str:
@@ -62,21 +75,30 @@ def with_tokenizer(tokenizer: Any) -> Encode:
     return encode
 
 
-def write_tokens(texts: Iterable[Path], target: Path, encode: Encode, dtype: str, between: bytes | int) -> None:
+def write_tokens(
+    texts: Iterable[Path], target: Path, encode: Encode, dtype: str, between: bytes | int, vocabulary: int
+) -> None:
     """The tokens of all texts in one file, whole or not at all. `between` two texts there is this text, or token."""
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as out:
-            for number, path in enumerate(texts):
-                if number:
-                    ids = [between] if isinstance(between, int) else encode(between)
-                    out.write(np.asarray(ids, dtype=dtype).tobytes())
-                with path.open("rb") as file:
-                    for lines in _lines(file):
-                        out.write(np.asarray(encode(lines), dtype=dtype).tobytes())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing_file(target) as partial, partial.open("wb") as out:
+        for number, path in enumerate(texts):
+            if number:
+                ids = [between] if isinstance(between, int) else encode(between)
+                out.write(_packed(ids, dtype, vocabulary, path))
+            with path.open("rb") as file:
+                for lines in _lines(file):
+                    out.write(_packed(encode(lines), dtype, vocabulary, path))
+
+
+def _packed(ids: Any, dtype: str, vocabulary: int, path: Path) -> bytes:
+    """Those that the model knows; any other would be cut to another token's number."""
+    found = np.asarray(ids, dtype=np.int64 if isinstance(ids, list) else None)
+    if found.size and int(found.max()) >= vocabulary:
+        raise ValueError(
+            f"{path}: the tokenizer makes token {int(found.max())} of it, and the model's vocabulary has {vocabulary}, "
+            f"so ids from 0 to {vocabulary - 1}; give the model the tokenizer that it was made for, or a larger "
+            "vocab_size in its config.json"
+        )
+    return found.astype(dtype).tobytes()
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:

@@ -42,6 +42,11 @@ class Windows:
         return max(1, (tokens - self._length + 1) // self._length)
 
     @property
+    def seen(self) -> int:
+        """Windows that were drawn, in all epochs."""
+        return self._epoch * self.count + self._index
+
+    @property
     def epoch(self) -> float:
         """How often the data has been seen."""
         return self._epoch + self._index / self.count

@@ -22,8 +22,8 @@ _TRAINERS = {
     "max_grad_norm": "say it in TrainingArguments(max_grad_norm=...)",
 }
 _OPTIONS = tuple(name for name in inspect.signature(Engine).parameters if name not in _TRAINERS)
-# Those that mean something to an engine that only evaluates.
-_EVALUATION = ("device", "memory", "units", "resident", "stash", "slots", "held", "trace")
+# Those that mean something to an engine that only evaluates. The trace is of the training.
+_EVALUATION = ("device", "memory", "units", "resident", "stash", "slots", "held")
 
 # The training arguments that cannot be followed, and why.
 _REFUSED = {

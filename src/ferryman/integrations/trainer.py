@@ -9,8 +9,9 @@ to see gradients in between.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ class FerrymanTrainer(Trainer):
         assert self.engine is not None
         assert output_dir is not None
         if (Path(output_dir) / TRAINER_STATE_NAME).is_file() and not is_checkpoint(Path(output_dir)):
-            shutil.rmtree(output_dir)  # a plain Trainer's, which it would write over
+            _move_aside(Path(output_dir))
         path = self.engine.save(output_dir, objects=self._objects())
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
@@ -301,3 +302,12 @@ class _EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def step(self, closure: None = None) -> None:
         self._is_overflow = not self._update()
+
+
+def _move_aside(checkpoint: Path) -> None:
+    """A plain Trainer's, in whose place one of ours goes: it stays, under a name that no trainer takes for its own."""
+    suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    names = (checkpoint.with_name(f"plain-{checkpoint.name}{suffix}") for suffix in suffixes)
+    aside = next(path for path in names if not path.exists())
+    checkpoint.rename(aside)
+    warnings.warn(f"{checkpoint} was a plain Trainer's; it is {aside} now", stacklevel=2)

@@ -111,10 +111,14 @@ class Fit:
 
     def _largest(self, needs: Needs, size: int, room: int) -> Choice:
         """The largest micro-batches that fit: of a given size there is a smallest count."""
-        for count in sorted({-(-size // samples) for samples in range(1, size + 1)}):
-            on_host = self._place(needs, -(-size // count), count, room)
-            if on_host is not None and len(range(0, size, -(-size // count))) == count:
+        count = 1
+        while True:
+            samples = -(-size // count)
+            if (on_host := self._place(needs, samples, count, room)) is not None:
                 return Choice(count, on_host)
+            if samples == 1:
+                break
+            count = -(-size // (samples - 1))  # the next that makes them smaller
         raise TooLargeError(self._need_of_one(needs.one, size))
 
     def whole_need(self, batch: Any, size: int) -> Need:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ferryman.report.recording import Recording
-from ferryman.trace import Span, Step
+from ferryman.trace import Span, Step, busy_time
 
 # By resource, its lanes; in the order in which they are shown.
 RESOURCES = {
@@ -167,7 +167,7 @@ def _lane(step: Step, spans: Sequence[Span]) -> Lane:
         kinds[kind] = kinds.get(kind, 0.0) + min(span.end, step.end) - max(span.start, step.start)
     # What reaches over an end counts where it began.
     nbytes = sum(span.nbytes for span in spans if span.start >= step.start)
-    return Lane(covered(spans, step.start, step.end), kinds, nbytes)
+    return Lane(busy_time(spans, step.start, step.end), kinds, nbytes)
 
 
 def _phases(step: Step, spans: Sequence[Span]) -> list[Stretch]:
@@ -190,16 +190,7 @@ def _stretch(name: str, start: float, end: float, spans: Sequence[Span]) -> Stre
         if span.end > start and span.start < end:
             resources.setdefault(resource_of(span.lane), []).append(span)
     order = [*RESOURCES, *sorted(resources.keys() - RESOURCES.keys())]
-    return Stretch(name, start, end, {r: covered(resources[r], start, end) for r in order if r in resources})
-
-
-def covered(spans: Iterable[Span], start: float, end: float) -> float:
-    """How much of the time from start to end at least one of the spans covers; they are in order of their start."""
-    total, until = 0.0, start
-    for span in spans:
-        total += max(0.0, min(span.end, end) - max(span.start, until))
-        until = max(until, min(span.end, end))
-    return total
+    return Stretch(name, start, end, {r: busy_time(resources[r], start, end) for r in order if r in resources})
 
 
 def summary(figures: Sequence[Figures]) -> dict[str, Any]:

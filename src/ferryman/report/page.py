@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ferryman.files import replacing_file
 from ferryman.report.figures import RESOURCES, Account, Figures, account_figures, figures_of, kind_of, resource_of
 from ferryman.report.recording import Recording, read
 
@@ -32,12 +33,8 @@ def write_report(
     if not path.parent.is_dir():
         raise ValueError(f"there is no directory {path.parent} to write {path.name} into; make it first")
     figures = [figures_of(recording) for recording in read(trace)]
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(render(figures, Path(trace).name), encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing_file(path) as file:
+        file.write_text(render(figures, Path(trace).name), encoding="utf-8")
     return figures
 
 

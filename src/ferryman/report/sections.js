@@ -35,12 +35,13 @@ function figure(name, value, unit, more, share = null) {
 {
   const typical = lead.accounts[lead.typical], { busiest, share, bound } = typical.whole;
   const count = lead.steps.number.length;
+  const thinned = facts.thinned ? `; of ${facts.thinned.steps} steps in all, older ones thinned to one in ${facts.thinned.every}` : "";
   const [time, unit] = lead.seconds === null ? ["–", ""] : showSeconds(lead.seconds).split(" ");
   const rate = lead.tokens_rate !== null ? ["tokens", lead.tokens_rate] : lead.samples_rate !== null ? ["samples", lead.samples_rate] : null;
   const peak = lead.peak === null ? ["–", "", facts.device === "cpu" ? "on the CPU the device is the host" : "was not recorded"]
     : [...showBytes(lead.peak).split(" "), budget ? `${showPercent(lead.peak / budget)} of the budget of ${showBytes(budget)}` : "no budget was set"];
   byId("headline").append(
-    figure("Step time", time, unit, lead.seconds === null ? "no steps were recorded" : `median of ${count} step${count === 1 ? "" : "s"}${count > 1 ? ", without the first" : ""}`),
+    figure("Step time", time, unit, lead.seconds === null ? "no steps were recorded" : `median of ${count} step${count === 1 ? "" : "s"}${count > 1 ? ", without the first" : ""}${thinned}`),
     figure("Throughput", rate ? digits(rate[1]) : "–", rate ? `${rate[0]}/s` : "", rate
       ? `${showCount(typical[rate[0]])} ${rate[0]} a step, ${typical.micro_batches} micro-batch${typical.micro_batches === 1 ? "" : "es"}` : "samples are not known"),
     figure("Device memory, peak", peak[0], peak[1], peak[2], lead.peak !== null && budget ? lead.peak / budget : null),

@@ -459,7 +459,7 @@ class Server:
         trace, last = self._lanes.trace, self._last
         if trace is not None and last is not None and not last.noted and last.is_over:
             last.noted = True
-            trace.note(f"updates of step {last.step}", dataclasses.asdict(self._stats_of(last)))
+            trace.note(last.step, f"updates of step {last.step}", dataclasses.asdict(self._stats_of(last)))
 
     def _stats_of(self, record: Record) -> Stats:
         if record.predicted_rate is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ferryman.device_name import device_name
 from ferryman.server.precision import PRECISIONS
 
 
@@ -24,10 +25,7 @@ class Accelerator:
 
     @property
     def name(self) -> str:
-        get = getattr(self._module, "get_device_name", None)
-        if get is None:
-            return f"{self.device} (simulated, on the CPU)" if self.is_simulated else str(self.device)
-        return f"{self.device} ({get(self.device)})"
+        return device_name(self.device) + (" (simulated, on the CPU)" if self.is_simulated else "")
 
     def synchronize(self) -> None:
         if not self.is_host:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -43,25 +43,15 @@ class Delays:
     @contextlib.contextmanager
     def late(self, engine: Engine, names: Collection[str], *, times: int = 1) -> Iterator[None]:
         """Within, whatever the engine's lanes of these names do begins late, by so many times the usual delay."""
-        lanes = [lane for lane in engine._parts.lanes._lanes if lane.name in names]
-        assert len(lanes) == len(names), f"an engine has lanes {[lane.name for lane in engine._parts.lanes._lanes]}"
+        lanes = [lane for lane in engine._parts.lanes if lane.name in names]
+        assert len(lanes) == len(names), f"an engine has lanes {[lane.name for lane in engine._parts.lanes]}"
         with contextlib.ExitStack() as stack:
             if self._accelerator.is_simulated and any(isinstance(lane, DeviceLane) for lane in lanes):
                 stack.enter_context(self._accelerator.link(delay=times * _SECONDS))
             for lane in lanes:
-                stack.enter_context(replaced(lane, "_recorded", self._held_up(lane, times)))
+                stack.callback(setattr, lane, "prelude", lane.prelude)
+                lane.prelude = functools.partial(self._hold_up, lane, times)
             yield
-
-    def _held_up(self, lane: Lane, times: int) -> Callable[..., Any]:
-        real = lane._recorded
-
-        @contextlib.contextmanager
-        def recorded(*args: Any) -> Iterator[None]:
-            with real(*args):
-                self._hold_up(lane, times)
-                yield
-
-        return recorded
 
     def _hold_up(self, lane: Lane, times: int) -> None:
         if not isinstance(lane, DeviceLane):

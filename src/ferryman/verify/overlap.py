@@ -18,9 +18,8 @@ import torch
 
 from ferryman.engine import Engine
 from ferryman.lanes import Lanes
-from ferryman.marks import covered
 from ferryman.pinned import PinnedMemory
-from ferryman.trace import Span, Trace
+from ferryman.trace import Trace, busy_time
 from ferryman.verify.bench import Bench
 from ferryman.verify.models import Batch, Transformer, batch, build
 from ferryman.verify.result import Check, Figures, Outcome, Verdict
@@ -219,8 +218,8 @@ class _Steps:
         self._accelerator.synchronize()
         spans = [span for span in trace.spans() if span.start >= begin]
         fetches, flushes = ([span for span in spans if span.lane == lane] for lane in ("h2d", "d2h"))
-        seconds = _busy(fetches), _busy(flushes)
-        both = sum(seconds) - _busy([*fetches, *flushes])
+        seconds = busy_time(fetches), busy_time(flushes)
+        both = sum(seconds) - busy_time([*fetches, *flushes])
         return _Step(
             took,
             compute=sum(span.end - span.start for span in spans if span.label.startswith("visit")),
@@ -254,10 +253,6 @@ class _Steps:
     @property
     def _batch(self) -> Batch:
         return batch(0, self._samples, _LENGTH)
-
-
-def _busy(spans: Sequence[Span]) -> float:
-    return covered((span.start, span.end) for span in spans)
 
 
 def _ms(seconds: float) -> str:

@@ -1,0 +1,147 @@
+"""Checkpoints against the disk: how fast `engine.save` and `engine.load` are, beside plain writes and reads.
+
+    python benchmarks/checkpoint.py [megabytes] [directory]
+
+A model with the optimizer's state of about so many megabytes is saved and loaded; and the same number of bytes, in
+files of the same sizes, is written from, and read into, one buffer that holds all of them, 16 MiB at a time. Writes
+end with fsync, on both sides. Reads are made twice: *cold*, after the system was asked to forget the files, and *warm*,
+from its cache. All ways run in turn, round after round, and medians are compared, so that a busy disk disturbs them
+alike. Then, each once more, for the host memory that they take: the highest resident size over that before.
+
+Checksums are computed beside, on a second core. Where none is free, they are in the way of reads from the cache.
+"""
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from _bench import machine
+from torch import nn
+
+from ferryman.engine import Engine
+from ferryman.server import memory
+
+ROUNDS = 7
+CHUNK = 16 << 20
+WIDTH = 1024
+
+
+def make_engine(nbytes: int) -> Engine:
+    """In bf16, with 12 bytes a parameter: weights, what they lack in float32, two moments."""
+    blocks = max(2, round(nbytes / 12 / (8 * WIDTH * WIDTH)))
+    made = (nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(blocks))
+    model = nn.Sequential(*made)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return Engine(model, optimizer, device="cpu", precision="bf16", loss=lambda m, x: m(*x).float().square().mean())
+
+
+def files_in(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def forget(directory: Path) -> None:
+    """Has the system drop the files from its cache."""
+    for path in files_in(directory):
+        handle = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def write_plain(directory: Path, sizes: dict[str, int], source: memoryview) -> None:
+    directory.mkdir()
+    for name, size in sizes.items():
+        with (directory / name).open("wb", buffering=0) as file:
+            while size:
+                count = file.write(source[: min(size, CHUNK)])
+                source, size = source[count:], size - count
+            os.fsync(file.fileno())
+
+
+def read_plain(directory: Path, target: memoryview) -> None:
+    for path in files_in(directory):
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(target[:CHUNK]):
+                target = target[count:]
+
+
+def high_water(act: Callable[[], object]) -> int:
+    """Bytes of memory that it takes at most, beside what there was."""
+
+    def status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
+
+    memory.trim()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    act()
+    return status("VmHWM") - before
+
+
+def main() -> None:
+    megabytes = int(sys.argv[1]) if len(sys.argv) > 1 else 1500
+    print(machine())
+    with tempfile.TemporaryDirectory(dir=sys.argv[2] if len(sys.argv) > 2 else None) as place:
+        ours, plain = Path(place) / "saved", Path(place) / "plain"
+        engine = make_engine(megabytes * 1_000_000)
+        engine.save(ours)
+        sizes = {str(path.relative_to(ours)).replace("/", "-"): path.stat().st_size for path in files_in(ours)}
+        total, unit = sum(sizes.values()), max(unit.nbytes for unit in engine.units)
+        buffer = memoryview(bytearray(total))
+        read_plain(ours, buffer)  # the same bytes: a disk may like some better than others
+        print(
+            f"{total / 1e9:.2f} GB in {len(sizes)} files, on {_filesystem(Path(place))}; medians of {ROUNDS} rounds\n"
+        )
+
+        def clear(directory: Path) -> None:
+            shutil.rmtree(directory, ignore_errors=True)
+            os.sync()
+
+        ways: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {  # and what comes before, untimed
+            "write": (lambda: write_plain(plain, sizes, buffer), lambda: clear(plain)),
+            "save": (lambda: engine.save(ours), lambda: clear(ours)),
+            "read, cold": (lambda: read_plain(plain, buffer), lambda: forget(plain)),
+            "load, cold": (lambda: engine.load(ours), lambda: forget(ours)),
+            "read, warm": (lambda: read_plain(plain, buffer), lambda: None),
+            "load, warm": (lambda: engine.load(ours), lambda: None),
+        }
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(ROUNDS + 1):
+            # In turn the other way round: whoever writes first may leave the disk busy for the next.
+            for name, (act, before) in list(ways.items())[:: 1 if number % 2 else -1]:
+                before()
+                start = time.perf_counter()
+                act()
+                times[name].append(time.perf_counter() - start)
+        taken = {name: statistics.median(some[1:]) for name, some in times.items()}
+        for mine, theirs in (("save", "write"), ("load, cold", "read, cold"), ("load, warm", "read, warm")):
+            print(
+                f"{mine:10} {total / taken[mine] / 1e9:5.2f} GB/s, plain {theirs:10} "
+                f"{total / taken[theirs] / 1e9:5.2f} GB/s: ratio {taken[theirs] / taken[mine]:.2f}"
+                f" (rounds: {_spread([t / m for t, m in zip(times[theirs][1:], times[mine][1:], strict=True)])})"
+            )
+        print()
+        for what, act in (("save", lambda: engine.save(ours)), ("load", lambda: engine.load(ours))):
+            extra = high_water(act) / 1e6
+            print(f"{what}: {extra:.1f} MB of host memory beside the engine's; its largest unit has {unit / 1e6:.1f}")
+        engine.close()
+
+
+def _spread(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def _filesystem(place: Path) -> str:
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    inside = [mount for mount in mounts if place.is_relative_to(mount[1])]
+    return max(inside, key=lambda mount: len(mount[1]))[2]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""CRC-32, as zlib has it: of pieces of memory, and beside a stream, by a thread of its own."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from ferryman import native
+
+_SHORT = 4096  # bytes, below which a call into the library costs more than it gains
+
+
+def crc32(data: memoryview, crc: int = 0) -> int:
+    if len(data) < _SHORT or not _is_native():
+        return zlib.crc32(data, crc)
+    library = native.library()
+    assert library is not None
+    found: int = library.ferryman_crc32(np.frombuffer(data, np.uint8).ctypes.data, len(data), crc)
+    return found
+
+
+@functools.cache
+def _is_native() -> bool:
+    library = native.library()
+    return library is not None and bool(library.ferryman_has_crc32())
+
+
+class Follower:
+    """Follows a stream; at most a few chunks behind, so that these are still in the cache."""
+
+    _BEHIND = 4
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "checksum")
+        self._under_way: deque[Future[None]] = deque()
+        self._crc = 0
+
+    def add(self, pieces: Sequence[memoryview]) -> None:
+        """The memory must stay as it is until `value` is asked for."""
+        self._under_way.append(self._pool.submit(self._follow, list(pieces)))
+        while len(self._under_way) > self._BEHIND:
+            self._under_way.popleft().result()
+
+    def value(self) -> int:
+        while self._under_way:
+            self._under_way.popleft().result()
+        return self._crc
+
+    def _follow(self, pieces: Sequence[memoryview]) -> None:
+        for piece in pieces:
+            self._crc = crc32(piece, self._crc)
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,41 @@
+"""What is taken where nothing is given, by `ferryman train` and by `ferryman plan`, which tells what it would do.
+
+All other defaults that both have are those of `Options`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ferryman import checks
+from ferryman.cli.model import Description
+from ferryman.cost.sizes import parse_bytes
+
+LONGEST = 1024  # tokens in a window
+
+_SHARE = 0.9  # of the free device memory: an allocator's gaps, and what libraries take for themselves, need some
+
+
+def window(sequence: int | None, model: Description) -> int:
+    """Tokens in a window: the model's context, if it is not too long."""
+    if sequence is None:
+        return min(model.context or LONGEST, LONGEST)
+    if sequence < 2:
+        raise ValueError(f"--sequence {sequence}: a sample has at least 2 tokens, of which each predicts the next")
+    if model.context is not None and sequence > model.context:
+        raise ValueError(f"--sequence {sequence} is longer than {model.name!r} takes: {model.context} tokens")
+    return sequence
+
+
+def budget(device: torch.device, memory: str | None) -> int | None:
+    """Bytes of the device that may be used; None for the CPU, which has no memory of its own."""
+    if memory is not None:
+        given = parse_bytes(memory, "memory")
+        checks.budget(given, device)
+        return given
+    if device.type == "cpu":
+        return None
+    try:
+        return int(_SHARE * torch.accelerator.get_memory_info(device)[0])
+    except (NotImplementedError, RuntimeError):  # not every device tells
+        return None
