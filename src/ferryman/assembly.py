@@ -120,7 +120,10 @@ class Assembly:
         self.store.follow_edits()
 
     def close(self, *, together: bool = True) -> None:
-        """Gives the model back as it came, with its weights as they are now; not `together`: other ranks are not here."""
+        """Gives the model back as it came, with its weights as they are now.
+
+        Not `together`: other ranks are not here.
+        """
         try:
             try:
                 self.server.bring_home()

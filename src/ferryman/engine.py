@@ -31,11 +31,13 @@ from ferryman.checkpoint.loaded import Loaded
 from ferryman.cost.plan import Need, Plan
 from ferryman.cost.sizes import parse_bytes
 from ferryman.interrupts import Interrupts
-from ferryman.joint import Word, count_samples, speak, weigh
+from ferryman.joint import facts, is_nothing, most_wanted, speak, weigh
 from ferryman.planner import Planner
-from ferryman.ranks import Ranks
+from ferryman.ranks import Ranks, Share
 from ferryman.recorder import Recorder
 from ferryman.relay.fit import Choice, Trial, advice
+from ferryman.server.kernels import default_threads
+from ferryman.server.looks import NonFiniteError
 from ferryman.server.panel import Panel
 from ferryman.server.precision import dtype_of
 from ferryman.server.settings import Settings
@@ -94,7 +96,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         trace: Trace | None = None,
     ) -> None:
         checks.arguments(model, loss, reduction, units=units, resident=resident, stash=stash, slots=slots)
-        self.device = checks.real_device(device)
+        self._ranks = Ranks()
+        self.device = checks.real_device(device, self._ranks.place)
         self._budget = None if memory is None else parse_bytes(memory, "memory")
         checks.budget(self._budget, self.device)
         checks.free(model)
@@ -102,10 +105,19 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         checks.interleave_arguments(optimizer, self.device, slots, held, updates, subgroup)
         self._model, self._loss, self._reduction = model, loss, reduction
         self._stash, self._updates = stash, updates
-        self._ranks = Ranks()
+        self._ranks.agree(
+            facts(model, optimizer, {
+                "device": self.device.type, "memory": self._budget, "precision": precision, "updates": updates,
+                "max_grad_norm": max_grad_norm, "on_nonfinite": on_nonfinite, "deferred": deferred, "slots": slots,
+                "reduction": reduction, "units": units, "resident": resident, "stash": stash, "held": held,
+                "subgroup": subgroup,
+            })
+        )  # fmt: skip
         self._panel = None if optimizer is None else Panel(optimizer, model)
         self._dtype_of = dtype_of(model, precision)
-        self._settings = Settings(max_grad_norm, on_nonfinite, deferred, host_threads)
+        self._settings = Settings(
+            max_grad_norm, on_nonfinite, deferred, host_threads or self._ranks.threads(default_threads())
+        )
         self._recorder = Recorder(trace, model, self.device, self._budget, self._panel, self._dtype_of)
         self._planner = Planner(
             model, self.device, budget=self._budget, slots=slots, units=units, resident=resident, held=held,
@@ -148,6 +160,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         panel = self._need_optimizer()
         self._parts.server.follow_user(panel)
         self._parts.gradients.take(self._parts.all_units)
+        self._parts.server.begin_step(kept=True)
         self._finish(panel)
 
     @property
@@ -248,15 +261,19 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._parts.server.begin_step()
         try:
             with self._parts.step(), Interrupts() as interrupts:
-                total = self._parts.relay.run(
-                    [self._work(part.content, part.weight * scale) for part in parts],
-                    seed,
-                    stash_on_host=choice.stash_on_host,
-                    for_good=for_good,
-                    without=without,
-                    between=interrupts.check,
-                )
+                works = [self._work(part.content, part.weight * scale) for part in parts]
+                total = torch.zeros((), device=self.device)
+                if works:  # of several ranks, this one may have none
+                    total = self._parts.relay.run(
+                        works,
+                        seed,
+                        stash_on_host=choice.stash_on_host,
+                        for_good=for_good,
+                        without=without,
+                        between=interrupts.check,
+                    )
         except BaseException as error:
+            self._ranks.fail(error)
             self._parts.lanes.drain()
             if isinstance(error, torch.OutOfMemoryError):
                 error.add_note(advice(self._parts.plan, choice))
@@ -274,7 +291,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             try:
                 # In the order in which the next step fetches them.
                 self._parts.server.finish(self._parts.plan.in_forward_order, self._parts.relay.kept)
-            except BaseException:
+            except BaseException as error:
+                if not (isinstance(error, NonFiniteError) and error.agreed):
+                    self._ranks.fail(error)
                 self._parts.lanes.drain()
                 self._recover(forget=True)
                 raise
@@ -294,6 +313,16 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         if self._panel is None:
             raise ValueError("the engine has no optimizer: ferryman.Engine(model, optimizer), with one of torch.optim")
         return self._panel
+
+    def agree(self, **facts: Any) -> None:
+        """Of several ranks: refuses on all of them, by name, what is not the same on all, as `steps=len(loader)`."""
+        self._check_open()
+        self._ranks.agree({name: str(value) for name, value in facts.items()})
+
+    @property
+    def share(self) -> Share:
+        """Which of the ranks this is, `rank`, and how many there are, `size`."""
+        return self._ranks.share
 
     def skip(self, blocks: Position | Iterable[Position]) -> None:
         """In the next step these blocks hand their input on: they are neither fetched nor do they get gradients."""
@@ -357,9 +386,15 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return self._parts.relay.fetches
 
     def close(self) -> None:
-        """Gives the model back as it came, with its weights as they are now."""
+        """Gives the model back as it came, with its weights as they are now; of several ranks, all at once."""
+        self._end(together=True)
+
+    def _end(self, *, together: bool) -> None:
+        """Not `together`: other ranks are not here."""
+        if together and not (self._closed or self._ranks.has_failed):
+            self._ranks.tell("closing the engine")
         self._closed = True
-        self._parts.close()
+        self._parts.close(together=together and not self._ranks.has_failed)
 
     def _assemble(self, plan: Plan) -> Assembly:
         scale, trace = self._planner.scale(), self._recorder.trace
@@ -375,29 +410,26 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _prepare(self, batch: Any, micro_batches: int | None) -> tuple[Choice, list[Part], int]:
         """How the batch is cut, what each micro-batch weighs, and the seed of the first one's random numbers."""
         while True:
-            chosen, parts, error = Choice(0, stash_on_host=False), list[Part](), None
+            found: Choice | Need | ValueError
+            parts = list[Part]()
             try:
                 self._check_model()
-                if self._ranks.alone or batch:  # a rank may have none, where others have some
-                    chosen = self._sizing.choose(batch, micro_batches, begun=self._has_begun())
-                    if isinstance(chosen, Choice):
-                        parts = split(batch, chosen.micro_batches, self._reduction)
+                found = Choice(0, stash_on_host=False)
+                if self._ranks.alone or not is_nothing(batch):
+                    found = self._sizing.choose(batch, micro_batches, begun=self._has_begun())
+                if isinstance(found, Choice) and found.micro_batches:
+                    parts = split(batch, found.micro_batches, self._reduction)
             except ValueError as failed:
-                if self._ranks.alone:
-                    raise
-                error = failed
-            seed = int(torch.randint(0, 2**62, ()).item()) if isinstance(chosen, Choice) else 0
-            wanted = chosen if isinstance(chosen, Need) else None
-            words = speak(self._ranks, Word(error and str(error), wanted, len(parts), count_samples(parts), seed))
-            if error is not None:
-                raise error
-            if any(word.wanted for word in words):
-                self._rebuild(self._sizing.smaller([word.wanted for word in words if word.wanted is not None]))
+                found = failed
+            seed = int(torch.randint(0, 2**62, ()).item()) if isinstance(found, Choice) else 0
+            words = speak(self._ranks, found, parts, seed)
+            if (needed := most_wanted(words)) is not None:
+                self._rebuild(self._sizing.smaller(needed))
                 continue
-            assert isinstance(chosen, Choice)
-            self.choice = chosen
+            assert isinstance(found, Choice)
+            self.choice = found
             before = sum(word.parts for word in words[: self._ranks.rank])
-            return chosen, weigh(parts, words, self._ranks.rank, self._reduction), words[0].seed + before
+            return found, weigh(parts, words, self._ranks.rank, self._reduction), words[0].seed + before
 
     def _has_begun(self) -> bool:
         return self._parts.server.has_stepped or bool(self._parts.relay.kept)
@@ -420,6 +452,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _check_open(self, *, loading: bool = False) -> None:
         if self._closed:
             raise ValueError("the engine is closed; make a new one to train the model further")
+        if self._ranks.has_failed:
+            raise ValueError(
+                "a rank has failed, and the others are no longer where it was; make a new engine on all ranks, and "
+                "load the last checkpoint"
+            )
         if not loading:
             self._loaded.check()
 
@@ -434,5 +471,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # A failure of closing must not hide the exception that is on its way.
-        with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
+        if error is None:
             self.close()
+            return
+        self._ranks.fail(error)
+        with contextlib.suppress(Exception):
+            self._end(together=False)

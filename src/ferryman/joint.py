@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from ferryman.batch import Part, samples_in
 from ferryman.cost.plan import Need
 from ferryman.ranks import Ranks
+from ferryman.relay.fit import Choice
+
+
+def facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Mapping[str, Any]) -> dict[str, str]:
+    """What must be the same on all ranks, in words."""
+    found = {f"{name}=": repr(value) for name, value in settings.items()}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        trains = "" if tensor.requires_grad else ", which does not train"
+        found[f"the model's {name!r}"] = f"{tuple(tensor.shape)} in {tensor.dtype}{trains}"
+    if optimizer is not None:
+        found["the optimizer"] = type(optimizer).__name__
+        found["the number of parameter groups"] = str(len(optimizer.param_groups))
+        for number, group in enumerate(optimizer.param_groups):
+            options = {name: value for name, value in group.items() if name != "params"}
+            found[f"the optimizer's group {number}"] = f"{len(group['params'])} tensors with {options}"
+    return found
 
 
 class Word(NamedTuple):
@@ -20,13 +39,36 @@ class Word(NamedTuple):
     seed: int
 
 
-def speak(ranks: Ranks, mine: Word) -> list[Word]:
+def speak(ranks: Ranks, found: Choice | Need | ValueError, parts: Sequence[Part], seed: int) -> list[Word]:
     """What all say, in the order of ranks; a ValueError on each if one of them cannot go on."""
-    words: list[Word] = [Word(*word) for word in ranks.tell(tuple(mine))]
-    failed = [(rank, word.error) for rank, word in enumerate(words) if word.error is not None]
-    if failed and mine.error is None:
-        raise ValueError(f"rank {failed[0][0]} cannot make this step: {failed[0][1]}")
+    if ranks.alone and isinstance(found, ValueError):
+        raise found
+    mine = Word(
+        error=str(found) if isinstance(found, ValueError) else None,
+        wanted=found if isinstance(found, Need) else None,
+        parts=len(parts),
+        samples=_count_samples(parts),
+        seed=seed,
+    )
+    words = [Word(error, wanted and Need(*wanted), *rest) for error, wanted, *rest in ranks.tell("making a step", mine)]
+    if isinstance(found, ValueError):
+        raise found
+    for rank, word in enumerate(words):
+        if word.error is not None:
+            raise ValueError(f"rank {rank} cannot make this step: {word.error}")
+    if not any(word.parts or word.wanted for word in words):
+        raise ValueError("no rank has a micro-batch for this step: at least one must")
     return words
+
+
+def most_wanted(words: Sequence[Word]) -> Need | None:
+    """What the smaller plan that some rank asks for must leave room for."""
+    return max((word.wanted for word in words if word.wanted is not None), key=lambda need: need.nbytes, default=None)
+
+
+def is_nothing(batch: Any) -> bool:
+    """What a rank gives that has no data where others have some."""
+    return batch is None or (isinstance(batch, Sequence | Mapping) and not batch)
 
 
 def weigh(parts: Sequence[Part], words: Sequence[Word], rank: int, reduction: str) -> list[Part]:
@@ -38,6 +80,6 @@ def weigh(parts: Sequence[Part], words: Sequence[Word], rank: int, reduction: st
     return [Part(part.content, part.weight * amounts[rank] / sum(amounts)) for part in parts]
 
 
-def count_samples(parts: Sequence[Part]) -> int | None:
+def _count_samples(parts: Sequence[Part]) -> int | None:
     sizes = [samples_in(part.content) for part in parts]
     return None if None in sizes else sum(size for size in sizes if size is not None)

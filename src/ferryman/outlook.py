@@ -152,7 +152,7 @@ def _fit(planner: Planner, training: Training) -> tuple[Outlook, Callable[[Plan,
         if isinstance(chosen, Choice):
             choice = chosen
             break
-        plan = chosen
+        plan = sizing.smaller(chosen)
     if problems and training.micro_batches is None:
         choice = Choice(training.samples, training.stash != "device")  # one sample each needs least
     return Outlook(plan, dict(plan.account), {}, choice, -(-training.samples // choice.micro_batches), problems), of

@@ -17,7 +17,7 @@ from ferryman.ranks import Share
 from ferryman.server.panel import Panel
 from ferryman.server.precision import Scale, scale_for
 from ferryman.server.settings import Settings, is_eager
-from ferryman.server.state import arrays, is_whole, part
+from ferryman.server.state import arrays, bounds, is_whole
 from ferryman.units import GRAIN, DtypeOf, Unit, find_units, master_dtype, trained_elements
 
 _HOST = Policy("host")
@@ -126,7 +126,7 @@ class Planner:
         if self.share.size > 1 and policy.kind != "host":
             deferred = self.panel is not None  # what a device shall update is known when all ranks' gradients are
         given = None if self.subgroup is None else -(-self.subgroup // GRAIN) * GRAIN
-        at_host = Staging(_HOST, given or most, arrays, deferred, own=self._own)
+        at_host = Staging(_HOST, given or most, arrays, deferred, cuts=self._cuts, rank=self.share.rank)
         if policy.kind == "host":
             return [at_host]
         sizes = [given or (most if self.budget is None else subgroup_for(self.budget, most))]
@@ -136,13 +136,15 @@ class Planner:
         if self.share.size > 1:
             holding = [False]  # they wait on the host, where those of all ranks are added up
         ways = [
-            Staging(policy, size, arrays, deferred, holds, self._own) for holds in holding for size in sizes
+            Staging(policy, size, arrays, deferred, holds, self._cuts, self.share.rank)
+            for holds in holding
+            for size in sizes
         ]
         return [*ways, at_host] if policy.kind == "auto" and given is None else ways
 
-    def _own(self, unit: Unit) -> tuple[int, int]:
-        """Of the unit's trained elements, those that this rank updates."""
-        return (0, trained_elements(unit)) if self.panel is None else part(unit, self.panel, self.share)
+    def _cuts(self, unit: Unit) -> list[int]:
+        """Where each rank's part of the unit's trained elements begins and ends."""
+        return [0, trained_elements(unit)] if self.panel is None else bounds(unit, self.panel, self.share)
 
     def _arrays(self, unit: Unit) -> int | None:
         if self.panel is None or not trained_elements(unit) or is_whole(unit, self.panel):

@@ -1,21 +1,30 @@
 """The processes that train together, over torch.distributed; one by itself is the same with nothing to say.
 
 Each rank has its own device and its own micro-batches. Ranks of one *node* (a torchrun agent on a host) can share
-memory. Collectives are matched by their order, so whoever calls one here is certain that all others do.
+memory. Collectives are matched by their order, so whoever calls one here is certain that all others do; what is said
+between steps carries what it is said for, so that ranks which go different ways are told so.
+
+A rank that fails leaves word in the group's store, where the others look while they wait.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
+import json
 import mmap
 import os
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+_LOOK = timedelta(seconds=1)  # how often a rank that waits looks whether another has failed
+_made = itertools.count()
 
 
 class Share(NamedTuple):
@@ -31,25 +40,35 @@ class Share(NamedTuple):
 
 
 class RankError(RuntimeError):
-    """Another rank has stopped, or does not answer."""
+    """Another rank has failed, or does not answer."""
 
 
 class Ranks:
-    """`main` is for what happens between steps; gradients, weights and words each have a group, and so an order, of
-    their own, since they run on lanes of their own."""
+    """`main` is for what is said between steps; gradients and weights each have a group, and so an order, of their own,
+    since they run on lanes of their own."""
 
     def __init__(self) -> None:
         self.share = Share()
         self.node = [0]  # the ranks that share memory with this one
         self.leaders = [0]  # the first of each node
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        self.has_failed = False
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:
+            dist.init_process_group("gloo")  # torchrun has started this script, which says nothing of it
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         self.share = Share(dist.get_rank(), dist.get_world_size())
-        wait = timedelta(seconds=float(os.environ.get("FERRYMAN_TIMEOUT", "600")))
-        self.main, self.gradients, self.weights = (dist.new_group(backend="gloo", timeout=wait) for _ in range(3))
-        where = self.tell((socket.gethostname(), os.environ.get("GROUP_RANK", "0")))
+        seconds = os.environ.get("FERRYMAN_TIMEOUT", "600")
+        try:
+            self._patience = timedelta(seconds=float(seconds))
+        except ValueError:
+            raise ValueError(f"FERRYMAN_TIMEOUT={seconds!r}: seconds are needed, such as 600") from None
+        self._words = PrefixStore(f"ferryman/{next(_made)}", _get_default_store())
+        self.main, self.gradients, self.weights = (
+            dist.new_group(backend="gloo", timeout=self._patience) for _ in range(3)
+        )
+        where = self.tell("making an engine", [socket.gethostname(), os.environ.get("GROUP_RANK", "0")])
         self.node = [rank for rank, place in enumerate(where) if place == where[self.rank]]
-        self.leaders = [where.index(place) for place in dict.fromkeys(where)]
+        self.leaders = sorted({where.index(place) for place in where})
 
     @property
     def rank(self) -> int:
@@ -64,18 +83,40 @@ class Ranks:
         return self.size == 1
 
     @property
+    def place(self) -> int | None:
+        """Which of its node's ranks it is; None if it is alone, and any device is its."""
+        return None if self.alone else self.node.index(self.rank)
+
+    def threads(self, cpus: int) -> int:
+        """For updates on the host: ranks of a node have its CPUs in common."""
+        return max(1, cpus // len(self.node))
+
+    @property
     def leads(self) -> bool:
         """Whether it is the first of its node."""
         return self.rank == self.node[0]
 
-    def tell(self, what: Any) -> list[Any]:
-        """What each rank says, in their order."""
+    # Between steps.
+
+    def tell(self, doing: str, what: Any = None) -> list[Any]:
+        """What each rank says, in their order; JSON can write it. A ValueError if they are doing different things."""
         if self.alone:
             return [what]
-        said: list[Any] = [None] * self.size
-        with self._stopped():
-            dist.all_gather_object(said, what, group=self.main)
-        return said
+        message = torch.frombuffer(bytearray(json.dumps([doing, what]).encode()), dtype=torch.uint8)
+        lengths = [int(length) for (length,) in self.count([len(message)])]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(message)] = message
+        heard = [torch.empty_like(padded) for _ in lengths]
+        self._do(lambda: dist.all_gather(heard, padded, group=self.main, async_op=True))
+        said = [json.loads(bytes(one[:length].numpy())) for one, length in zip(heard, lengths, strict=True)]
+        for rank, (theirs, _) in enumerate(said):
+            if theirs != said[0][0]:
+                raise ValueError(
+                    f"the ranks do not do the same: rank 0 is {said[0][0]}, rank {rank} is {theirs}. All ranks must "
+                    "make the same number of steps, and save, load and close together; engine.agree(steps=...) "
+                    "compares numbers beforehand. A rank that has no more data gives an empty batch: engine.step([])"
+                )
+        return [content for _, content in said]
 
     def count(self, numbers: Sequence[float]) -> list[list[float]]:
         """The same for a few numbers, quicker."""
@@ -83,86 +124,121 @@ class Ranks:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64)
         said = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._stopped():
-            dist.all_gather(said, mine, group=self.main)
+        self._do(lambda: dist.all_gather(said, mine, group=self.main, async_op=True))
         return [one.tolist() for one in said]
 
     def add(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' numbers, in their order."""
         if self.alone:
             return value
-        total = sum(said for (said,) in self.count([value.item()]))
-        return torch.full_like(value, total)
+        return torch.full_like(value, sum(said for (said,) in self.count([value.item()])))
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Refuses, on every rank and by name, what is not the same on all."""
-        said = self.tell(dict(facts))
-        for name, mine in said[0].items():
-            for rank, other in enumerate(said):
-                if other.get(name) != mine:
+        said = self.tell("comparing settings", dict(facts))
+        for rank, theirs in enumerate(said):
+            for name in [*said[0], *theirs]:
+                first, other = said[0].get(name, "none"), theirs.get(name, "none")
+                if first != other:
                     raise ValueError(
-                        f"the ranks do not agree on {name}: rank 0 has {mine}, rank {rank} has {other.get(name)}. Start "
-                        "all of them with the same script and the same settings"
+                        f"the ranks do not agree on {name}: rank 0 has {first}, rank {rank} has {other}. Start all of "
+                        "them with the same script and the same settings"
                     )
-
-    def meet(self) -> None:
-        """Blocks until all are here."""
-        self.count([0.0])
 
     def broadcast(self, values: torch.Tensor, owner: int = 0) -> torch.Tensor:
         """One rank's values, on every rank, in place."""
-        if not self.alone:
-            with self._stopped():
-                dist.broadcast(values, owner, group=self.main)
+        if not self.alone and values.numel():
+            self._do(lambda: dist.broadcast(_bytes(values), owner, group=self.main, async_op=True))
         return values
-
-    def gather(self, values: torch.Tensor, owner: int) -> list[torch.Tensor]:
-        """Bytes of all ranks, in their order; to the owner alone."""
-        into = [torch.empty_like(values) for _ in range(self.size)] if owner == self.rank else None
-        with self._stopped():
-            dist.gather(values, into, dst=owner, group=self.gradients)
-        return into or []
-
-    def pass_on(self, values: torch.Tensor, owner: int) -> None:
-        """To nodes that do not share the owner's memory: their first ranks get the owner's values, in place."""
-        others = [leader for leader in self.leaders if self.rank_node(leader) != self.rank_node(owner)]
-        with self._stopped():
-            if self.rank == owner:
-                for other in others:
-                    dist.send(values, other, group=self.weights)
-            elif self.rank in others:
-                dist.recv(values, owner, group=self.weights)
-
-    def all_here(self) -> None:
-        """As `meet`, in the order of weights."""
-        with self._stopped():
-            dist.all_reduce(torch.zeros(1), group=self.weights)
-
-    def rank_node(self, rank: int) -> int:
-        """The first rank of a rank's node."""
-        return max(leader for leader in self.leaders if leader <= rank)
 
     def shared_bytes(self, nbytes: int) -> torch.Tensor:
         """Zeroed memory that all ranks of a node have in common. It has no name: it ends with the last of them."""
         handle = os.memfd_create("ferryman") if self.leads else -1
         if self.leads:
             os.ftruncate(handle, max(nbytes, 1))
-        places = self.tell((os.getpid(), handle))
+        places = self.tell("taking memory", [os.getpid(), handle])
         pid, number = places[self.node[0]]
         if not self.leads:
             handle = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
         memory = mmap.mmap(handle, max(nbytes, 1))
-        self.meet()  # all have opened it
+        self.tell("taking memory")  # all have opened it
         os.close(handle)
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
-    @contextlib.contextmanager
-    def _stopped(self) -> Any:
+    # On lanes.
+
+    def gather(self, values: torch.Tensor, owner: int) -> list[torch.Tensor]:
+        """Bytes of all ranks, in their order; to the owner alone."""
+        into = [torch.empty_like(values) for _ in range(self.size)] if owner == self.rank else None
+        self._do(lambda: dist.gather(values, into, dst=owner, group=self.gradients, async_op=True))
+        return into or []
+
+    def pass_on(self, values: torch.Tensor, owner: int, to: Collection[int]) -> None:
+        """The owner's values, in place, to these ranks."""
         try:
-            yield
+            if self.rank == owner:
+                for other in sorted(to):
+                    dist.send(values, other, group=self.weights)
+            elif self.rank in to:
+                dist.recv(values, owner, group=self.weights)
         except RuntimeError as error:
-            raise RankError(
-                f"rank {self.rank} lost the others: one of the {self.size} ranks has stopped or does not answer "
-                f"({str(error).splitlines()[0]}). Look at what the rank that stopped first has printed; torchrun "
-                "--max-restarts begins again from the last checkpoint"
-            ) from error
+            raise self._lost(str(error)) from error
+
+    def all_here(self) -> None:
+        """Blocks until all have come to this point of the order of weights."""
+        self._do(lambda: dist.all_reduce(torch.zeros(1), group=self.weights, async_op=True))
+
+    def elsewhere(self, owner: int) -> list[int]:
+        """The first ranks of nodes that do not share the owner's memory."""
+        home = max(leader for leader in self.leaders if leader <= owner)
+        return [leader for leader in self.leaders if leader != home]
+
+    # Failures.
+
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot go on: the others, who wait for it, are told why."""
+        if self.alone:
+            return
+        self.has_failed = True
+        if not isinstance(error, RankError):
+            text = str(error).splitlines()[0] if str(error) else ""
+            self._words.set("failed", f"rank {self.rank} has failed: {type(error).__name__}: {text}")
+
+    def _do(self, begin: Callable[[], Any]) -> None:
+        """A collective, to its end."""
+        waited = timedelta()
+        try:
+            work = begin()
+            while True:
+                started = time.monotonic()
+                try:
+                    work.wait(_LOOK)
+                    return
+                except RuntimeError:
+                    if work.is_completed():
+                        raise
+                waited += timedelta(seconds=time.monotonic() - started)
+                if waited > self._patience:
+                    raise self._lost(f"no answer for {waited.total_seconds():.0f} s; FERRYMAN_TIMEOUT sets how long")
+                if self._words.check(["failed"]):
+                    raise self._lost("")
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise self._lost(str(error)) from error
+
+    def _lost(self, why: str) -> RankError:
+        try:
+            told = self._words.get("failed").decode() if self._words.check(["failed"]) else ""
+        except RuntimeError:  # the store may have gone with its process
+            told = ""
+        reason = told or f"one of the {self.size} ranks has stopped or does not answer ({why.splitlines()[0]})"
+        return RankError(
+            f"rank {self.rank} cannot go on without the others: {reason}. Look at what the rank that stopped first has "
+            "printed; under torchrun --max-restarts a script that loads its last checkpoint goes on from there"
+        )
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    assert values.is_contiguous(), "it is written in place"
+    return values.view(-1).view(torch.uint8)

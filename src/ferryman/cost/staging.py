@@ -11,6 +11,7 @@ relayed, device memory is constant, so there they wait on the host like the othe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -48,7 +49,8 @@ class Staging:
     arrays: Callable[[Unit], int | None]  # numbers that are kept of each element; None: it cannot be done on a device
     deferred: bool
     holds_gradients: bool = True  # whether they may wait on the device at all
-    own: Callable[[Unit], tuple[int, int]] | None = None  # of several ranks, which elements are this one's
+    cuts: Callable[[Unit], list[int]] | None = None  # of several ranks, where each one's elements begin and end
+    rank: int = 0
 
     @property
     def berths(self) -> int:
@@ -104,11 +106,17 @@ class Staging:
         }
 
     def _part(self, unit: Unit) -> tuple[int, int]:
-        return (0, trained_elements(unit)) if self.own is None else self.own(unit)
+        """The elements that are updated by this rank."""
+        if self.cuts is None:
+            return 0, trained_elements(unit)
+        cuts = self.cuts(unit)
+        return cuts[self.rank], cuts[self.rank + 1]
 
     def _elements(self, unit: Unit) -> int:
-        low, high = self._part(unit)
-        return high - low
+        """How many; of several ranks the most that one has, so that all have the same plan."""
+        if self.cuts is None:
+            return trained_elements(unit)
+        return max(high - low for low, high in itertools.pairwise(self.cuts(unit)))
 
     def _holds(self, *, held: bool) -> bool:
         """Whether gradients can wait on the device."""

@@ -5,8 +5,9 @@ order, so units are exchanged in one that all ranks know: from the last to the f
 order a rank's own backward takes. A unit that comes early waits; of one that a rank has nothing of, it sends nothing.
 With each part goes a byte for each tensor of the unit that says whether it has a gradient here: ranks may differ.
 
-Weights that an owner has updated lie in memory that the ranks of its node share; other nodes are sent them. Then all
-ranks say that they are done with the unit, and from there on it can be fetched.
+Weights that an owner has updated lie in memory that the ranks of its node share; other nodes are sent them (and of what
+stays on the devices, which has no common memory, every rank). Then all ranks say that they are done with the unit, and
+from there on it can be fetched.
 """
 
 from __future__ import annotations
@@ -68,7 +69,12 @@ class Exchange:
         self._expected: dict[Subgroup, Buffer] = {}
         self._messages, self._sums = Landing(device), Landing(device)
 
-    def begin(self, units: Sequence[Unit], subgroups: Callable[[Unit], Sequence[Subgroup]], dtype_of: Callable[[Unit], torch.dtype]) -> None:
+    def begin(
+        self,
+        units: Sequence[Unit],
+        subgroups: Callable[[Unit], Sequence[Subgroup]],
+        dtype_of: Callable[[Unit], torch.dtype],
+    ) -> None:
         """A step: gradients of these, in this order, cross in these dtypes."""
         turns = (_Turn(unit, dtype_of(unit), len(subgroups(unit))) for unit in units)
         self._turns = [turn for turn in turns if turn.left]
@@ -112,10 +118,11 @@ class Exchange:
         state, weights = self._store.state(unit), self._store.weights(unit)
 
         def share() -> None:
-            if len(self._ranks.leaders) > 1:
-                for subgroup in subgroups:
+            for subgroup in subgroups:
+                owner = self.owner(subgroup)
+                if to := self._needing(unit, owner):
                     for run in state.runs(subgroup, weights):
-                        self._ranks.pass_on(run.host, self.owner(subgroup))
+                        self._ranks.pass_on(run.host, owner, to)
             self._ranks.all_here()
 
         return self._sharing.submit(share, after=after, label=f"share {unit.name}")
@@ -136,6 +143,12 @@ class Exchange:
         self._messages.close()
         self._sums.close()
 
+    def _needing(self, unit: Unit, owner: int) -> list[int]:
+        """The ranks that are sent what the owner has updated."""
+        if unit.modules:
+            return self._ranks.elsewhere(owner)
+        return [rank for rank in range(self._ranks.size) if rank != owner]
+
     def _turn_of(self, unit: Unit) -> _Turn:
         return next(turn for turn in self._turns if turn.unit is unit)
 
@@ -152,7 +165,9 @@ class Exchange:
             message[nbytes:].copy_(torch.tensor([item in parcel.items for item in trained], dtype=torch.uint8))
             parts = self._ranks.gather(message, owner)
             if into is not None:
-                anywhere.extend(_add_up(subgroup, [(part[:nbytes].view(turn.dtype), part[nbytes:]) for part in parts], into))
+                anywhere.extend(
+                    _add_up(subgroup, [(part[:nbytes].view(turn.dtype), part[nbytes:]) for part in parts], into)
+                )
 
         mark = self._lane.submit(
             exchange,
@@ -167,9 +182,7 @@ class Exchange:
             self._arrived(subgroup, sums, into, mark, anywhere)
 
 
-def _add_up(
-    subgroup: Subgroup, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], into: torch.Tensor
-) -> list[Item]:
+def _add_up(subgroup: Subgroup, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], into: torch.Tensor) -> list[Item]:
     """Tensor by tensor, from the first rank that has it to the last, in float32; and which tensors some rank has."""
     offsets, found = trained_offsets(subgroup.unit), []
     flags = [has.tolist() for _, has in parts]

@@ -18,6 +18,8 @@ from ferryman.units import GRADIENT, Item, Subgroup, Unit, overlap, trained_offs
 class NonFiniteError(ValueError):
     """A gradient or a loss is inf or NaN."""
 
+    agreed = False  # whether all ranks have found it together, and can go on
+
 
 Consequence = Callable[[], str]  # what has changed already, for an error
 

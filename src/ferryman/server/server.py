@@ -329,8 +329,15 @@ class Server:
                 if flat is not None:
                     factor = 1.0 if target.dtype == GRADIENT else self.scale.value
                     source = flat[subgroup.start : subgroup.stop]
-                    before = [self._host.submit(functools.partial(_narrow, source, factor, target), after=before,
-                        label=f"send {unit.name}", reads=[source], writes=[target])]
+                    before = [
+                        self._host.submit(
+                            functools.partial(_narrow, source, factor, target),
+                            after=before,
+                            label=f"send {unit.name}",
+                            reads=[source],
+                            writes=[target],
+                        )
+                    ]
                 self._exchange.send(subgroup, kept.get(unit, ()), before)
 
     def keep(self, unit: Unit, items: Collection[Item]) -> None:
@@ -363,7 +370,9 @@ class Server:
         broken = self.looks.broken()
         finite, self._norm = self._of_all(broken, self.looks.norm(scales))
         if not finite and not self.scale.moves and self._settings.on_nonfinite == "raise":
-            raise non_finite(broken, self.what_has_changed())
+            error = non_finite(broken, self.what_has_changed())
+            error.agreed = True
+            raise error
         self.scale.went(finite=finite)
         if finite:
             self._observe()
@@ -536,7 +545,11 @@ class Server:
         self.split.host.add(mark, subgroup.size)
         self._record.by_host(mark, subgroup.size)
         renewed = self._exchange is not None  # by a fetch of all that ranks have updated
-        if self._weights is not None and not renewed and (back := self._weights.refresh(unit, spans.weights, mark)) is not None:
+        if (
+            self._weights is not None
+            and not renewed
+            and (back := self._weights.refresh(unit, spans.weights, mark)) is not None
+        ):
             nbytes = sum(run.host.nbytes for run in spans.weights)
             self._returned[subgroup] = back
             self._saw_link("in", back, nbytes)

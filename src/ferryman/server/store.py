@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from ferryman.pinned import PinnedMemory
-from ferryman.server.panel import Panel
 from ferryman.ranks import Ranks, Share
+from ferryman.server.panel import Panel
 from ferryman.server.state import UnitState, bounds, fill, master_bytes, part_elements, state_bytes
 from ferryman.units import (
     GRADIENT,
@@ -29,6 +29,9 @@ class RamStore:
 
     The model's own tensors become views of the first, so the model always shows what the server has. Memory for
     gradients is made when it is first asked for.
+
+    Of several ranks, those of a node have one memory for the weights of units in common. What stays on each device has
+    its own on each host, since a model may write there (a count, a running mean). Values are those of the first rank.
     """
 
     def __init__(
@@ -44,12 +47,13 @@ class RamStore:
         self.trained: dict[Item, bool] = {}  # whether it did when it came
         self._came_as: dict[Item, torch.dtype] = {}
         self._empty: dict[Item, int] = {}  # tensors that came without values, and their version then
+        self._late: set[Item] = set()  # those, until values have been taken
         for unit in units:
             self.add(unit)
 
     def add(self, unit: Unit) -> None:
         ranks = self._ranks
-        common = ranks.shared_bytes(unit.nbytes) if len(ranks.node) > 1 else None
+        common = ranks.shared_bytes(unit.nbytes) if self._is_common(unit) else None
         memory = self._weights[unit] = PinnedMemory(unit.nbytes, self._device, common)
         state = None if self._panel is None else UnitState(unit, self._panel, self._device, ranks.share)
         if state is not None:
@@ -58,25 +62,19 @@ class RamStore:
             self._came_as[item] = item.tensor.dtype
             self.trained[item] = item.trains
             view = item.view(memory.bytes)
-            trained = state if item.trains else None
             if item.tensor.is_meta:
-                memory.bytes[item.offset : item.offset + item.nbytes].fill_(_NOTHING)
+                if self._writes(unit):
+                    memory.bytes[item.offset : item.offset + item.nbytes].fill_(_NOTHING)
                 _give_memory(item.tensor, view)
                 self._empty[item] = item.tensor._version
+                self._late.add(item)
             else:
                 values = item.tensor.detach()
-                if not ranks.alone:
-                    values = ranks.broadcast(values.clone())
-                if trained is not None:
-                    if len(ranks.leaders) > 1 and ranks.leads:
-                        fill(values, view)  # also what belongs to ranks elsewhere
-                    trained.take(item, values, view)
-                elif ranks.leads:
-                    view.copy_(values)
+                self._put(unit, item, values if ranks.alone else ranks.broadcast(values.clone()), view)
                 item.tensor.data = view
-            if trained is not None:
-                trained.taken(item)
-        ranks.meet()  # all have written their parts
+            if state is not None and item.trains:
+                state.taken(item)
+        ranks.tell("taking weights")  # all have written their parts
 
     def remove(self, unit: Unit, *, together: bool = True) -> None:
         """Its tensors keep their values, in memory that is no longer pinned, nor shared."""
@@ -90,7 +88,8 @@ class RamStore:
         for memory in memories:
             memory.close()
         if (state := self._states.pop(unit, None)) is not None:
-            state.give_states()
+            if self._ranks.alone:  # else it is a part
+                state.give_states()
             state.close()
 
     def weights(self, unit: Unit) -> torch.Tensor:
@@ -100,13 +99,33 @@ class RamStore:
         return self._states[unit]
 
     def take(self, unit: Unit, item: Item, values: torch.Tensor) -> None:
-        """A tensor's values from elsewhere, in any dtype; no lane uses them."""
-        target = item.tensor.data
+        """A tensor's values from elsewhere, in any dtype, the same on all ranks; no lane uses them."""
+        self._put(unit, item, values, item.tensor.data)
+        self._late.discard(item)
         if unit in self._states and item.trains:
-            self._states[unit].take(item, values, target)
             self._states[unit].taken(item)
-        else:
-            target.copy_(values.view(target.shape))
+
+    def _put(self, unit: Unit, item: Item, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Values into the unit's memory, and what they lack there into that of this rank."""
+        if unit not in self._states or not item.trains:
+            if self._writes(unit):
+                into.copy_(values.view(into.shape))
+            return
+        if not self._ranks.alone and self._writes(unit) and not self._has_all(unit):
+            fill(values, into)  # also what other ranks update
+        self._states[unit].take(item, values, into)
+
+    def _is_common(self, unit: Unit) -> bool:
+        """Whether its memory is that of all ranks of the node."""
+        return len(self._ranks.node) > 1 and bool(unit.modules)
+
+    def _writes(self, unit: Unit) -> bool:
+        """Whether what is no rank's own is this one's to write."""
+        return self._ranks.leads or not self._is_common(unit)
+
+    def _has_all(self, unit: Unit) -> bool:
+        """Whether the ranks that write into its memory own all of it."""
+        return self._is_common(unit) and len(self._ranks.leaders) == 1
 
     def gradients(self, unit: Unit, dtype: torch.dtype = GRADIENT) -> torch.Tensor:
         """Flat memory for the unit's gradients."""
@@ -131,11 +150,23 @@ class RamStore:
     def follow_edits(self) -> None:
         """The user may have changed weights in place, or the optimizer's state, between steps."""
         for state in self._states.values():
+            if not self._ranks.alone and (changed := [item for item in state.edited if item not in self._late]):
+                raise ValueError(
+                    f"{changed[0].name!r} was changed in place while an engine of {self._ranks.size} ranks has it: "
+                    "ranks share weights, and each would have made the change. Change weights before the engine is "
+                    "made, or load them: engine.load_weights(directory)"
+                )
             state.follow_edits()
             state.take_states()
+        self._late.clear()
 
     def show_states(self) -> None:
         """Puts the optimizer's state where torch looks for it."""
+        if not self._ranks.alone:
+            raise ValueError(
+                f"optimizer.state_dict(): each of {self._ranks.size} ranks has a part of the optimizer's state; "
+                "engine.save(directory) writes all of it, and engine.load(directory) reads it on any number of ranks"
+            )
         for state in self._states.values():
             state.give_states()
 
@@ -162,7 +193,6 @@ class RamStore:
 
     def _give_back(self, unit: Unit, *, together: bool) -> None:
         """Tensors get the dtype back that they came in."""
-        shared = len(self._ranks.node) > 1
         for item in unit.items:
             dtype = self._came_as.pop(item)
             if dtype != item.dtype:
@@ -171,7 +201,7 @@ class RamStore:
                     values = self._in_float32(unit, item)
                 item.tensor.grad = None
                 item.tensor.data = values.detach().to(dtype)
-            elif shared:
+            elif self._is_common(unit):
                 item.tensor.data = item.tensor.detach().clone()
 
     def _in_float32(self, unit: Unit, item: Item) -> torch.Tensor:
