@@ -31,3 +31,22 @@ def compare(ranks, *args, **options):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_two_ranks(name, device, way, two):
     compare(two, name, device, (2, 2), **WAYS[way])
+
+
+@pytest.mark.parametrize("counts", [(3, 1), (2, 0), (0, 2)])
+@pytest.mark.parametrize("way", ["eager", "clipped"])
+@pytest.mark.parametrize("device", ["cpu", "virtual"])
+def test_ranks_with_fewer_micro_batches_or_none(device, way, counts, two):
+    compare(two, "gpt2", device, counts, **WAYS[way])
+
+
+@pytest.mark.parametrize("way", ["eager", "clipped"])
+@pytest.mark.parametrize("updates", ["stride:2", "static:0.5", "auto", "host"])
+@pytest.mark.parametrize("held", [False, True])
+def test_all_policies(held, updates, way, two):
+    compare(two, "llama", "virtual", (1, 1), updates=updates, subgroup=64, held=held, **WAYS[way])
+
+
+@pytest.mark.parametrize("name", ["t5", "mixtral", "skipping", "frozen", "reused", "two losses"])
+def test_models(name, two):
+    compare(two, name, "virtual", (2, 1))

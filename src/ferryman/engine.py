@@ -160,7 +160,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         panel = self._need_optimizer()
         self._parts.server.follow_user(panel)
         self._parts.gradients.take(self._parts.all_units)
+        self._ranks.tell("making an update")
         self._parts.server.begin_step(kept=True)
+        self._parts.server.send_rest(self._parts.relay.kept)
         self._finish(panel)
 
     @property
@@ -272,6 +274,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                         without=without,
                         between=interrupts.check,
                     )
+                if for_good:
+                    self._parts.server.send_rest(self._parts.relay.kept)
         except BaseException as error:
             self._ranks.fail(error)
             self._parts.lanes.drain()

@@ -319,9 +319,10 @@ class Server:
         if self._weights is not None:
             self._weights.renew(unit)
 
-    def _send_rest(self, kept: Mapping[Unit, Collection[Item]]) -> None:
-        """What no backward of this rank has sent: gradients that were kept, or nothing."""
-        assert self._exchange is not None
+    def send_rest(self, kept: Mapping[Unit, Collection[Item]]) -> None:
+        """No backward of this rank follows: to others goes what none has sent, gradients that were kept, or nothing."""
+        if self._exchange is None:
+            return
         for unit in self._exchange.missing():
             flat = self.store.gradients(unit).view(GRADIENT) if unit in kept else None
             for subgroup in self.subgroups(unit):
@@ -357,9 +358,7 @@ class Server:
         `kept`: units whose gradients were left in float32 and are used now.
         """
         self._check_losses()
-        if self._exchange is not None:
-            self._send_rest(kept)
-        else:
+        if self._exchange is None:
             for unit, items in kept.items():
                 self.keep(unit, items)
                 flat = self._sources[unit].flat
