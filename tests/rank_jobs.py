@@ -53,3 +53,86 @@ def train_alone(name, device, counts, steps=3, samples=2, make=adamw, **options)
             norms.append(engine.grad_norm)
             scheduler.step()
     return losses, norms, copy.deepcopy(model.state_dict())
+
+
+def in_two_parts(name, device, counts, steps=2, samples=2, **options):
+    """forward_backward twice, then update."""
+    case = CASES[name]
+    alone = not dist.is_initialized()
+    model = build(case)
+    optimizer, _ = adamw(model)
+    losses = []
+    with Engine(model, optimizer, device=device, **options) as engine:
+        for seed in range(2 * steps):
+            batch = case.batch(sum(counts) * samples, seed=seed)
+            torch.manual_seed(seed)
+            count = sum(counts) if alone else counts[dist.get_rank()]
+            losses.append(engine.forward_backward(batch if alone else my_part(batch, counts, samples), count or None).item())
+            if seed % 2:
+                engine.update()
+    return losses, [], copy.deepcopy(model.state_dict())
+
+
+def with_infinite_gradients(device, bad_rank, **options):
+    """The second of three steps has them on one rank: what was raised, and whether each step changed anything."""
+    model = build(CASES["llama"])
+    optimizer, _ = adamw(model)
+    seen = []
+
+    def loss(model, part):
+        value = model(**{name: part[name] for name in ("input_ids", "labels")}).loss
+        return value * part["factor"].mean()
+
+    with Engine(model, optimizer, device=device, loss=loss, **options) as engine:
+        for number in range(3):
+            batch = CASES["llama"].batch(4, seed=number)
+            batch["factor"] = torch.ones(4)
+            if number == 1 and dist.get_rank() == bad_rank:
+                batch["factor"][:] = 1e38 if "on_nonfinite" in options or "deferred" in options else float("inf")
+                batch["factor"] = batch["factor"] * 1e3
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            error = None
+            try:
+                engine.step(batch, 2)
+            except (ValueError, RuntimeError) as caught:
+                error = f"{type(caught).__name__}: {caught}"
+            after = model.state_dict()
+            seen.append((error, any(not torch.equal(before[name], after[name]) for name in before), engine.loss_scale))
+    return seen
+
+
+def failing(device):
+    """A rank fails in the middle of a step."""
+    model = build(CASES["llama"])
+    optimizer, _ = adamw(model)
+
+    def loss(model, part):
+        if dist.get_rank() == 1 and engine.steps == 1:
+            raise KeyError("no such thing")
+        return model(**part).loss
+
+    with Engine(model, optimizer, device=device, loss=loss) as engine:
+        for number in range(3):
+            engine.step(CASES["llama"].batch(4, seed=number), 2)
+
+
+def disagreeing(about):
+    rank = dist.get_rank()
+    model = build(CASES["gpt2" if about == "model" and rank else "llama"])
+    if about == "frozen" and rank:
+        model.lm_head.weight.requires_grad_(False)
+    lr = 1e-3 * (1 + rank) if about == "lr" else 1e-3
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    options = {"max_grad_norm": float(rank)} if about == "max_grad_norm" and rank else {}
+    with Engine(model, optimizer, device="cpu", **options) as engine:
+        if about == "agree":
+            engine.agree(steps=10 + rank)
+        for number in range(2 + (rank if about == "steps" else 0)):
+            engine.step(CASES["llama"].batch(2, seed=number))
+        if about == "saving" and rank:
+            engine.save(os.devnull)
+
+
+def rmsprop(model):
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)

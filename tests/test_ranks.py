@@ -50,3 +50,105 @@ def test_all_policies(held, updates, way, two):
 @pytest.mark.parametrize("name", ["t5", "mixtral", "skipping", "frozen", "reused", "two losses"])
 def test_models(name, two):
     compare(two, name, "virtual", (2, 1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "virtual"])
+def test_gradients_that_were_kept(device, two):
+    found = two.run(rank_jobs.in_two_parts, "llama", device, (2, 1))
+    losses, _, weights = rank_jobs.in_two_parts("llama", device, (2, 1))
+    for theirs in found:
+        assert theirs[0] == pytest.approx(losses, rel=1e-5)
+        assert all(torch.allclose(theirs[2][name], value, atol=2e-6) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("way", ["eager", "clipped"])
+def test_precisions(way, precision, two):
+    options = {"precision": precision, **WAYS[way]}
+    found = two.run(rank_jobs.train, "llama", "virtual", (2, 2), **options)
+    losses, norms, weights = rank_jobs.train_alone("llama", "virtual", (2, 2), **options)
+    for theirs in found:
+        assert theirs[0] == pytest.approx(losses, rel=2e-3)
+        assert theirs[1] == pytest.approx(norms, rel=2e-2)
+        for name, value in weights.items():
+            assert torch.allclose(theirs[2][name], value, atol=2e-3), name
+
+
+def test_optimizers_that_are_left_to_torch(two):
+    compare(two, "llama", "cpu", (1, 1), make=rank_jobs.rmsprop)
+
+
+@pytest.mark.parametrize("about", ["model", "frozen", "lr", "max_grad_norm", "agree"])
+def test_ranks_that_disagree_are_told_by_name(about, two):
+    names = {"model": "the model's '", "frozen": "lm_head", "lr": "the optimizer's group 0", "agree": "steps"}
+    two.start(rank_jobs.disagreeing, about)
+    for answer in two.answers():
+        assert isinstance(answer, ValueError)
+        assert f"the ranks do not agree on {'' if about != 'frozen' else 'the model'}" in str(answer)
+        assert names.get(about, about) in str(answer)
+
+
+def test_ranks_that_make_different_numbers_of_steps_are_told_so(two):
+    two.start(rank_jobs.disagreeing, "steps")
+    for answer in two.answers():
+        assert "rank 0 is closing the engine, rank 1 is making a step" in str(answer)
+
+
+def test_a_rank_that_fails_tells_the_others_why(two):
+    two.start(rank_jobs.failing, "virtual")
+    first, second = two.answers(30)
+    assert isinstance(second, KeyError)
+    assert "rank 1 has failed: KeyError: 'no such thing'" in str(first)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("options", [{"deferred": True}, {"on_nonfinite": "skip"}, {"precision": "fp16"}])
+def test_an_overflow_anywhere_skips_or_raises_everywhere(options, bad_rank, two):
+    found = two.run(rank_jobs.with_infinite_gradients, "virtual", bad_rank, **options)
+    for seen in found:
+        errors = [error for error, _, _ in seen]
+        assert [changed for _, changed, _ in seen] == [True, False, True]
+        assert errors[0] is errors[2] is None
+        assert (errors[1] or "").startswith("NonFiniteError" if "deferred" in options else "")
+        assert (seen[1][2] < seen[0][2]) == ("precision" in options)
+    assert [scale for _, _, scale in found[0]] == [scale for _, _, scale in found[1]]
+
+
+def test_a_budget_is_one_plan_for_all_ranks(two):
+    compare(two, "llama", "virtual", (2, 1), memory="26KiB", max_grad_norm=0.3)
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    ranks = Ranks(2, nodes=2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "virtual"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_share_no_memory(way, device, nodes):
+    compare(nodes, "llama", device, (2, 1), **WAYS[way])
+
+
+@pytest.fixture(scope="module")
+def four():
+    ranks = Ranks(4, nodes=2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1), (2, 1, 0, 1)])
+@pytest.mark.parametrize("device", ["cpu", "virtual"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "skipping"])
+def test_four_ranks_on_two_nodes(name, way, device, counts, four):
+    compare(four, name, device, counts, **WAYS[way])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("updates", ["stride:2", "static:0.5", "auto", "host"])
+@pytest.mark.parametrize("held", [False, True])
+def test_all_policies_on_four_ranks(held, updates, four):
+    compare(four, "llama", "virtual", (1, 1, 1, 1), updates=updates, subgroup=64, held=held)

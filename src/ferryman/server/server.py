@@ -229,6 +229,7 @@ class Server:
     def begin_step(self, *, kept: bool = False) -> None:
         """Gradients will come, of this rank or of another; `kept`: those that were left in float32, and only they."""
         if self._exchange is not None:
+            self._sources.clear()  # this rank's own, that were kept: what counts comes from all ranks
             order = [*reversed(self._units[1:]), self._units[0]]
             self._exchange.begin(order, self.subgroups, (lambda _: GRADIENT) if kept else landing_dtype)
 
@@ -591,6 +592,8 @@ class Server:
             (self.split.link_in if direction == "in" else self.split.link_out).add(mark, nbytes)
 
     def _check_losses(self) -> None:
+        if self._exchange is not None and not self.is_eager:
+            return  # all ranks find out together, from the gradients
         if self._settings.on_nonfinite == "raise" and not self.scale.moves:
             self.looks.check_losses()
 
