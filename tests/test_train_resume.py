@@ -211,6 +211,13 @@ def test_asked_to_stop_in_an_evaluation(number, corpus, tmp_path, monkeypatch):
     assert (run / "checkpoints" / "step-00000000").is_dir()
 
 
+def test_asked_to_stop_before_the_first_step(corpus, tmp_path, monkeypatch):
+    """There is no loss yet, which is no loss that is not finite."""
+    monkeypatch.setattr(loop, "_last_step", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or 9)
+    shown = trained(GPT, "--data", corpus, "-o", tmp_path / "run", "--validation", 0, "--no-trace").output
+    assert "stopped by SIGTERM after step 0 of 9" in shown
+
+
 @pytest.mark.parametrize("was_there", [False, True])
 def test_asked_to_stop_before_it_began(was_there, corpus, tmp_path, monkeypatch):
     def asked(text):

@@ -93,7 +93,7 @@ class Training:
             if not is_over:
                 self._save(engine)  # first, so that nothing that fails now can lose it
                 self._evaluate(engine, model)
-                if self.corpus.validation is None:
+                if self.corpus.validation is None and self.has_begun:  # it may have been stopped before the first step
                     self._check_finite(engine, self._loss, "loss")
             if stop.asked is None:
                 self._sample(model)
