@@ -227,21 +227,23 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def load(self, directory: str | Path, *, objects: Objects | None = None) -> Path:
         """Goes on from a checkpoint, or from the newest of a series; returns which. The model, what trains and the
         optimizer must be the same; device, memory, precision and all else may be others."""
-        path = loading.find(Path(directory))
-        checkpoint = loading.Checkpoint(path, self._contents(loading=True), objects or {})
+        path, contents = loading.find(Path(directory)), self._contents(loading=True)
+        doing, found = f"loading {path}", list[loading.Checkpoint]()
+        self._ranks.jointly(doing, lambda: found.append(loading.Checkpoint(path, contents, objects or {})))
         with self._loaded.replacing(path, "weights", "the optimizer's state"):
             self._recover(forget=True)
-            checkpoint.load()
+            self._ranks.jointly(doing, found[0].load)
         self._loaded.came_from(path)
         return path
 
     def load_weights(self, directory: str | Path) -> None:
         """Pretrained weights from safetensors files, unit by unit, also into a model on meta. The optimizer's state
         stays as it is."""
-        weights = pretrained.Weights(self._contents(loading=True), Path(directory))
+        contents, doing, found = self._contents(loading=True), f"loading {directory}", list[pretrained.Weights]()
+        self._ranks.jointly(doing, lambda: found.append(pretrained.Weights(contents, Path(directory))))
         with self._loaded.replacing(Path(directory), "weights"):
             self._recover(forget=True)
-            weights.load()
+            self._ranks.jointly(doing, found[0].load)
 
     def _contents(self, *, loading: bool = False) -> Contents:
         """What checkpoints are of, when no lane has work."""
@@ -249,7 +251,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         parts = self._parts
         parts.lanes.wait()
         parts.settle()
-        return Contents(self._model, self.device, parts.all_units, parts.store, self._panel, parts.server)
+        return Contents(self._model, self.device, parts.all_units, parts.store, self._panel, parts.server, self._ranks)
 
     def _run(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
         choice, parts, seed = self._prepare(batch, micro_batches)

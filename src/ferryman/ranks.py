@@ -145,6 +145,27 @@ class Ranks:
                         "them with the same script and the same settings"
                     )
 
+    def jointly(self, doing: str, work: Callable[[], Any]) -> list[Any]:
+        """Something that each rank does by itself, and that is done only if all succeed: what each has returned.
+
+        A failure of one is a failure of all, after which they are still together.
+        """
+        result, failed = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failed = error
+        if not self.alone:
+            said = self.tell(doing, [result, failed and f"{type(failed).__name__}: {failed}"])
+        if failed is not None:
+            raise failed
+        if self.alone:
+            return [result]
+        for rank, (_, why) in enumerate(said):
+            if why is not None:
+                raise RankError(f"rank {rank} has failed in {doing}: {why}")
+        return [found for found, _ in said]
+
     def broadcast(self, values: torch.Tensor, owner: int = 0) -> torch.Tensor:
         """One rank's values, on every rank, in place."""
         if not self.alone and values.numel():

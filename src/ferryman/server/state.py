@@ -160,6 +160,12 @@ class UnitState:
         for order in orders:
             self._steps[order.item] -= 1
 
+    def give_back_states(self) -> None:
+        """To torch's optimizer, what it had before, of tensors that have not been updated since."""
+        for item, theirs in self._theirs.items():
+            if self._steps[item] == int(theirs.get("step", 1)):
+                self._panel.optimizer.state[item.tensor] = theirs
+
     def give_states(self) -> None:
         """To torch's optimizer: for its state_dict, and to go on without an engine."""
         for item, steps in self._steps.items():
@@ -199,13 +205,23 @@ class UnitState:
         if theirs is not None:
             self._theirs[item] = theirs
 
-    def take(self, item: Item, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Stores a tensor's weights, given in any dtype: the working copy and its master; this rank's part of both."""
-        mine, master = self._parts[item].elements, self._master[item]
-        flat, weights = values.detach().reshape(-1)[mine], into.view(-1)[mine]
-        for start in range(0, flat.numel(), _CHUNK):  # what is needed in between is small
-            at = slice(start, start + _CHUNK)
-            kernels.split(flat[at].to(torch.float32), weights[at], None if master is None else master[at])
+    def part(self, item: Item) -> slice:
+        """Which of a tensor's elements are this rank's."""
+        return self._parts[item].elements
+
+    def owns(self, item: Item) -> bool:
+        """Whether any of it is this rank's, or it is nobody's, being empty."""
+        return self._parts[item].size > 0 or not item.tensor.numel()
+
+    def take(self, item: Item, values: torch.Tensor, into: torch.Tensor, start: int = 0) -> None:
+        """Stores a tensor's weights, or those from the element `start` on, given in any dtype: the working copy and its
+        master; this rank's part of both."""
+        mine, master, flat = self.part(item), self._master[item], values.detach().reshape(-1)
+        low, high = max(mine.start, start), min(mine.stop, start + flat.numel())
+        for begin in range(low, high, _CHUNK):  # what is needed in between is small
+            end = min(begin + _CHUNK, high)
+            rest = None if master is None else master[begin - mine.start : end - mine.start]
+            kernels.split(flat[begin - start : end - start].to(torch.float32), into.view(-1)[begin:end], rest)
 
     def taken(self, item: Item) -> None:
         self._versions[item] = item.tensor._version
@@ -337,12 +353,13 @@ class UnitState:
             self.take(item, values, item.tensor.data)
 
 
-def fill(values: torch.Tensor, weights: torch.Tensor) -> None:
-    """Stores all of a tensor's weights, as `UnitState.take` does, without a master."""
-    flat, into = values.detach().reshape(-1), weights.view(-1)
+def fill(values: torch.Tensor, weights: torch.Tensor, start: int) -> None:
+    """Stores a tensor's weights as `UnitState.take` does, those of other ranks too, without a master."""
+    flat = values.detach().reshape(-1)
+    into = weights.view(-1)[start : start + flat.numel()]
     dtype = master_dtype(into.dtype)
-    for start in range(0, flat.numel(), _CHUNK):
-        at = slice(start, start + _CHUNK)
+    for begin in range(0, flat.numel(), _CHUNK):
+        at = slice(begin, begin + _CHUNK)
         master = None if dtype is None else torch.empty(into[at].numel(), dtype=dtype)
         kernels.split(flat[at].to(torch.float32), into[at], master)
 

@@ -63,7 +63,7 @@ class RamStore:
             self.trained[item] = item.trains
             view = item.view(memory.bytes)
             if item.tensor.is_meta:
-                if self._writes(unit):
+                if self.writes(unit):
                     memory.bytes[item.offset : item.offset + item.nbytes].fill_(_NOTHING)
                 _give_memory(item.tensor, view)
                 self._empty[item] = item.tensor._version
@@ -88,8 +88,10 @@ class RamStore:
         for memory in memories:
             memory.close()
         if (state := self._states.pop(unit, None)) is not None:
-            if self._ranks.alone:  # else it is a part
+            if self._ranks.alone:
                 state.give_states()
+            else:  # it has a part
+                state.give_back_states()
             state.close()
 
     def weights(self, unit: Unit) -> torch.Tensor:
@@ -98,34 +100,31 @@ class RamStore:
     def state(self, unit: Unit) -> UnitState:
         return self._states[unit]
 
-    def take(self, unit: Unit, item: Item, values: torch.Tensor) -> None:
-        """A tensor's values from elsewhere, in any dtype, the same on all ranks; no lane uses them."""
-        self._put(unit, item, values, item.tensor.data)
+    def take(self, unit: Unit, item: Item, values: torch.Tensor, start: int = 0) -> None:
+        """A tensor's values, or those from the element `start` on, from elsewhere, in any dtype, the same on all ranks;
+        no lane uses them."""
+        self._put(unit, item, values, item.tensor.data, start)
         self._late.discard(item)
         if unit in self._states and item.trains:
             self._states[unit].taken(item)
 
-    def _put(self, unit: Unit, item: Item, values: torch.Tensor, into: torch.Tensor) -> None:
+    def _put(self, unit: Unit, item: Item, values: torch.Tensor, into: torch.Tensor, start: int = 0) -> None:
         """Values into the unit's memory, and what they lack there into that of this rank."""
         if unit not in self._states or not item.trains:
-            if self._writes(unit):
-                into.copy_(values.view(into.shape))
+            if self.writes(unit):
+                into.view(-1)[start : start + values.numel()].copy_(values.reshape(-1))
             return
-        if not self._ranks.alone and self._writes(unit) and not self._has_all(unit):
-            fill(values, into)  # also what other ranks update
-        self._states[unit].take(item, values, into)
+        if self.writes(unit) and not self._ranks.alone:
+            fill(values, into, start)  # also what ranks elsewhere update
+        self._states[unit].take(item, values, into, start)
 
     def _is_common(self, unit: Unit) -> bool:
         """Whether its memory is that of all ranks of the node."""
         return len(self._ranks.node) > 1 and bool(unit.modules)
 
-    def _writes(self, unit: Unit) -> bool:
+    def writes(self, unit: Unit) -> bool:
         """Whether what is no rank's own is this one's to write."""
         return self._ranks.leads or not self._is_common(unit)
-
-    def _has_all(self, unit: Unit) -> bool:
-        """Whether the ranks that write into its memory own all of it."""
-        return self._is_common(unit) and len(self._ranks.leaders) == 1
 
     def gradients(self, unit: Unit, dtype: torch.dtype = GRADIENT) -> torch.Tensor:
         """Flat memory for the unit's gradients."""
