@@ -22,3 +22,10 @@ def virtual():
 @pytest.fixture(params=["cpu", "virtual"])
 def device(request):
     return request.getfixturevalue("virtual") if request.param == "virtual" else torch.device("cpu")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"the ferryman crosses the river {i} times\n" for i in range(100)))
+    return path

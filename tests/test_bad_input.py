@@ -1,6 +1,7 @@
 """What cannot work is refused, in words that help, and the next step is as if nothing had been."""
 
 import contextlib
+import sys
 import traceback
 from types import SimpleNamespace
 
@@ -99,6 +100,12 @@ def fails(model, engine, compare, wrong, error, match):
 def test_models_that_cannot_be_relayed(wrong, words, device):
     with ready_afterwards(device) as (model, engine, compare):
         fails(model, engine, compare, wrong, ValueError, words)
+
+
+def test_the_virtual_device_has_to_be_imported(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch_virtual")
+    with pytest.raises(ValueError, match=r"device='virtual:99' .*: import torch_virtual first"):
+        Engine(Toy(), device="virtual:99")
 
 
 def test_a_parameter_tied_to_a_module_outside_its_unit(device):

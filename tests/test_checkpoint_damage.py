@@ -15,6 +15,7 @@ from checkpoints import Run, assert_equal, everything, one_group
 from models import CASES, build, text
 
 from ferryman.checkpoint import directory, saving, tensor_file
+from ferryman.checkpoint.manifest import crc_of, is_whole
 from ferryman.engine import Engine
 
 # Damage.
@@ -178,6 +179,7 @@ def test_the_newest_of_a_series_is_told_if_it_is_damaged(tmp_path):
         manifest.write_bytes(manifest.read_bytes()[:-1])
         with pytest.raises(ValueError, match=r"step-00000002/ferryman/checkpoint\.json is damaged"):
             run.engine.load(tmp_path)
+        assert [is_whole(path) for path in directory.series(tmp_path)] == [True, False]
         assert run.engine.load(tmp_path / "step-00000001")
         run.step(1, 2)
         run.engine.save(tmp_path, keep=1)
@@ -187,7 +189,7 @@ def test_the_newest_of_a_series_is_told_if_it_is_damaged(tmp_path):
 def test_a_format_of_the_future_is_refused(tmp_path, saved, run):
     whole = json.loads((saved / directory.MANIFEST).read_text())
     whole["content"]["format"] = 99
-    whole["crc32"] = saving.crc_of(whole["content"])
+    whole["crc32"] = crc_of(whole["content"])
     broken = copy_with(saved, tmp_path, directory.MANIFEST, json.dumps(whole).encode())
     with pytest.raises(ValueError, match=r"has the format 99, of ferryman .*; this one reads 1"):
         run.engine.load(broken)

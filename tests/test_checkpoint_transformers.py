@@ -60,6 +60,21 @@ def training(model, **options):
 # Theirs from ours.
 
 
+def test_a_tokenizer_is_part_of_the_checkpoint(tmp_path):
+    """Its files are checked like all others, and it is not asked for what it does not have when it is loaded."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[?]": 0, "ferry": 1}, unk_token="[?]"))
+    objects = {"tokenizer": hf.PreTrainedTokenizerFast(tokenizer_object=made)}
+    with training(KINDS["gpt2"].make()) as engine:
+        for _ in range(2):  # the second takes the place of the first
+            engine.save(tmp_path / "saved", objects=objects)
+        engine.load(tmp_path / "saved", objects=objects)
+        assert hf.AutoTokenizer.from_pretrained(tmp_path / "saved")("ferry")["input_ids"] == [1]
+        (tmp_path / "saved" / "tokenizer.json").write_text("{}")
+        with pytest.raises(ValueError, match=r"tokenizer\.json is truncated"):
+            engine.load(tmp_path / "saved")
+
+
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("limit", [None, 4096])
 def test_transformers_loads_it(tmp_path, name, limit, monkeypatch):

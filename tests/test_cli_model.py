@@ -20,11 +20,12 @@ def test_every_size_is_a_byte_level_gpt(size):
     assert found.config.vocab_size == BYTES
     assert found.context == SIZES[size].context
     assert model.training
+    assert sum(parameter.numel() for parameter in model.parameters()) == SIZES[size].parameters
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def test_sizes_are_a_ladder():
-    sizes = [sum(p.numel() for p in describe(f"gpt:{size}").on_meta().parameters()) for size in SIZES]
+    sizes = [size.parameters for size in SIZES.values()]
     assert sizes == sorted(sizes)
     assert sizes[0] < 2e5
     assert sizes[-1] > 9e8

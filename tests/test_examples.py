@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +11,6 @@ import pytest
 import transformers
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-def in_a_process(name, cwd, *arguments):
-    ran = subprocess.run(
-        [sys.executable, EXAMPLES / name, "--tiny", *arguments], capture_output=True, text=True, cwd=cwd, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
 
 
 @pytest.fixture
@@ -39,12 +32,16 @@ def test_each_is_tested():
     assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in tests] == []
 
 
-def test_a_loop_of_ones_own(tmp_path):
-    check(in_a_process("custom_loop.py", tmp_path), tmp_path)
+def test_a_loop_of_ones_own(run, tmp_path):
+    check(run("custom_loop.py"), tmp_path)
 
 
 def test_finetuning(run, tmp_path):
-    check(run("finetune_full.py"), tmp_path)
+    shown = run("finetune_full.py")
+    check(shown, tmp_path)
+    saved = Path(re.search(r"saved: (.+)", shown)[1])
+    assert transformers.AutoModelForCausalLM.from_pretrained(saved).config.num_hidden_layers == 3
+    shutil.rmtree(saved)
 
 
 def check(shown, tmp_path):
@@ -58,7 +55,10 @@ def test_the_demo_shows_what_it_promises(tmp_path):
 
     In a process of its own: it sets the device's capacity, of which others may have left something in use.
     """
-    shown = in_a_process("demo.py", tmp_path, "--steps", "9")
+    command = [sys.executable, EXAMPLES / "demo.py", "--tiny", "--steps", "9"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert ran.returncode == 0, ran.stderr
+    shown = ran.stdout
     assert "torch.OutOfMemoryError: virtual:0 is out of memory" in shown
     difference = re.search(r"losses of 8 steps differ by at most (\S+)", shown)
     assert float(difference[1]) < 1e-5

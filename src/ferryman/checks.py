@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,6 +122,11 @@ def real_device(device: torch.device | str | None) -> torch.device:
     except Exception as error:
         usual = torch.accelerator.current_accelerator()
         known = "'cpu'" if usual is None else f"'cpu' and {usual.type!r} (of which there are {_count()})"
+        if str(device).partition(":")[0] == "virtual" and "torch_virtual" not in sys.modules:
+            raise ValueError(
+                f"device={str(device)!r} is there once torch_virtual is imported, which was not: import torch_virtual "
+                "first. It is in the folder virtual/ of Ferryman's repository"
+            ) from error
         raise ValueError(f"device={str(device)!r} cannot be used here ({error}); there is {known}") from error
     return torch.device("cpu") if found.type == "cpu" else found
 

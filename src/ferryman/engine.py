@@ -200,8 +200,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """Writes a checkpoint: weights that transformers can load, and all that is needed to go on; returns where.
 
         `objects` are saved beside, by name: anything with `state_dict` and `load_state_dict`, such as a scheduler or
-        the position in the data. The directory is the checkpoint, and takes the place of the one before in one moment;
-        with `keep` it holds a series, of which the newest so many stay.
+        the position in the data, or with `save_pretrained`, such as a tokenizer. The directory is the checkpoint, and
+        takes the place of the last one in one moment; with `keep` it holds a series, of which the newest so many stay.
         """
         return saving.save_in(self._contents(), Path(directory), objects or {}, keep)
 

@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -26,7 +26,30 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
-Objects = Mapping[str, Stateful]
+class Files(Protocol):
+    """What is nothing but files beside the model: a tokenizer. They are saved, and read by whoever needs them."""
+
+    def save_pretrained(self, directory: Any, /) -> Any: ...
+
+
+Objects = Mapping[str, Stateful | Files]
+
+
+def split(objects: Objects) -> tuple[dict[str, Stateful], list[Files]]:
+    """Those with a state, a model of transformers among them; and those that are files alone."""
+    with_state: dict[str, Stateful] = {}
+    files: list[Files] = []
+    for name, thing in objects.items():
+        if hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
+            with_state[name] = cast(Stateful, thing)
+        elif hasattr(thing, "save_pretrained"):
+            files.append(thing)
+        else:
+            raise ValueError(
+                f"objects={{{name!r}: ...}} is a {type(thing).__name__}; what is saved must have state_dict() and "
+                "load_state_dict(), or save_pretrained()"
+            )
+    return with_state, files
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,11 @@ def in_series(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """Of one in a series."""
+    return int(_shown(checkpoint).removeprefix("step-"))
+
+
 def prune(directory: Path, keep: int, newest: Path) -> None:
     """The newest `keep` of a series stay; and what a process left behind that died is removed.
 

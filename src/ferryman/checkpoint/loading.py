@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from ferryman.checkpoint import directory as directories
 from ferryman.checkpoint import plain, tensor_file
-from ferryman.checkpoint.contents import Contents, Objects, set_random_states
+from ferryman.checkpoint.contents import Contents, Objects, set_random_states, split
+from ferryman.checkpoint.manifest import check_sizes, check_sum, check_sums, read_manifest
 from ferryman.checkpoint.missing import fill_missing
-from ferryman.checkpoint.saving import FORMAT, crc_of
-from ferryman.checkpoint.tensor_file import DamagedError, Entry, Sum
+from ferryman.checkpoint.tensor_file import Entry
 from ferryman.server import kernels
 from ferryman.units import Item, hint
 
@@ -40,9 +39,9 @@ class Checkpoint:
 
     def __init__(self, path: Path, contents: Contents, objects: Objects) -> None:
         self.path = path
-        self.manifest = _read_manifest(path)
+        self.manifest = read_manifest(path)
         self._contents = contents
-        self._objects = objects
+        self._objects, _ = split(objects)
         self._names = {name: item for item, name in contents.names().items()}
         self._units = contents.unit_of()
         self._check_files()
@@ -51,7 +50,7 @@ class Checkpoint:
         self._check_tensors()
         if contents.panel is not None:
             self._check_optimizer()
-        missing = [name for name in objects if name not in self.manifest["objects"]]
+        missing = [name for name in self._objects if name not in self.manifest["objects"]]
         if missing:
             raise ValueError(
                 f"{path} has no object {missing[0]!r}{hint(missing[0], self.manifest['objects'])} It was saved without"
@@ -150,11 +149,7 @@ class Checkpoint:
         self, what: str, target: Callable[[Entry], torch.Tensor], done: Callable[[Entry], None] | None = None
     ) -> None:
         for file in self.manifest[what]:
-            self._compare(file, tensor_file.read(self.path / file, target, done))
-
-    def _compare(self, file: str, found: Sum) -> None:
-        if found.crc32 != self.manifest["files"][file]["crc32"]:
-            raise DamagedError(f"{self.path / file} is damaged: its checksum is not that of what was written")
+            check_sum(self.path, self.manifest, file, tensor_file.read(self.path / file, target, done))
 
     def _entries(self, what: str) -> dict[str, tuple[Path, Entry]]:
         paths = [self.path / file for file in self.manifest[what]]
@@ -163,23 +158,14 @@ class Checkpoint:
     # What may be wrong.
 
     def _check_files(self) -> None:
-        for file, told in self.manifest["files"].items():
-            path = self.path / file
-            if not path.is_file():
-                raise DamagedError(f"{path} is missing from the checkpoint")
-            if (size := path.stat().st_size) != told["bytes"]:
-                word = "truncated" if size < told["bytes"] else "damaged"
-                raise DamagedError(f"{path} is {word}: it has {size} bytes in place of {told['bytes']}")
+        check_sizes(self.path, self.manifest)
         large = {file for what in ("weights", "state", "rest") for file in self.manifest[what]}
-        self._check_sums(self.manifest["files"].keys() - large)  # those are compared when they are read
-
-    def _check_sums(self, files: Iterable[str]) -> None:
-        for file in sorted(files):
-            self._compare(file, tensor_file.check_sum(self.path / file))
+        rest = self.manifest["files"].keys() - large  # those are compared when they are read
+        check_sums(self.path, self.manifest, rest)
 
     def _refuse(self, why: str) -> NoReturn:
         """It does not fit; unless that is because a file's header is damaged."""
-        self._check_sums(self.manifest["files"])
+        check_sums(self.path, self.manifest, self.manifest["files"])
         raise ValueError(why)
 
     def _check_tensors(self) -> None:
@@ -252,20 +238,3 @@ def _some(names: Iterable[str]) -> str:
 
 def _new(entry: Entry) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=entry.dtype)
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / directories.MANIFEST
-    try:
-        whole = json.loads(file.read_text())
-        content: dict[str, Any] = whole["content"]
-        intact = whole["crc32"] == crc_of(content)
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{file} is damaged: {error}") from error
-    if not intact:
-        raise DamagedError(f"{file} is damaged: its checksum is not that of what was written")
-    if content["format"] != FORMAT:
-        raise ValueError(
-            f"{path} has the format {content['format']}, of ferryman {content['ferryman']}; this one reads {FORMAT}"
-        )
-    return content

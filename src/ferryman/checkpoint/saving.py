@@ -7,7 +7,6 @@ import fnmatch
 import json
 import os
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ import torch
 import ferryman
 from ferryman.checkpoint import directory as directories
 from ferryman.checkpoint import plain, tensor_file
-from ferryman.checkpoint.contents import Contents, Objects, random_states
+from ferryman.checkpoint.contents import Contents, Objects, Stateful, random_states, split
+from ferryman.checkpoint.manifest import FORMAT, crc_of
 from ferryman.checkpoint.tensor_file import Sum
 from ferryman.server.panel import Panel
 from ferryman.units import Item
-
-FORMAT = 1
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -57,7 +55,8 @@ def save(contents: Contents, directory: Path, objects: Objects) -> None:
     names = contents.names()
     weights, state = [(name, item.tensor) for item, name in names.items()], _state(contents, names)
     rest: dict[str, torch.Tensor] = {}
-    manifest = _describe(contents, names, objects, rest)
+    with_state, files = split(objects)
+    manifest = _describe(contents, names, with_state, rest)
     manifest["saved"] = max(time.time(), directories.last_saved(directory.parent) + 1e-3)
     tensor_file.check_dtypes((*weights, *rest.items()))
     needs = sum(tensor.nbytes for _, tensor in (*weights, *state, *rest.items()))
@@ -68,6 +67,8 @@ def save(contents: Contents, directory: Path, objects: Objects) -> None:
         manifest["weights"] = _write_shards(partial, stem, weights, sums)
         manifest["state"] = _write_shards(partial, "ferryman/state", state, sums)
         manifest["rest"] = _write_shards(partial, "ferryman/rest", list(rest.items()), sums)
+        for thing in files:
+            thing.save_pretrained(partial)
         _save_configuration(contents, partial)
         for path in sorted(partial.rglob("*")):
             name = str(path.relative_to(partial))
@@ -77,10 +78,6 @@ def save(contents: Contents, directory: Path, objects: Objects) -> None:
         _write_json(partial / directories.MANIFEST, {"crc32": crc_of(manifest), "content": manifest})
         old = directories.current(directory)
         directories.carry_over(old, partial, _ours_in(old))
-
-
-def crc_of(manifest: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def _state(contents: Contents, names: dict[Item, str]) -> Tensors:
@@ -96,7 +93,7 @@ def _state(contents: Contents, names: dict[Item, str]) -> Tensors:
 
 
 def _describe(
-    contents: Contents, names: dict[Item, str], objects: Objects, tensors: dict[str, torch.Tensor]
+    contents: Contents, names: dict[Item, str], objects: dict[str, Stateful], tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     server = contents.server
     found: dict[str, Any] = {
@@ -110,11 +107,6 @@ def _describe(
         "objects": {},
     }
     for name, thing in objects.items():
-        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise ValueError(
-                f"objects={{{name!r}: ...}} is a {type(thing).__name__}; what is saved must have state_dict() and "
-                "load_state_dict()"
-            )
         found["objects"][name] = plain.encode(thing.state_dict(), f"objects.{name}", tensors)
     if contents.panel is not None:
         found["optimizer"] = _describe_optimizer(contents, contents.panel, names, tensors)

@@ -24,6 +24,7 @@ class Corpus:
     sequence: int
     tokenizer: Any  # of transformers; None: tokens are bytes, or nobody knows
     is_bytes: bool
+    note: str | None = None  # what may surprise
 
     def decode(self, ids: list[int]) -> str | None:
         """Text, where it is known how tokens become text."""
@@ -49,10 +50,11 @@ def open_corpus(options: Options, model: Description, run: Run) -> Corpus:
     parts = [open_tokens(cache, dtype)] if texts else []
     parts += [open_tokens(path, options.token_dtype) for path in token_files]
     tokens = Tokens(parts, vocabulary)
-    return _split(tokens, options, sequence, tokenizer, is_bytes)
+    note = f"no tokenizer in {_directory(model)}: text is read as bytes, vocabulary {BYTES} of {vocabulary}"
+    return _split(tokens, options, sequence, tokenizer, is_bytes, note if is_bytes and not model.is_bytes else None)
 
 
-def _split(tokens: Tokens, options: Options, sequence: int, tokenizer: Any, is_bytes: bool) -> Corpus:
+def _split(tokens: Tokens, options: Options, sequence: int, tokenizer: Any, is_bytes: bool, note: str | None) -> Corpus:
     kept = int(len(tokens) * options.validation)
     kept = 0 if options.validation == 0 else max(sequence, kept)
     border = len(tokens) - kept
@@ -69,6 +71,7 @@ def _split(tokens: Tokens, options: Options, sequence: int, tokenizer: Any, is_b
         sequence,
         tokenizer,
         is_bytes,
+        note,
     )
 
 
@@ -85,10 +88,14 @@ def _check_bytes(model: Description, vocabulary: int) -> None:
         )
 
 
+def _directory(model: Description) -> Path:
+    path = Path(model.name).expanduser()
+    return path if path.is_dir() else path.parent
+
+
 def _tokenizer(model: Description) -> Any:
     """That lies beside the configuration; None if there is none."""
-    path = Path(model.name).expanduser()
-    directory = path if path.is_dir() else path.parent
+    directory = _directory(model)
     if model.is_bytes or not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
     transformers: Any = importlib.import_module("transformers")

@@ -1,6 +1,7 @@
 """What a run shows of itself: live on a terminal, line by line elsewhere, or as JSON for programs.
 
-All three are told the same events, which are dicts: `start`, `note`, `step`, `eval`, `save`, `sample` and `end`.
+All three are told the same events, which are dicts: `start`, `note`, `step`, `eval`, `save`, `sample` and `end`;
+of an `error`, which ends a run, only JSON tells: others have it on stderr.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ class JsonLines:
     def show(self, event: Event) -> None:
         sys.stdout.write(to_line(event) + "\n")
         sys.stdout.flush()
+
+
+def show_error(message: str) -> None:
+    """As JSON, to a program that may be gone."""
+    with contextlib.suppress(OSError):
+        JsonLines().show({"event": "error", "message": message})
 
 
 class Lines:
@@ -151,8 +158,10 @@ def describe(event: Event) -> Iterator[Text]:
         case "save":
             yield Text(f"step {event['step']:>5}   saved {event['path']} in {event['seconds']:.1f} s", style="green")
         case "sample":
-            yield Text("a sample, after the dim words:", style="cyan")
-            yield Text.assemble((event["prompt"], "dim"), event["text"])
+            yield Text("a sample, from the data:", style="cyan")
+            yield Text(event["prompt"])
+            yield Text("and how it goes on:", style="cyan")
+            yield Text(event["text"])
         case "end":
             yield Text(_ending(event), style="bold")
             if event["report"]:

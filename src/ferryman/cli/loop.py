@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -11,11 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ferryman.checkpoint.contents import Files, Stateful
+from ferryman.checkpoint.directory import series, step_of
+from ferryman.checkpoint.manifest import is_whole
+from ferryman.checkpoint.tensor_file import DamagedError
+from ferryman.cli.batch import check_batch
 from ferryman.cli.corpus import open_corpus
 from ferryman.cli.defaults import budget
 from ferryman.cli.device import find_device
 from ferryman.cli.model import Description, describe
-from ferryman.cli.options import LENGTHS, Options
+from ferryman.cli.options import LENGTHS, Options, flag
 from ferryman.cli.rule import make_optimizer, set_rate
 from ferryman.cli.run import Run
 from ferryman.cli.stop import Stop
@@ -27,7 +33,12 @@ from ferryman.trace import Trace
 Tell = Callable[[Mapping[str, Any]], None]  # hears of every event; see `display.py`
 
 _TRACED = 20  # steps, the last ones, that a trace has in full
+_SEED = 2**63 - 1  # the highest that torch takes
 _PROMPT = 32  # tokens from which a sample goes on
+
+
+class DivergedError(ValueError):
+    """The weights are of no use any more."""
 
 
 class Training:
@@ -41,29 +52,31 @@ class Training:
         self._stop = Stop()
         self.description = describe(options.model)
         # What can be seen at a glance is checked before text becomes tokens, which may take long.
-        _check_length(options)
+        _check_numbers(options)
         self.device = find_device(options.device)
         self.budget = budget(self.device, options.memory)
         self.corpus = open_corpus(options, self.description, run)
+        check_batch(options, self.description, self.corpus, self.device)
         self.steps = 0  # in all; known when it is known how many there have been
         self.last_checkpoint: Path | None = None
         self.has_begun = False  # whether anything is there that was not before
         self.trace = Trace(keep_steps=_TRACED) if options.trace else None
         self._loss = math.nan
+        self._good = 0  # the last step whose weights gave a finite loss
         self._tokens = 0  # since it was started, or resumed
         self._pace: float | None = None  # seconds that a step takes, smoothed
 
     def train(self) -> None:
         options = self.options
         torch.manual_seed(options.seed)
-        resumes = self.run.has_checkpoint()
+        resumes = self.run.has_checkpoint() or options.from_step is not None
         model = _build(self.description, empty=resumes)
         optimizer = make_optimizer(model, options)
         began = time.monotonic()
         settings = {**options.for_engine(), "memory": self.budget}
         with self._stop as stop, Engine(model, optimizer, trace=self.trace, **settings) as engine:
             if resumes:
-                self.last_checkpoint = engine.load(self.run.checkpoints, objects={"data": self.corpus.training})
+                self.last_checkpoint = self._load(engine)
             elif self.description.weights is not None:
                 engine.load_weights(self.description.weights)
             self.steps = _last_step(options, self.corpus.training, self.corpus.sequence, engine.steps)
@@ -80,6 +93,8 @@ class Training:
             if not is_over:
                 self._save(engine)  # first, so that nothing that fails now can lose it
                 self._evaluate(engine, model)
+                if self.corpus.validation is None and self.has_begun:  # it may have been stopped before the first step
+                    self._check_finite(engine, self._loss, "loss")
             if stop.asked is None:
                 self._sample(model)
             self._say_end(engine, stop.asked or "done", time.monotonic() - began)
@@ -92,6 +107,8 @@ class Training:
         self._loss = engine.step(batch, options.micro_batches).item()
         seconds = time.monotonic() - start
         self.has_begun = True
+        if math.isfinite(self._loss):
+            self._good = engine.steps - 1
         self._tokens += batch["input_ids"].numel()
         self._pace = seconds if self._pace is None else 0.8 * self._pace + 0.2 * seconds
         self._say_step(engine, rate, seconds, batch["input_ids"].numel())
@@ -113,12 +130,46 @@ class Training:
             return
         bits = loss / math.log(2) if self.corpus.is_bytes else None
         self._say({"event": "eval", "step": engine.steps, "loss": loss, "bits_per_byte": bits})
+        self._check_finite(engine, loss, "validation loss")
+        self._good = engine.steps
+
+    def _check_finite(self, engine: Engine, loss: float, what: str) -> None:
+        """A run that ends with weights like these has not ended well."""
+        if math.isfinite(loss):
+            return
+        saved = [step_of(path) for path in series(self.run.checkpoints)]
+        good = [step for step in saved if step <= self._good]
+        back = (
+            f"Go back: {self.options.command()} --from-step {good[-1]} --lr {self.options.lr / 3:.1g}"
+            if good
+            else "No checkpoint from before is left; begin anew"
+        )
+        if engine.steps == 0:
+            raise DivergedError(f"the {what} is {loss} before the first step: the weights to begin with are of no use")
+        raise DivergedError(
+            f"the {what} is {loss} after step {engine.steps}: training has diverged, and its weights are of no use. "
+            f"{back} (a lower --lr, more --warmup or --max-grad-norm 1 may help)"
+        )
+
+    def _load(self, engine: Engine) -> Path:
+        path = self.run.checkpoint(self.options.from_step)
+        try:
+            return engine.load(path, objects={"data": self.corpus.training})
+        except DamagedError as error:
+            others = [other for other in reversed(series(self.run.checkpoints)) if other != path]
+            whole = next((other for other in others if is_whole(other)), None)
+            if whole is None:
+                raise DamagedError(f"{error}. There is no other checkpoint that is whole; begin a new run") from error
+            raise DamagedError(
+                f"{error}. {whole} is whole, go on from it: {self.options.command()} --from-step {step_of(whole)}"
+            ) from error
 
     def _save(self, engine: Engine) -> None:
         start = time.monotonic()
-        self.last_checkpoint = engine.save(
-            self.run.checkpoints, objects={"data": self.corpus.training}, keep=self.options.keep
-        )
+        objects: dict[str, Stateful | Files] = {"data": self.corpus.training}
+        if self.corpus.tokenizer is not None:
+            objects["tokenizer"] = self.corpus.tokenizer
+        self.last_checkpoint = engine.save(self.run.checkpoints, objects=objects, keep=self.options.keep)
         seconds = time.monotonic() - start
         self._say({"event": "save", "step": engine.steps, "path": str(self.last_checkpoint), "seconds": seconds})
 
@@ -159,6 +210,8 @@ class Training:
                 "output": str(self.run.directory),
             }
         )
+        if self.corpus.note is not None:
+            self._say({"event": "note", "text": self.corpus.note})
         if engine.steps >= self.steps:
             text = f"there is nothing left to do after step {engine.steps}; give more with --steps"
             self._say({"event": "note", "text": text})
@@ -252,7 +305,15 @@ def _build(description: Description, *, empty: bool) -> nn.Module:
     return description.on_meta() if empty or description.weights is not None else description.on_host()
 
 
-def _check_length(options: Options) -> None:
+def _check_numbers(options: Options) -> None:
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{flag(field.name)} {value}: a number is needed")
+    if not 0 <= options.seed <= _SEED:
+        raise ValueError(f"--seed {options.seed}: a whole number from 0 to {_SEED} is needed")
+    if options.epochs == 0:
+        raise ValueError("--epochs 0: there would be nothing to do; give more than 0, such as 0.5 for half of the data")
     given = [name for name in LENGTHS if getattr(options, name) is not None]
     if len(given) > 1:
         raise ValueError(f"--{given[0]} and --{given[1]} both say how long to train; give one of them")
@@ -270,8 +331,9 @@ def _last_step(options: Options, training: Windows, sequence: int, done: int) ->
 
 
 def _save_every(steps: int) -> int:
-    """Where it is not said: what a crash loses is a tenth of the run, and 500 steps, at most."""
-    return min(500, max(1, steps // 10))
+    """Where it is not said: what a crash loses is a tenth of the run, and 500 steps, at most; but for the few steps of
+    a short run it is not done over and over."""
+    return min(500, max(10, steps // 10))
 
 
 def _peak(device: torch.device) -> int | None:

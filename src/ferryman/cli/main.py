@@ -9,6 +9,7 @@ import typer
 
 import ferryman
 from ferryman.cli import doctor, plan, report, train, verify
+from ferryman.cli.words import in_words
 
 app = typer.Typer(
     name="ferryman",
@@ -35,7 +36,7 @@ def _common(
     """Before any command."""
 
 
-app.command("train", help=train.HELP)(train.train)
+app.command("train", help=train.HELP, cls=train.Command)(train.train)
 app.command(epilog=plan.EPILOG)(plan.plan)
 app.command()(report.report)
 app.command(epilog=doctor.EPILOG)(doctor.doctor)
@@ -47,7 +48,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
-        typer.secho(f"ferryman: {error}", fg=typer.colors.RED, err=True)
+        typer.secho(f"ferryman: {in_words(error)}", fg=typer.colors.RED, err=True)
         sys.exit(2)
 
 

@@ -33,8 +33,12 @@ class Gpt:
     heads: int
     context: int
 
+    @property
+    def parameters(self) -> int:
+        layer = 12 * self.width**2 + 13 * self.width
+        return self.layers * layer + (BYTES + self.context + 2) * self.width
 
-# About 0.1, 0.8, 5, 21, 86, 300 and 1000 million parameters.
+
 SIZES = {
     "tiny": Gpt(layers=2, width=64, heads=2, context=128),
     "mini": Gpt(layers=4, width=128, heads=4, context=256),
@@ -141,6 +145,12 @@ def _free_form(model: str, text: str) -> Gpt:
             f"{model!r}: width={gpt.width} cannot be shared by heads={gpt.heads}; it must be a multiple of it"
         )
     return gpt
+
+
+def sizes() -> str:
+    """For help."""
+    told = ", ".join(f"{name} {gpt.parameters / 1e6:.1f}" for name, gpt in SIZES.items())
+    return f"{told} (million parameters), or any other as {_FORM}"
 
 
 def _known_sizes() -> str:

@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
 from ferryman.cli.defaults import LONGEST
+from ferryman.cli.model import sizes
 from ferryman.data.text import SUFFIXES
 
 # The options that are handed to `ferryman.Engine` as they are.
@@ -24,8 +26,61 @@ FIXED = ("data", "suffix", "token_dtype", "validation", "sequence", "seed")
 # Each says how long to train, so that one alone can be given.
 LENGTHS = ("steps", "tokens", "epochs")
 
+# What `none` takes back, so that a run that is resumed can do without.
+OPTIONAL = (
+    "micro_batches", "weight_decay", "betas", "device", "memory", "precision", "max_grad_norm", "host_threads", "units",
+    "resident", "slots", "subgroup", "save_every", "eval_every",
+)  # fmt: skip
+NONE = "none"
+
 # About how a command runs, not about what is trained.
-_MANNER = ("resume", "json", "quiet")
+_MANNER = ("resume", "from_step", "json", "quiet")
+
+
+class Betas(NamedTuple):
+    """Of Adam and its kind."""
+
+    first: float
+    second: float
+
+    def __str__(self) -> str:
+        return f"{self.first},{self.second}"
+
+
+def or_none(kind: type[int] | type[float], least: int | None = None) -> dict[str, Any]:
+    """A number, or `none`."""
+    what = ("a whole number" if kind is int else "a number") + ("" if least is None else f" of at least {least}")
+
+    def parse(text: str) -> int | float | None:
+        if text.lower() == NONE:
+            return None
+        try:
+            value = kind(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is not {what}, nor {NONE}") from None
+        if not math.isfinite(value) or (least is not None and value < least):
+            raise typer.BadParameter(f"{text} is not {what}, nor {NONE}")
+        return value
+
+    return {"parser": parse, "metavar": f"<{kind.__name__}|{NONE}>"}
+
+
+def _parse_betas(text: str) -> Betas | None:
+    if text.lower() == NONE:
+        return None
+    try:
+        first, second = map(float, text.replace(",", " ").split())
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: two numbers are needed, with a comma, such as 0.9,0.95") from None
+    return Betas(first, second)
+
+
+def given_as(values: dict[str, Any]) -> dict[str, Any]:
+    """With nothing in place of `none`."""
+    return {name: None if name in OPTIONAL and value in (NONE, [NONE]) else value for name, value in values.items()}
+
+
+_TEXT = {"metavar": f"<str|{NONE}>"}
 
 
 def _option(panel: str, *names: str, **settings: Any) -> Any:
@@ -60,7 +115,8 @@ class Options:
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A directory or config.json of transformers, or gpt:SIZE, the built-in byte-level GPT.",
+            help="A directory or config.json of transformers, or gpt:SIZE, the built-in byte-level GPT. "
+            f"SIZE is {sizes()}.",
         ),
     ] = None
 
@@ -78,13 +134,16 @@ class Options:
 
     steps: Annotated[int | None, _length("Stop after this many steps ...", min=1)] = None
     tokens: Annotated[int | None, _length("... or after so many tokens ...", min=1)] = None
-    epochs: Annotated[float | None, _length("... or after seeing the data so often. Without any: once.", min=0)] = None
+    epochs: Annotated[
+        float | None, _length("... or after seeing the data so often, such as 0.5. Without any: once.", min=0)
+    ] = None
     batch: Annotated[int, _length("Windows in a step.", min=1)] = 8
     sequence: Annotated[
         int | None, _length("Tokens in a window.", min=2, show_default=f"the model's context, at most {LONGEST}")
     ] = None
     micro_batches: Annotated[
-        int | None, _length("Into how many a batch is cut.", min=1, show_default="as few as the memory allows")
+        int | None,
+        _length("Into how many a batch is cut.", show_default="as few as the memory allows", **or_none(int, 1)),
     ] = None
 
     optimizer: Annotated[Literal["adamw", "adam", "sgd", "lion", "adagrad"], _rule("The rule.")] = "adamw"
@@ -94,64 +153,91 @@ class Options:
     ] = "cosine"
     warmup: Annotated[int, _rule("Steps in which it rises first.", min=0)] = 0
     weight_decay: Annotated[
-        float | None, _rule("Of matrices, not of biases and norms.", min=0, show_default="the rule's own")
+        float | None,
+        _rule("Of matrices, not of biases and norms.", show_default="the rule's own", **or_none(float, 0)),
     ] = None
     betas: Annotated[
-        tuple[float, float] | None, _rule("Of adamw, adam and lion: two numbers.", show_default="the rule's own")
+        Betas | None,
+        _rule(
+            "Of adamw, adam and lion: two numbers with a comma, such as 0.9,0.95.",
+            show_default="the rule's own",
+            parser=_parse_betas,
+            metavar=f"<float,float|{NONE}>",
+        ),
     ] = None
 
-    device: Annotated[str | None, _engine("Such as cuda, cpu or virtual.", show_default="the accelerator there is")] = (
-        None
-    )
+    device: Annotated[
+        str | None, _engine("Such as cuda, cpu or virtual.", show_default="the accelerator there is", **_TEXT)
+    ] = None
     memory: Annotated[
         str | None,
-        _engine("A budget of device memory, such as 8GiB; it is kept.", show_default="nine tenths of what is free"),
+        _engine(
+            "A budget of device memory, such as 8GiB; it is kept.", show_default="nine tenths of what is free", **_TEXT
+        ),
     ] = None
     precision: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, _engine("Of compute and the link.", show_default="what the model has")
+        Literal["fp32", "bf16", "fp16", "none"] | None,
+        _engine("Of compute and the link.", show_default="what the model has"),
     ] = None
-    max_grad_norm: Annotated[float | None, _engine("Clip gradients to this global norm.")] = None
+    max_grad_norm: Annotated[float | None, _engine("Clip gradients to this global norm.", **or_none(float))] = None
     on_nonfinite: Annotated[Literal["raise", "skip"], _engine("What happens to a step with inf or NaN.")] = "raise"
     deferred: Annotated[
-        bool, _engine("Update after all gradients are there, not beside the backward.", "--deferred")
+        bool, _engine("Update after all gradients are there, not beside the backward.", "--deferred/--no-deferred")
     ] = False
-    host_threads: Annotated[int | None, _engine("For updates on the host.", show_default="all CPUs")] = None
-    units: Annotated[
-        list[str] | None, _engine("Modules that travel, by name or pattern; may be repeated.", show_default="found")
+    host_threads: Annotated[
+        int | None, _engine("For updates on the host.", show_default="all CPUs", **or_none(int, 1))
     ] = None
-    resident: Annotated[list[str] | None, _engine("Parameters that stay on the device; may be repeated.")] = None
+    units: Annotated[
+        list[str] | None,
+        _engine("Modules that travel, by name or pattern; may be repeated.", show_default="found", **_TEXT),
+    ] = None
+    resident: Annotated[list[str] | None, _engine("Parameters that stay on the device; may be repeated.", **_TEXT)] = (
+        None
+    )
     stash: Annotated[Literal["auto", "device", "host"], _engine("Where activations wait.")] = "auto"
     slots: Annotated[
-        int | None, _engine("Units' weights on the device at once.", show_default="what the memory allows")
+        int | None,
+        _engine("Units' weights on the device at once.", show_default="what the memory allows", **or_none(int, 1)),
     ] = None
     held: Annotated[
         bool | None,
         _engine("Whether all weights stay on the device.", "--held/--relayed", show_default="if there is room"),
     ] = None
     updates: Annotated[str, _engine("Who updates: auto, host, stride:K or static:R.")] = "auto"
-    subgroup: Annotated[int | None, _engine("Parameters updated at a time.", show_default="chosen")] = None
+    subgroup: Annotated[
+        int | None, _engine("Parameters updated at a time.", show_default="chosen", **or_none(int, 1))
+    ] = None
 
     output: Annotated[
         Path | None, _output("A new directory for checkpoints, metrics, trace and report.", "--output", "-o")
     ] = None
     resume: Annotated[
-        bool, _output("Go on with the run in --output; options not given are as they were.", "--resume")
+        bool,
+        _output("Go on with the run in --output. Options not given are as they were; none takes one back.", "--resume"),
     ] = False
+    from_step: Annotated[
+        int | None, _output("With --resume: from the checkpoint of this step, not from the newest.", min=0)
+    ] = None
     save_every: Annotated[
         int | None,
         _output(
-            "Save every so many steps; at the end in any case.", min=1, show_default="a tenth of the run, at most 500"
+            "Save every so many steps; at the end in any case.",
+            show_default="a tenth of the run, from 10 to 500",
+            **or_none(int, 1),
         ),
     ] = None
     keep: Annotated[int, _output("How many checkpoints are kept.", min=1)] = 2
     eval_every: Annotated[
-        int | None, _output("Evaluate before the first and every so many steps; at the end in any case.", min=1)
+        int | None,
+        _output("Evaluate before the first and every so many steps; at the end in any case.", **or_none(int, 1)),
     ] = None
     eval_windows: Annotated[int, _output("On at most so many windows.", min=1)] = 64
     sample: Annotated[int, _output("Tokens of text to write at the end.", min=0)] = 0
     seed: Annotated[int, _output("Of the weights, if they are new, and of the order of the data.")] = 0
     trace: Annotated[bool, _output("Record the lanes, for the live display, trace.json and report.html.")] = True
-    json: Annotated[bool, _output("Print events as lines of JSON, and nothing else.", "--json")] = False
+    json: Annotated[
+        bool, _output("Print events as lines of JSON, and nothing else; an error is one of them.", "--json")
+    ] = False
     quiet: Annotated[bool, _output("Print nothing but errors.", "--quiet", "-q")] = False
 
     def for_engine(self) -> dict[str, Any]:
@@ -172,7 +258,7 @@ class Options:
         names = [field.name for field in dataclasses.fields(cls)]
         recorded = {name: values[name] for name in names if name in values}
         recorded["data"] = [Path(path) for path in values["data"]]
-        recorded["betas"] = values["betas"] and tuple(values["betas"])
+        recorded["betas"] = values["betas"] and Betas(*values["betas"])
         return cls(**{**recorded, **given})
 
     def differences(self, other: "Options") -> list[str]:

@@ -18,8 +18,8 @@ from torch import nn
 from ferryman import checks, measure
 from ferryman.cli.defaults import LONGEST, budget, window
 from ferryman.cli.device import find_device
-from ferryman.cli.model import Description, describe
-from ferryman.cli.options import Options
+from ferryman.cli.model import Description, describe, sizes
+from ferryman.cli.options import Options, or_none
 from ferryman.cli.rule import RULES
 from ferryman.cost.forecast import Forecast, Lanes
 from ferryman.cost.plan import Plan
@@ -33,16 +33,16 @@ from ferryman.units import hint
 EPILOG = """
 [bold]Examples[/bold]
 
-[dim]# the built-in GPT on this machine, measured[/dim]
+# the built-in GPT on this machine, measured
 ferryman plan gpt:base
 
-[dim]# a model of your own on a machine you do not have; nothing of it is allocated[/dim]
+# a model of your own on a machine you do not have; nothing of it is allocated
 ferryman plan path/to/config.json --device-memory 16GiB --host-memory 512GiB --link 12GB/s --device-flops 150TFLOPS
 
-[dim]# what changes with more samples in a step, and with clipping[/dim]
+# what changes with more samples in a step, and with clipping
 ferryman plan gpt:xl --device-memory 2GiB --link 12GB/s --batch 64 --max-grad-norm 1.0
 
-[dim]# for a script: exit code 0 if it fits, 1 if not, 2 for bad input[/dim]
+# for a script: exit code 0 if it fits, 1 if not, 2 for bad input
 ferryman plan gpt:xl --device-memory 2GiB --link 12GB/s --json | jq .step.seconds
 """
 
@@ -62,27 +62,28 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="A transformers directory or config.json, or the built-in byte-level GPT: gpt:tiny to gpt:xl."
+            help="A directory or config.json of transformers, or gpt:SIZE, the built-in byte-level GPT. "
+            f"SIZE is {sizes()}."
         ),
     ],
     device: Annotated[
-        str | None, typer.Option(help="The device to plan for, if it is in this machine; [dim]cuda, virtual[/dim]")
+        str | None, typer.Option(help="The device to plan for, if it is in this machine, such as cuda, virtual")
     ] = None,
     device_memory: Annotated[
-        str | None, typer.Option(help="Memory of the device, or what may be used of it; [dim]16GiB[/dim]")
+        str | None, typer.Option(help="Memory of the device, or what may be used of it, such as 16GiB")
     ] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Memory of the host; [dim]512GiB[/dim]")] = None,
-    link: Annotated[str | None, typer.Option(help="Rate of the link, in each direction; [dim]12GB/s[/dim]")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Memory of the host, such as 512GiB")] = None,
+    link: Annotated[str | None, typer.Option(help="Rate of the link, in each direction, such as 12GB/s")] = None,
     link_in: Annotated[str | None, typer.Option(help="The same, host to device only.")] = None,
     link_out: Annotated[str | None, typer.Option(help="The same, device to host only.")] = None,
     device_flops: Annotated[
         str | None,
-        typer.Option(help="What the device reaches in matrix products, in the precision; [dim]150TFLOPS[/dim]"),
+        typer.Option(help="What the device reaches in matrix products, in the precision, such as 150TFLOPS"),
     ] = None,
     host_updates: Annotated[
         str | None,
         typer.Option(
-            help="Parameters that the host updates with AdamW; [dim]900Mparam/s[/dim]; else this host's, measured."
+            help="Parameters that the host updates with AdamW, such as 900Mparam/s; else this host's, measured."
         ),
     ] = None,
     precision: Annotated[
@@ -97,7 +98,8 @@ def plan(
     ] = None,
     optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}.")] = Options.optimizer,
     max_grad_norm: Annotated[
-        float | None, typer.Option(help="Clip gradients by their global norm; updates are deferred then.")
+        float | None,
+        typer.Option(help="Clip gradients by their global norm; updates are deferred then.", **or_none(float)),
     ] = None,
     updates: Annotated[
         str, typer.Option(help="Who updates the weights: auto, host, stride:K or static:R.")

@@ -24,8 +24,6 @@ _LEAST = 0.1  # of the learning rate, at the end of a cosine
 
 def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
     """Weight decay is for matrices; biases and norms are left alone."""
-    if not math.isfinite(options.lr):
-        raise ValueError(f"--lr {options.lr}: a learning rate is a number, such as 3e-4")
     settings: dict[str, Any] = {"lr": options.lr}
     if options.weight_decay is not None:
         settings["weight_decay"] = options.weight_decay

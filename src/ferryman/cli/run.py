@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ferryman
-from ferryman.checkpoint.directory import locked, series
+from ferryman.checkpoint.directory import locked, series, step_of
 from ferryman.cli.options import FIXED, LENGTHS, Options, flag
 from ferryman.files import replacing_file
 
@@ -41,6 +41,16 @@ class Run:
 
     def has_checkpoint(self) -> bool:
         return bool(series(self.checkpoints))
+
+    def checkpoint(self, step: int | None) -> Path:
+        """That of a step, or the newest."""
+        found = {step_of(path): path for path in series(self.checkpoints)}
+        if step is None:
+            return list(found.values())[-1]
+        if step not in found:
+            there = ", ".join(map(str, sorted(found))) or "none at all"
+            raise ValueError(f"--from-step {step}: there is no checkpoint of it in {self.checkpoints}, but {there}")
+        return found[step]
 
     def write_settings(self, options: Options) -> None:
         content = {"ferryman": ferryman.__version__, "options": options.to_json()}
@@ -76,6 +86,8 @@ class Run:
 def new_run(options: Options) -> tuple[Options, Run]:
     """In a directory that is not there yet, or is empty."""
     directory = _directory(options)
+    if options.from_step is not None:
+        raise ValueError("--from-step goes on with a run that is there, so it needs --resume")
     if options.model is None:
         raise ValueError("MODEL is missing: a directory or config.json of transformers, or gpt:small")
     if not options.data:
@@ -149,7 +161,7 @@ def _what_is_in(directory: Path, *, advice: bool = True) -> str:
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return " ".join(str(item) for item in value) or "nothing"
     return "the default" if value is None else str(value)
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 import typer
+from typer.core import TyperCommand
 
-from ferryman.cli.display import open_display
-from ferryman.cli.loop import Training
-from ferryman.cli.options import Options
+from ferryman.cli.display import open_display, show_error
+from ferryman.cli.loop import DivergedError, Training
+from ferryman.cli.options import NONE, OPTIONAL, Options, flag, given_as
 from ferryman.cli.run import Run, new_run, resumed_run
 from ferryman.cli.stop import Interrupt
+from ferryman.cli.words import in_words
 
 HELP = """
 Trains a causal language model that may be larger than the device.
@@ -35,23 +37,52 @@ Ctrl-C, SIGTERM and SIGHUP finish the step, save, and say how to go on; a second
 
     [bold]ferryman train --resume --output run[/bold]
     [bold]ferryman train --resume --output run --memory 1GiB --steps 2000[/bold]
+    [bold]ferryman train --resume --output run --device cpu --memory none[/bold]
 
 Every checkpoint in run/checkpoints loads with transformers' from_pretrained. See also [bold]ferryman plan[/bold].
 """
 
 
+class Command(TyperCommand):
+    """With --json, a command line that is refused is an event, too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if "--json" in given and hasattr(error, "format_message"):  # not --help, which is an exception as well
+                show_error(error.format_message())
+            raise
+
+
 def train(ctx: typer.Context, **values: Any) -> None:
-    given = Options(**values)
+    given = Options(**given_as(values))
     explicit = {name for name in values if _is_explicit(ctx, name)}
-    if given.resume:
-        options, run, notes = resumed_run(given, explicit)
-    else:
-        options, run = new_run(given)
-        notes = []
-    with run.locked(), Interrupt():
-        code = _train(options, run, notes)
+    try:
+        code = _begin(given, explicit)
+    except Exception as error:
+        if given.json:
+            show_error(in_words(error))
+        raise
     if code:
         raise typer.Exit(code)
+
+
+def _begin(given: Options, explicit: set[str]) -> int:
+    if not given.resume:
+        options, run = new_run(given)
+        with run.locked(), Interrupt():
+            return _train(options, run, [])
+    options, run, notes = resumed_run(given, explicit)
+    try:
+        with run.locked(), Interrupt():
+            return _train(options, run, notes)
+    except ValueError as error:
+        for name in OPTIONAL:
+            if flag(name) in in_words(error) and name not in explicit and getattr(options, name) is not None:
+                error.add_note(f"{flag(name)} is what the run had before; {flag(name)} {NONE} takes it back")
+        raise
 
 
 def _train(options: Options, run: Run, notes: list[str]) -> int:
@@ -75,13 +106,12 @@ def _train(options: Options, run: Run, notes: list[str]) -> int:
             raise
         saved = None if training is None else training.last_checkpoint
         kept = f"The last checkpoint is {saved}; go on from it: {options.command()}" if saved else "Nothing was saved."
-        what = "interrupted" if isinstance(error, KeyboardInterrupt) else _in_full(error)
-        typer.secho(f"ferryman: {what}. {kept}", fg=typer.colors.RED, err=True)
+        what = "interrupted" if isinstance(error, KeyboardInterrupt) else in_words(error)
+        told = what if isinstance(error, DivergedError) else f"{what}. {kept}"
+        if options.json:
+            show_error(told)
+        typer.secho(f"ferryman: {told}", fg=typer.colors.RED, err=True)
         return 128 + signal.Signals[str(error) or "SIGINT"] if isinstance(error, KeyboardInterrupt) else 1
-
-
-def _in_full(error: BaseException) -> str:
-    return ". ".join(str(part).rstrip(".") for part in (error, *getattr(error, "__notes__", [])))
 
 
 def _is_explicit(ctx: typer.Context, name: str) -> bool:

@@ -1,0 +1,67 @@
+"""The manifest of a checkpoint: what it consists of, and how each file is known to be as it was written."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ferryman.checkpoint import directory as directories
+from ferryman.checkpoint import tensor_file
+from ferryman.checkpoint.tensor_file import DamagedError, Sum
+
+FORMAT = 1
+
+
+def crc_of(manifest: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    file = path / directories.MANIFEST
+    try:
+        whole = json.loads(file.read_text())
+        content: dict[str, Any] = whole["content"]
+        intact = whole["crc32"] == crc_of(content)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{file} is damaged: {error}") from error
+    if not intact:
+        raise DamagedError(f"{file} is damaged: its checksum is not that of what was written")
+    if content["format"] != FORMAT:
+        raise ValueError(
+            f"{path} has the format {content['format']}, of ferryman {content['ferryman']}; this one reads {FORMAT}"
+        )
+    return content
+
+
+def check_sizes(path: Path, manifest: dict[str, Any]) -> None:
+    for name, told in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise DamagedError(f"{file} is missing from the checkpoint")
+        if (size := file.stat().st_size) != told["bytes"]:
+            word = "truncated" if size < told["bytes"] else "damaged"
+            raise DamagedError(f"{file} is {word}: it has {size} bytes in place of {told['bytes']}")
+
+
+def check_sums(path: Path, manifest: dict[str, Any], files: Iterable[str]) -> None:
+    for name in sorted(files):
+        check_sum(path, manifest, name, tensor_file.check_sum(path / name))
+
+
+def check_sum(path: Path, manifest: dict[str, Any], name: str, found: Sum) -> None:
+    if found.crc32 != manifest["files"][name]["crc32"]:
+        raise DamagedError(f"{path / name} is damaged: its checksum is not that of what was written")
+
+
+def is_whole(path: Path) -> bool:
+    """Whether all of a checkpoint is as it was written. All of it is read."""
+    try:
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+        check_sums(path, manifest, manifest["files"])
+    except (ValueError, OSError):
+        return False
+    return True

@@ -1,0 +1,32 @@
+"""Errors in the words of a command line: the library's speak of Python's, `max_grad_norm=-1.0`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from ferryman.cli.options import ENGINE, flag
+
+_NAMES = "|".join((*ENGINE, "micro_batches", "keep", "betas"))
+_VALUE = r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^)]*\)|[-+\w][-+\w./]*(?<![.])|(?=\W|$)"
+_PYTHON = re.compile(rf"(?<![\w:,./-])({_NAMES})=({_VALUE})")
+
+# As they are written, where it is not with their value.
+_FLAGS = {("held", "True"): "--held", ("held", "False"): "--relayed", ("deferred", "True"): "--deferred"}
+
+
+def in_words(error: BaseException) -> str:
+    """All that an error says, its notes with it."""
+    parts = (str(part).rstrip(".") for part in (error, *getattr(error, "__notes__", [])))
+    return re.sub(r"\bNone\b", "none", _PYTHON.sub(_as_option, ". ".join(parts)))
+
+
+def _as_option(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    if (name, value) in _FLAGS:
+        return _FLAGS[name, value]
+    if value.startswith("["):  # each is an option of its own
+        items = re.findall(r"[^\s'\",\[\]]+", value)
+    else:
+        items = [value[1:-1].replace(", ", ",") if value[:1] in ("'", '"', "(") else value]
+    return " ".join(f"{flag(name)} {shlex.quote(item) if item else ''}".rstrip() for item in items) or flag(name)

@@ -1,0 +1,253 @@
+"""`ferryman train`, stopped and resumed: it is the run that was never stopped, and nothing of it is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch_virtual
+from commands import EXACT, GPT, losses, metrics, refused, train, trained
+
+from ferryman.cli import loop
+from ferryman.cli.loop import Training
+from ferryman.cli.main import main
+from ferryman.cli.options import Options
+from ferryman.cli.run import Run, new_run
+from ferryman.cli.words import in_words
+from ferryman.data.text import as_bytes
+
+
+class sending:  # noqa: N801 - reads like a function
+    """Within, a process gets a signal as soon as the run has made two steps; or more of them, one after the other."""
+
+    def __init__(self, number, run, times=1, process=None):
+        self._what = (number, run / "metrics.jsonl", times, process or os.getpid())
+        self._thread = threading.Thread(target=self._send)
+
+    def __enter__(self):
+        self._thread.start()
+
+    def __exit__(self, *error):
+        self._thread.join()
+
+    def _send(self):
+        number, file, times, process = self._what
+        while not file.exists() or file.read_text().count("\n") < 2:
+            time.sleep(0.01)
+        for _ in range(times):
+            os.kill(process, number)
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("device", "updates"), [("cpu", "host"), ("virtual", "host"), ("virtual", "stride:2"), ("virtual", "static:0.5")]
+)
+def test_resumed_it_is_the_same_run(device, updates, corpus, tmp_path):
+    arguments = [GPT, "--data", corpus, "--device", device, *EXACT, "--updates", updates]
+    trained(*arguments, "-o", tmp_path / "whole", "--steps", 6)
+    trained(*arguments, "-o", tmp_path / "parts", "--steps", 3)
+    shown = trained("--resume", "-o", tmp_path / "parts", "--steps", 6, "--device", device).output
+    assert "--steps is 6 now, was 3" in shown
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    files = [tmp_path / name / "checkpoints/step-00000006/model.safetensors" for name in ("whole", "parts")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_resumed_elsewhere(corpus, tmp_path):
+    """On another device, in another budget; what was saved last is where it goes on, and nothing is told twice."""
+    run = tmp_path / "run"
+    trained(GPT, "--data", corpus, *EXACT, "-o", run, "--steps", 6, "--save-every", 2, "--keep", 9)
+    before = losses(run)
+    for step in (4, 6):  # as if it had been killed after step 3
+        saved = run / "checkpoints" / f"step-{step:08}"
+        saved.rename(tmp_path / saved.name)
+    shown = trained("--resume", "-o", run, "--device", "virtual", "--memory", "400KiB", "--updates", "auto").output
+    assert "--memory is 400KiB now, was the default" in shown
+    assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
+    assert losses(run) == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in before]
+
+
+def test_an_option_is_taken_back(corpus, tmp_path):
+    """What the run was begun with, and the device it goes on with does not have."""
+    run = tmp_path / "run"
+    arguments = ["--device", "virtual", "--memory", "400KiB", "--max-grad-norm", 1, "--resident", "transformer.wpe*"]
+    trained(GPT, "--data", corpus, "-o", run, "--steps", 1, "--betas", "0.8,0.9", *arguments, "--no-trace")
+    on_cpu = ["--resume", "-o", run, "--device", "cpu", "--steps", 2]
+    result = train(*on_cpu)
+    assert in_words(result.exception).endswith("--memory is what the run had before; --memory none takes it back")
+    none = [word for name in ("memory", "max-grad-norm", "resident", "betas") for word in (f"--{name}", "none")]
+    shown = trained(*on_cpu, *none).output
+    assert "--memory is the default now, was 400KiB" in shown
+    assert "--betas is the default now, was 0.8,0.9" in shown
+    recorded = json.loads((run / "run.json").read_text())["options"]
+    assert [recorded[name] for name in ("memory", "max_grad_norm", "resident", "betas")] == [None] * 4
+
+
+def test_a_damaged_checkpoint_is_named_and_so_is_one_that_is_whole(corpus, tmp_path):
+    run = tmp_path / "run"
+    trained(GPT, "--data", corpus, *EXACT, "-o", run, "--steps", 4, "--save-every", 1, "--keep", 4)
+    before = losses(run)
+    for step in (3, 4):
+        weights = run / "checkpoints" / f"step-{step:08}" / "model.safetensors"
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+    message = refused("--resume", "-o", run, "--steps", 5)
+    assert f"{weights} is damaged" in message
+    assert "step-00000002 is whole" in message
+    assert message.endswith(f"ferryman train --resume --output {run} --from-step 2")
+    assert "no checkpoint of it in" in refused("--resume", "-o", run, "--from-step", 7)
+    trained("--resume", "-o", run, "--from-step", 2)
+    assert losses(run) == before
+    trained("--resume", "-o", run, "--steps", 5)  # what was saved last is the newest, whatever was there
+    assert "it needs --resume" in refused(GPT, "--data", corpus, "-o", tmp_path / "new", "--from-step", 2)
+    for weights in run.glob("checkpoints/*/model.safetensors"):
+        weights.write_bytes(b"")
+    assert "no other checkpoint that is whole" in refused("--resume", "-o", run, "--steps", 6)
+
+
+def test_nothing_left_to_do(corpus, tmp_path):
+    trained(GPT, "--data", corpus, "-o", tmp_path / "run", "--steps", 1)
+    assert (
+        "nothing left to do after step 1; give more with --steps" in trained("--resume", "-o", tmp_path / "run").output
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_finishes_the_step_and_saves(number, corpus, tmp_path, virtual):
+    run = tmp_path / "run"
+    arguments = [GPT, "--data", corpus, "--device", "virtual", *EXACT]
+    trained(*arguments, "-o", tmp_path / "whole", "--steps", 5)
+    torch_virtual.set_link(virtual, delay=0.003)
+    with sending(number, run):
+        result = trained(*arguments, "-o", run, "--steps", 500)
+    torch_virtual.set_link(virtual, delay=0.0)
+    done = len(metrics(run))
+    assert 0 < done < 500
+    assert f"stopped by {number.name} after step {done} of 500" in result.output
+    assert f"ferryman train --resume --output {run}" in result.output.replace("\n", "")
+    trained("--resume", "-o", run, "--device", "virtual", "--steps", done + 1)
+    known = dict(losses(tmp_path / "whole"))
+    assert all(loss == known[step] for step, loss in losses(run) if step in known)
+
+
+def test_a_second_ctrl_c_stops_at_once(corpus, tmp_path, virtual):
+    torch_virtual.set_link(virtual, delay=0.006)
+    with sending(signal.SIGINT, tmp_path / "run", times=2):
+        result = train(GPT, "--data", corpus, "-o", tmp_path / "run", "--device", "virtual", "--steps", 500)
+    assert result.exit_code == 130
+    assert "interrupted. Nothing was saved." in result.output
+
+
+def test_the_command_itself(corpus, tmp_path, monkeypatch, capsys):
+    """A real process, stopped with Ctrl-C; and a mistake ends with one line and the code 2."""
+    arguments = ["train", GPT, "--data", corpus, "--device", "cpu", "-o", tmp_path / "run", "--epochs", "1000"]
+    command = [sys.executable, "-m", "ferryman.cli.main", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with sending(signal.SIGINT, tmp_path / "run", process=process.pid):
+        shown, _ = process.communicate()
+    assert process.returncode == 0
+    assert "to go on: ferryman train --resume" in shown
+    monkeypatch.setattr(sys, "argv", ["ferryman", *map(str, arguments)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    told = capsys.readouterr()
+    assert told.err.startswith(f"ferryman: --output {tmp_path / 'run'}: it holds a run already (step-")
+    assert told.out == ""
+
+
+def test_given_anew_how_long_replaces_what_was(corpus, tmp_path):
+    run = tmp_path / "run"
+    trained(GPT, "--data", corpus, "-o", run, "--tokens", 300, "--no-trace")
+    assert len(metrics(run)) == 2
+    trained("--resume", "-o", run, "--steps", 3)
+    trained("--resume", "-o", run, "--epochs", 0.25)
+    assert metrics(run)[-1]["epoch"] >= 0.25 > metrics(run)[-2]["epoch"]
+
+
+def test_another_batch_trains_on_as_many_tokens(corpus, tmp_path):
+    run = tmp_path / "run"
+    trained(GPT, "--data", corpus, "-o", run, "--epochs", 0.5, "--no-trace")
+    trained("--resume", "-o", run, "--epochs", 1, "--batch", 30)
+    assert metrics(run)[-1]["epoch"] == pytest.approx(1, abs=0.25)
+    assert len(metrics(run)) == 8 + 2
+
+
+def test_a_run_inside_its_data(tmp_path, corpus):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "index.bin").write_bytes(b"\xff" * 7)
+    trained(GPT, "--data", tmp_path, "-o", tmp_path / "run", "--steps", 1)
+    trained("--resume", "-o", tmp_path / "run", "--steps", 2)
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2]
+
+
+def test_an_evaluation_that_fails_loses_nothing(corpus, tmp_path, monkeypatch):
+    def fails(*arguments):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(loop, "evaluate", fails)
+    run = tmp_path / "run"
+    result = train(GPT, "--data", corpus, "-o", run, "--steps", 3)
+    assert result.exit_code == 1
+    assert f"no room. The last checkpoint is {run / 'checkpoints' / 'step-00000003'}" in result.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_asked_to_stop_in_an_evaluation(number, corpus, tmp_path, monkeypatch):
+    def asked(*arguments, evaluate=loop.evaluate):
+        os.kill(os.getpid(), number)
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(loop, "evaluate", asked)
+    run = tmp_path / "run"
+    shown = trained(GPT, "--data", corpus, "-o", run, "--steps", 50, "--eval-every", 50, "--save-every", 7).output
+    assert f"stopped by {number.name} after step 0 of 50" in shown
+    assert metrics(run, "eval") == []
+    assert (run / "checkpoints" / "step-00000000").is_dir()
+
+
+def test_asked_to_stop_before_the_first_step(corpus, tmp_path, monkeypatch):
+    """There is no loss yet, which is no loss that is not finite."""
+    monkeypatch.setattr(loop, "_last_step", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or 9)
+    shown = trained(GPT, "--data", corpus, "-o", tmp_path / "run", "--validation", 0, "--no-trace").output
+    assert "stopped by SIGTERM after step 0 of 9" in shown
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_asked_to_stop_before_it_began(was_there, corpus, tmp_path, monkeypatch):
+    def asked(text):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return as_bytes(text)
+
+    monkeypatch.setattr("ferryman.cli.corpus.as_bytes", asked)
+    run = tmp_path / "run"
+    if was_there:
+        run.mkdir()
+    result = train(GPT, "--data", corpus, "-o", run, "--steps", 2)
+    assert result.exit_code == 143
+    assert "interrupted. Nothing was saved." in result.output
+    assert run.exists() == was_there
+    assert not was_there or not list(run.iterdir())
+
+
+def test_one_process_a_run(corpus, tmp_path):
+    run = tmp_path / "run"
+    trained(GPT, "--data", corpus, "-o", run, "--steps", 1)
+    with Run(run, is_new=False).locked():
+        assert f"--output {run}: another process is training there" in refused("--resume", "-o", run, "--steps", 2)
+    trained("--resume", "-o", run, "--steps", 2)
+
+
+def test_when_nobody_listens_any_more_it_saves_and_ends(corpus, tmp_path):
+    def tell(event):
+        if event["event"] == "step":
+            raise OSError("the terminal is gone")
+
+    options, run = new_run(Options(GPT, [corpus], steps=30, output=tmp_path / "run", device="cpu", trace=False))
+    Training(options, run, tell).train()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
