@@ -47,7 +47,7 @@ class Betas(NamedTuple):
         return f"{self.first},{self.second}"
 
 
-def _or_none(kind: type[int] | type[float], least: int | None = None) -> dict[str, Any]:
+def or_none(kind: type[int] | type[float], least: int | None = None) -> dict[str, Any]:
     """A number, or `none`."""
     what = ("a whole number" if kind is int else "a number") + ("" if least is None else f" of at least {least}")
 
@@ -143,7 +143,7 @@ class Options:
     ] = None
     micro_batches: Annotated[
         int | None,
-        _length("Into how many a batch is cut.", show_default="as few as the memory allows", **_or_none(int, 1)),
+        _length("Into how many a batch is cut.", show_default="as few as the memory allows", **or_none(int, 1)),
     ] = None
 
     optimizer: Annotated[Literal["adamw", "adam", "sgd", "lion", "adagrad"], _rule("The rule.")] = "adamw"
@@ -154,7 +154,7 @@ class Options:
     warmup: Annotated[int, _rule("Steps in which it rises first.", min=0)] = 0
     weight_decay: Annotated[
         float | None,
-        _rule("Of matrices, not of biases and norms.", show_default="the rule's own", **_or_none(float, 0)),
+        _rule("Of matrices, not of biases and norms.", show_default="the rule's own", **or_none(float, 0)),
     ] = None
     betas: Annotated[
         Betas | None,
@@ -179,13 +179,13 @@ class Options:
         Literal["fp32", "bf16", "fp16", "none"] | None,
         _engine("Of compute and the link.", show_default="what the model has"),
     ] = None
-    max_grad_norm: Annotated[float | None, _engine("Clip gradients to this global norm.", **_or_none(float))] = None
+    max_grad_norm: Annotated[float | None, _engine("Clip gradients to this global norm.", **or_none(float))] = None
     on_nonfinite: Annotated[Literal["raise", "skip"], _engine("What happens to a step with inf or NaN.")] = "raise"
     deferred: Annotated[
         bool, _engine("Update after all gradients are there, not beside the backward.", "--deferred/--no-deferred")
     ] = False
     host_threads: Annotated[
-        int | None, _engine("For updates on the host.", show_default="all CPUs", **_or_none(int, 1))
+        int | None, _engine("For updates on the host.", show_default="all CPUs", **or_none(int, 1))
     ] = None
     units: Annotated[
         list[str] | None,
@@ -197,7 +197,7 @@ class Options:
     stash: Annotated[Literal["auto", "device", "host"], _engine("Where activations wait.")] = "auto"
     slots: Annotated[
         int | None,
-        _engine("Units' weights on the device at once.", show_default="what the memory allows", **_or_none(int, 1)),
+        _engine("Units' weights on the device at once.", show_default="what the memory allows", **or_none(int, 1)),
     ] = None
     held: Annotated[
         bool | None,
@@ -205,7 +205,7 @@ class Options:
     ] = None
     updates: Annotated[str, _engine("Who updates: auto, host, stride:K or static:R.")] = "auto"
     subgroup: Annotated[
-        int | None, _engine("Parameters updated at a time.", show_default="chosen", **_or_none(int, 1))
+        int | None, _engine("Parameters updated at a time.", show_default="chosen", **or_none(int, 1))
     ] = None
 
     output: Annotated[
@@ -223,13 +223,13 @@ class Options:
         _output(
             "Save every so many steps; at the end in any case.",
             show_default="a tenth of the run, from 10 to 500",
-            **_or_none(int, 1),
+            **or_none(int, 1),
         ),
     ] = None
     keep: Annotated[int, _output("How many checkpoints are kept.", min=1)] = 2
     eval_every: Annotated[
         int | None,
-        _output("Evaluate before the first and every so many steps; at the end in any case.", **_or_none(int, 1)),
+        _output("Evaluate before the first and every so many steps; at the end in any case.", **or_none(int, 1)),
     ] = None
     eval_windows: Annotated[int, _output("On at most so many windows.", min=1)] = 64
     sample: Annotated[int, _output("Tokens of text to write at the end.", min=0)] = 0

@@ -19,7 +19,7 @@ from ferryman import checks, measure
 from ferryman.cli.defaults import LONGEST, budget, window
 from ferryman.cli.device import find_device
 from ferryman.cli.model import Description, describe, sizes
-from ferryman.cli.options import Options
+from ferryman.cli.options import Options, or_none
 from ferryman.cli.rule import RULES
 from ferryman.cost.forecast import Forecast, Lanes
 from ferryman.cost.plan import Plan
@@ -98,7 +98,8 @@ def plan(
     ] = None,
     optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}.")] = Options.optimizer,
     max_grad_norm: Annotated[
-        float | None, typer.Option(help="Clip gradients by their global norm; updates are deferred then.")
+        float | None,
+        typer.Option(help="Clip gradients by their global norm; updates are deferred then.", **or_none(float)),
     ] = None,
     updates: Annotated[
         str, typer.Option(help="Who updates the weights: auto, host, stride:K or static:R.")
