@@ -67,7 +67,9 @@ def in_two_parts(name, device, counts, steps=2, samples=2, **options):
             batch = case.batch(sum(counts) * samples, seed=seed)
             torch.manual_seed(seed)
             count = sum(counts) if alone else counts[dist.get_rank()]
-            losses.append(engine.forward_backward(batch if alone else my_part(batch, counts, samples), count or None).item())
+            losses.append(
+                engine.forward_backward(batch if alone else my_part(batch, counts, samples), count or None).item()
+            )
             if seed % 2:
                 engine.update()
     return losses, [], copy.deepcopy(model.state_dict())
@@ -136,3 +138,47 @@ def disagreeing(about):
 def rmsprop(model):
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def train_and_save(device, steps, load=None, save=None, keep=None, adapt=None, **options):
+    """From a checkpoint, or from the start, so many steps; losses and weights."""
+    model = build(CASES["llama"], seed=3)
+    optimizer, scheduler = adamw(model)
+    data = Position()
+    losses = []
+    with Engine(model, optimizer, device=device, **options) as engine:
+        objects = {"scheduler": scheduler, "data": data}
+        if load is not None:
+            engine.load(load, objects=objects)
+        rank, size = engine.share
+        for _ in range(steps):
+            batch = CASES["llama"].batch(4, seed=data.at)
+            each = 4 // size
+            losses.append(engine.step({k: v[rank * each : (rank + 1) * each] for k, v in batch.items()}, each).item())
+            scheduler.step()
+            data.at += 1
+        if save is not None:
+            engine.save(save, objects=objects, keep=keep)
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+class Position:
+    """In the data."""
+
+    def __init__(self):
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def load_pretrained(directory):
+    with torch.device("meta"):
+        model = build(CASES["llama"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Engine(model, optimizer, device="virtual", precision="bf16") as engine:
+        engine.load_weights(directory)
+    return {name: value.clone() for name, value in model.state_dict().items()}
