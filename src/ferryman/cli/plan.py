@@ -239,7 +239,7 @@ def _assumptions(given: _Described, training: Training, outlook: Outlook) -> lis
     if given.machine.operations is None:
         said.append("Compute is not known, and left out: give --device-flops, what the device reaches in practice.")
     if given.known["device FLOP/s"] == "measured here":
-        said.append("Compute is as fast as one large matrix product here: narrow blocks reach less. See --device-flops.")
+        said.append("Compute is as fast as one large matrix product here; narrow blocks reach less (--device-flops).")
     if given.known["host updates"] == "measured here":
         said.append("The host updates weights as fast as this one does.")
     if outlook.forecast is not None and outlook.plan.staging.policy.kind == "auto":
