@@ -174,7 +174,7 @@ def test_steps_within_a_budget_equal_plain_ones_and_trials_leave_no_trace(name, 
 
 def test_a_larger_budget_means_fewer_micro_batches_and_fewer_fetches(virtual):
     seen = []
-    for budget in ("1MiB", "2MiB", "4MiB", "16MiB"):
+    for budget in ("768KiB", "2MiB", "4MiB", "16MiB"):
         with Engine(llama(8), device=DEVICE, memory=budget) as engine:
             engine.forward_backward(tokens(16))
             before = engine.fetches
@@ -184,6 +184,30 @@ def test_a_larger_budget_means_fewer_micro_batches_and_fewer_fetches(virtual):
     assert seen[0][2] > seen[-1][2], "under the smallest budget blocks are cut into their children"
     assert seen[0][0] > seen[-1][0] == 1
     assert seen[-1][1] == 0, "under the largest all weights stay on the device"
+
+
+def test_blocks_stay_whole_as_long_as_a_sample_fits_beside_them(around, virtual):
+    units = {}
+    for length in (32, 64):
+        torch_virtual.set_capacity(around + (1 << 20), DEVICE)
+        with Engine(llama(8), device=DEVICE, memory="1MiB") as engine:
+            assert len(engine.units) == 10, "8 blocks, the embedding and the head"
+            assert peak_of(engine, tokens(2, length)) <= 1 << 20
+            units[length] = len(engine.units)
+    assert units[32] == 10
+    assert units[64] > 10, "cut at the first batch, which shows what a sample takes"
+
+
+def test_units_that_are_named_are_not_cut(virtual):
+    named = ["model.layers.*", "lm_head", "model.embed_tokens"]
+    with Engine(llama(4), device=DEVICE, memory="768KiB", units=named) as engine:
+        engine.forward_backward(tokens(4))
+        assert len(engine.units) == 6
+        assert engine.plan.gradient_slots == 1, "slots are given up instead"
+    with pytest.raises(ValueError, match=r"too small .* named \(units=\) are not cut: name smaller ones, or none"):
+        Engine(llama(4), device=DEVICE, memory="300KiB", units=named)
+    with Engine(llama(4), device=DEVICE, memory="300KiB") as engine:
+        assert len(engine.units) > 6
 
 
 def test_the_stash_is_on_the_device_where_there_is_room(virtual):
@@ -206,7 +230,7 @@ def test_a_budget_too_small_is_refused_with_one_that_will_do(virtual):
         with Engine(llama(4), device=DEVICE, memory=budget) as engine:
             engine.forward_backward(tokens(4))
 
-    for_what_is_always_there = refusal_of("100.00KiB", "is the smallest that would do")
+    for_what_is_always_there = refusal_of("100.00KiB", "is needed before any activations")
     for_a_sample_too = refusal_of(for_what_is_always_there, "would do")
     train(for_a_sample_too)
 
@@ -251,11 +275,13 @@ def test_a_trial_stays_within_the_budget_if_a_step_does(around, virtual):
 
 
 def test_what_dominates_a_refused_budget_comes_first(virtual):
-    with pytest.raises(ValueError, match=r"smallest that would do, 1 x 64.00KiB for weights .*'model.embed_tokens'"):
+    with pytest.raises(
+        ValueError, match=r"needed before any activations, 1 x 64.00KiB for weights .*'model.embed_tokens'"
+    ):
         Engine(llama(2), device=DEVICE, memory="64KiB")
     model = Stack(2)
     model.register_buffer("table", torch.zeros(1 << 20))
-    with pytest.raises(ValueError, match=r"smallest that would do, 4\.00MiB for what stays on the device"):
+    with pytest.raises(ValueError, match=r"needed before any activations, 4\.00MiB for what stays on the device"):
         Engine(model, device=DEVICE, memory="2MiB", loss=square_loss)
 
 

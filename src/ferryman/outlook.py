@@ -54,8 +54,15 @@ class Training:
     micro_batches: int | None = None  # None: as few as the memory allows
     precision: str | None = None
     max_grad_norm: float | None = None
-    updates: str = "auto"
+    on_nonfinite: str = "raise"
+    deferred: bool = False
+    units: Sequence[str] | None = None
+    resident: Sequence[str] = ()
     stash: str = "auto"
+    slots: int | None = None
+    held: bool | None = None
+    updates: str = "auto"
+    subgroup: int | None = None
 
 
 @dataclass
@@ -81,9 +88,10 @@ def look_ahead(
 ) -> Outlook:
     """`model` is on meta, and `optimizer` has its parameters; `device` only says whether it is the host itself."""
     panel = Panel(optimizer, model)
-    settings = Settings(training.max_grad_norm)
+    settings = Settings(training.max_grad_norm, training.on_nonfinite, training.deferred)
     planner = Planner(
-        model, device, budget=machine.device_memory, slots=None, units=None, resident=(), held=None, subgroup=None,
+        model, device, budget=machine.device_memory, slots=training.slots, units=training.units,
+        resident=training.resident, held=training.held, subgroup=training.subgroup,
         dtype_of=dtype_of(model, training.precision), panel=panel, settings=settings,
     )  # fmt: skip
     outlook, rehearsed = _fit(planner, training)
@@ -130,10 +138,11 @@ def _fit(planner: Planner, training: Training) -> tuple[Outlook, Callable[[Plan,
         return rehearsed(plan.units, plan.residents, samples)
 
     problems: list[str] = []
+    refusal: str | None = None
     try:
         plan = planner.make(training.updates)
-    except ValueError as error:
-        problems.append(str(error))
+    except ValueError as error:  # an engine would stop here; a rehearsal can tell what a sample takes on top
+        refusal = str(error)
         plan = planner.make(training.updates, smallest=True)
     choice = Choice(training.micro_batches or 1, training.stash == "host")
     while not problems:
@@ -145,6 +154,7 @@ def _fit(planner: Planner, training: Training) -> tuple[Outlook, Callable[[Plan,
         try:
             chosen = sizing.choose(batch, training.micro_batches, begun=False)
         except NotRehearsedError:
+            problems += [] if refusal is None else [refusal]
             break
         except ValueError as error:
             problems.append(str(error))

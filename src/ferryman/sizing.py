@@ -63,7 +63,7 @@ class Sizing:
             raise ValueError(
                 f"{needed} beside {show_bytes(self._plan.fixed)} that are always there; memory="
                 f"{show_bytes(self._fit.budget)} is too small for it, and units cannot be cut any more once training "
-                "has begun. Begin with the longest batch"
+                "has begun. Begin with the longest batch, or name smaller units (units=), which leave more room"
             )
         return needed
 

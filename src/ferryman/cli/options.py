@@ -107,6 +107,27 @@ def _output(help: str, *names: str, **settings: Any) -> Any:
     return _option("Output", *names, help=help, **settings)
 
 
+# What `ferryman plan` can be told, too.
+OnNonfinite = Annotated[Literal["raise", "skip"], _engine("What happens to a step with inf or NaN.")]
+Deferred = Annotated[
+    bool, _engine("Update after all gradients are there, not beside the backward.", "--deferred/--no-deferred")
+]
+Units = Annotated[
+    list[str] | None,
+    _engine("Modules that travel, by name or pattern; may be repeated.", show_default="found", **_TEXT),
+]
+Resident = Annotated[list[str] | None, _engine("Parameters that stay on the device; may be repeated.", **_TEXT)]
+Slots = Annotated[
+    int | None,
+    _engine("Units' weights on the device at once.", show_default="what the memory allows", **or_none(int, 1)),
+]
+Held = Annotated[
+    bool | None,
+    _engine("Whether all weights stay on the device.", "--held/--relayed", show_default="if there is room"),
+]
+SubgroupSize = Annotated[int | None, _engine("Parameters updated at a time.", show_default="chosen", **or_none(int, 1))]
+
+
 @dataclass(frozen=True)
 class Options:
     """In the order in which `--help` shows them."""
@@ -180,33 +201,18 @@ class Options:
         _engine("Of compute and the link.", show_default="what the model has"),
     ] = None
     max_grad_norm: Annotated[float | None, _engine("Clip gradients to this global norm.", **or_none(float))] = None
-    on_nonfinite: Annotated[Literal["raise", "skip"], _engine("What happens to a step with inf or NaN.")] = "raise"
-    deferred: Annotated[
-        bool, _engine("Update after all gradients are there, not beside the backward.", "--deferred/--no-deferred")
-    ] = False
+    on_nonfinite: OnNonfinite = "raise"
+    deferred: Deferred = False
     host_threads: Annotated[
         int | None, _engine("For updates on the host.", show_default="all CPUs", **or_none(int, 1))
     ] = None
-    units: Annotated[
-        list[str] | None,
-        _engine("Modules that travel, by name or pattern; may be repeated.", show_default="found", **_TEXT),
-    ] = None
-    resident: Annotated[list[str] | None, _engine("Parameters that stay on the device; may be repeated.", **_TEXT)] = (
-        None
-    )
+    units: Units = None
+    resident: Resident = None
     stash: Annotated[Literal["auto", "device", "host"], _engine("Where activations wait.")] = "auto"
-    slots: Annotated[
-        int | None,
-        _engine("Units' weights on the device at once.", show_default="what the memory allows", **or_none(int, 1)),
-    ] = None
-    held: Annotated[
-        bool | None,
-        _engine("Whether all weights stay on the device.", "--held/--relayed", show_default="if there is room"),
-    ] = None
+    slots: Slots = None
+    held: Held = None
     updates: Annotated[str, _engine("Who updates: auto, host, stride:K or static:R.")] = "auto"
-    subgroup: Annotated[
-        int | None, _engine("Parameters updated at a time.", show_default="chosen", **or_none(int, 1))
-    ] = None
+    subgroup: SubgroupSize = None
 
     output: Annotated[
         Path | None, _output("A new directory for checkpoints, metrics, trace and report.", "--output", "-o")
@@ -272,12 +278,20 @@ class Options:
         given = {
             field.name: getattr(self, field.name) for field in fields if getattr(self, field.name) != field.default
         }
-        words = [f"{flag(name)} {shlex.quote(str(value))}" for name, value in given.items()]
+        words = [word for name, value in given.items() for word in _words(name, value)]
         return " ".join(["ferryman train", shlex.quote(str(self.model)), "--data DATA --output RUN", *words])
 
     def command(self) -> str:
         """That goes on with the run."""
         return f"ferryman train --resume --output {shlex.quote(str(self.output))}"
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """An option as it is given on a command line."""
+    if isinstance(value, bool):
+        return [flag(name) if value else "--relayed" if name == "held" else f"--no-{flag(name)[2:]}"]
+    values = value if isinstance(value, list) else [value]
+    return [f"{flag(name)} {shlex.quote(str(one))}" for one in values]
 
 
 def flag(name: str) -> str:

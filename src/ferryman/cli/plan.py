@@ -19,7 +19,7 @@ from ferryman import checks, measure
 from ferryman.cli.defaults import LONGEST, budget, window
 from ferryman.cli.device import find_device
 from ferryman.cli.model import Description, describe, sizes
-from ferryman.cli.options import Options, or_none
+from ferryman.cli.options import Deferred, Held, OnNonfinite, Options, Resident, Slots, SubgroupSize, Units, or_none
 from ferryman.cli.rule import RULES
 from ferryman.cost.forecast import Forecast, Lanes
 from ferryman.cost.plan import Plan
@@ -105,6 +105,13 @@ def plan(
         str, typer.Option(help="Who updates the weights: auto, host, stride:K or static:R.")
     ] = Options.updates,
     stash: Annotated[str, typer.Option(help="Where boundary activations wait: auto, device or host.")] = Options.stash,
+    on_nonfinite: OnNonfinite = Options.on_nonfinite,
+    deferred: Deferred = Options.deferred,
+    units: Units = Options.units,
+    resident: Resident = Options.resident,
+    slots: Slots = Options.slots,
+    held: Held = Options.held,
+    subgroup: SubgroupSize = Options.subgroup,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document, and nothing else.")] = False,
 ) -> None:
     """Tells whether a training will fit, where each byte goes, and what bounds its steps.
@@ -113,11 +120,15 @@ def plan(
     trillion parameters can be planned on a laptop.
     """
     description = describe(model)
-    training = Training(batch, window(sequence, description), micro_batches, precision, max_grad_norm, updates, stash)
+    training = Training(
+        batch, window(sequence, description), micro_batches, precision, max_grad_norm, on_nonfinite, deferred,
+        units or None, resident or (), stash, slots, held, updates, subgroup,
+    )  # fmt: skip
     _check(training, optimizer)
     given = _described(
         device, device_memory, host_memory, link, link_in, link_out, device_flops, host_updates, training
     )
+    checks.interleave_arguments(True, given.device, slots, held, updates, subgroup)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its hints are for who runs the model
     built = description.on_meta()
     outlook = look_ahead(built, RULES[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device)
@@ -128,9 +139,11 @@ def plan(
         asked = Options(
             model, device=None if given.device.type == "meta" else device, memory=device_memory, precision=precision,  # type: ignore[arg-type]
             batch=batch, sequence=sequence, micro_batches=micro_batches, optimizer=optimizer, updates=updates,  # type: ignore[arg-type]
-            max_grad_norm=max_grad_norm, stash=stash,  # type: ignore[arg-type]
+            max_grad_norm=max_grad_norm, stash=stash, on_nonfinite=on_nonfinite, deferred=deferred,  # type: ignore[arg-type]
+            units=units or None, resident=resident or None, slots=slots, held=held, subgroup=subgroup,
         )  # fmt: skip
-        typer.echo(f"to train so: {asked.new_command()}")
+        if outlook.fits:
+            typer.echo(f"to train so: {asked.new_command()}")
     if not outlook.fits:
         raise typer.Exit(1)
 
@@ -143,8 +156,13 @@ def _check(training: Training, optimizer: str) -> None:
         raise ValueError(f"--batch {training.samples}: a step has at least one sample")
     if optimizer not in RULES:
         raise ValueError(f"--optimizer {optimizer!r} is none that can be planned for{hint(optimizer, RULES)}")
-    checks.update_arguments(True, training.precision, training.max_grad_norm, "raise", False, None)
-    checks.arguments(nn.Identity(), len, "mean", units=None, resident=(), stash=training.stash, slots=None)
+    checks.update_arguments(
+        True, training.precision, training.max_grad_norm, training.on_nonfinite, training.deferred, None
+    )
+    checks.arguments(
+        nn.Identity(), len, "mean", units=training.units, resident=training.resident, stash=training.stash,
+        slots=training.slots,
+    )  # fmt: skip
 
 
 def _described(
@@ -222,6 +240,8 @@ def _assumptions(given: _Described, training: Training, outlook: Outlook) -> lis
     ]
     if given.machine.operations is None:
         said.append("Compute is not known, and left out: give --device-flops, what the device reaches in practice.")
+    if given.known["device FLOP/s"] == "measured here":
+        said.append("Compute is as fast as one large matrix product here; narrow blocks reach less (--device-flops).")
     if given.known["host updates"] == "measured here":
         said.append("The host updates weights as fast as this one does.")
     if outlook.forecast is not None and outlook.plan.staging.policy.kind == "auto":

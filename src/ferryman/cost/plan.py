@@ -8,7 +8,13 @@ What is always on the device is a sum over the plan:
 or, where all units are *held*, their sum in place of the weight slots. The rest of the budget is for what micro-batches
 need while they run, which `relay/fit.py` measures. A coarse cut is better than a fine one, since every boundary between
 units is a stash; two slots are better than one, since only then a fetch runs beside the compute. So blocks are cut
-before slots are given up.
+before slots are given up. Units that the user has named are not cut.
+
+Note [How much is filled]
+Weights cross once a sweep, whatever the size of micro-batches; a stash crosses for each sample. So whole blocks with
+micro-batches of one sample are faster than parts of blocks with larger ones, and a cut may fill the budget but for a
+little. Should a sample not fit beside it, the first batch tells, and the plan is made again. Slots beyond two spare a
+fetch each, and leave the room to micro-batches before that.
 """
 
 from __future__ import annotations
@@ -24,8 +30,9 @@ from ferryman.cost.sizes import show_bytes
 from ferryman.cost.staging import Staging
 from ferryman.units import DtypeOf, Unit, find_cuts, gradient_bytes, module_sizes, narrow_bytes, own_dtype
 
-# Of a budget, at first only this much for what is always there; more if it cannot be done with less.
-_SHARES = (0.5, 0.75)
+# Of a budget, for what is always there: at most, if it can be done with less; where all units are held, which is given
+# up for larger micro-batches; and with more slots than two. See Note [How much is filled]
+_MOST, _HELD, _MORE_SLOTS = 7 / 8, 3 / 4, 1 / 2
 
 # What a micro-batch needs is measured anew with the budget that was named, and may be a little more then.
 _AGAIN = 1.02
@@ -132,13 +139,14 @@ def make_plan(
     needed: Need | None = None,
     smallest: bool = False,
 ) -> Plan:
-    """The coarsest plan that leaves room in the budget; a ValueError with the smallest budget if there is none.
+    """The coarsest plan that leaves room in the budget; a ValueError that says what is needed if there is none.
 
-    `staging`: ways to update, the best first; a lesser one is taken where a better one leaves no room. `held`: whether
-    all weights stay on the device; None: if the budget allows. `needed`: what a micro-batch of one sample takes, once
-    that is known. `smallest`: the plan that takes least instead.
+    `units`: named by the user, and not cut. `staging`: ways to update, the best first; a lesser one is taken where a
+    better one leaves no room. `held`: whether all weights stay on the device; None: if the budget allows. `needed`:
+    what a micro-batch of one sample takes, once that is known. `smallest`: the plan that takes least instead.
     """
-    limits = [None] if budget is None else [None, *module_sizes(model, dtype_of)]
+    as_they_are = budget is None or units is not None
+    limits = [None] if as_they_are else [None, *module_sizes(model, dtype_of)]
     cuts = find_cuts(model, limits, units=units, resident=resident, dtype_of=dtype_of)
     plans = [Plan(found, rest, slots or 2, 2, staging[0], updates, limit) for limit, (found, rest) in cuts.items()]
     grades = _grades(plans, slots, staging, held)
@@ -148,22 +156,22 @@ def make_plan(
     least = min(itertools.chain(*grades), key=lambda plan: fixed[id(plan)])
     if smallest:
         return least
-    rooms = [int(share * budget) for share in _SHARES] if needed is None else [budget - needed.nbytes]
-    for grade in grades:
-        for room in rooms:
-            for plan in grade:
-                if fixed[id(plan)] <= room:
-                    return _with_more_slots(plan, rooms[0]) if slots is None and not plan.held else plan
+    for plan in itertools.chain(*grades):
+        room = int((_HELD if plan.held else _MOST) * budget) if needed is None else budget - needed.nbytes
+        if fixed[id(plan)] <= room:
+            more = not plan.held and slots is None
+            return _with_more_slots(plan, min(room, int(_MORE_SLOTS * budget))) if more else plan
     if needed is None and fixed[id(least)] <= budget:
         return least
-    raise ValueError(f"memory={show_bytes(budget)} is too small for this model: {_what_would_do(least, needed)}")
+    finer = "" if units is None else ". Units that are named (units=) are not cut: name smaller ones, or none"
+    raise ValueError(f"memory={show_bytes(budget)} is too small for this model: {_what_would_do(least, needed)}{finer}")
 
 
 def _what_would_do(least: Plan, needed: Need | None) -> str:
     if needed is None:
         return (
-            f"{show_bytes(least.fixed)} is the smallest that would do, {least.explain()}; and what micro-batches need "
-            "while they run comes on top"
+            f"{show_bytes(least.fixed)} is needed before any activations, {least.explain()}; what a micro-batch of one "
+            "sample takes comes on top, and is known at the first batch"
         )
     total = show_bytes(least.fixed + int(needed.nbytes * _AGAIN))
     return (
