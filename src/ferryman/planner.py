@@ -12,7 +12,7 @@ from torch import nn
 from ferryman.cost.plan import Need, Plan, make_plan
 from ferryman.cost.policy import Policy, parse_policy
 from ferryman.cost.sizes import show_bytes
-from ferryman.cost.staging import LEAST, Staging, largest_subgroup, subgroup_for
+from ferryman.cost.staging import JOINT, LEAST, SUBGROUP, Staging, largest_subgroup, subgroup_for
 from ferryman.ranks import Share
 from ferryman.server.panel import Panel
 from ferryman.server.precision import Scale, scale_for
@@ -104,7 +104,7 @@ class Planner:
         units, residents = find_units(self.model, units=self.units, resident=self.resident, dtype_of=self.dtype_of)
         every = (residents, *units)
         arrays = _remembering(self._arrays)
-        most = largest_subgroup(every)
+        most = min(largest_subgroup(every), SUBGROUP if self.share.size == 1 else JOINT)
         if self.device.type == "cpu":
             if policy.kind not in ("host", "auto"):
                 raise ValueError(

@@ -188,11 +188,10 @@ class Ranks:
 
     # On lanes.
 
-    def gather(self, values: torch.Tensor, owner: int) -> list[torch.Tensor]:
-        """Bytes of all ranks, in their order; to the owner alone."""
-        into = [torch.empty_like(values) for _ in range(self.size)] if owner == self.rank else None
+    def gather(self, values: torch.Tensor, owner: int, into: list[torch.Tensor] | None) -> None:
+        """Bytes of all ranks, in their order, into memories of the owner's."""
+        assert (into is not None) == (owner == self.rank)
         self._do(lambda: dist.gather(values, into, dst=owner, group=self.gradients, async_op=True))
-        return into or []
 
     def pass_on(self, values: torch.Tensor, owner: int, to: Collection[int]) -> None:
         """The owner's values, in place, to these ranks."""

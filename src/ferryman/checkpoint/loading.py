@@ -16,7 +16,7 @@ from ferryman.checkpoint.manifest import check_sizes, check_sum, check_sums, rea
 from ferryman.checkpoint.missing import fill_missing
 from ferryman.checkpoint.stretch import Stretch, parse_stretch
 from ferryman.checkpoint.tensor_file import Entry
-from ferryman.server import kernels
+from ferryman.server import kernels, memory
 from ferryman.units import Item, hint
 
 
@@ -89,6 +89,7 @@ class Checkpoint:
         if self._contents.panel is not None:
             self._restore_optimizer(rest)
         fill_missing(self._contents)
+        memory.trim()  # of what was read beside
         return rest
 
     def _load_weights(self) -> None:

@@ -31,6 +31,7 @@ from ferryman.units import (
 BERTHS = 3
 
 SUBGROUP = 1 << 20  # elements, where nothing asks for fewer
+JOINT = 1 << 18  # of several ranks, whose gradients of a subgroup are all in one host's memory at a time
 LEAST = 1 << 14  # below this, an update on the device is launched more slowly than the host makes it
 
 # Two memories for what an update, and a look at a gradient, have in between: bytes for an element of a subgroup.

@@ -27,6 +27,9 @@ from ferryman.server.state import bounds
 from ferryman.server.store import RamStore
 from ferryman.units import GRADIENT, Item, Subgroup, Unit, overlap, trained_offsets
 
+_CHUNK = 1 << 16  # elements that are added up at a time
+_ALIGNED = 64  # bytes
+
 # A gradient that this rank owns will be there after the mark, of the tensors that will be in the list by then.
 Arrived = Callable[[Subgroup, Buffer, torch.Tensor, Mark, list[Item]], None]
 
@@ -68,6 +71,7 @@ class Exchange:
         self._turns: list[_Turn] = []
         self._expected: dict[Subgroup, Buffer] = {}
         self._messages, self._sums = Landing(device), Landing(device)
+        self._room = torch.empty(0, dtype=torch.uint8)  # what comes from all ranks
 
     def begin(
         self,
@@ -152,6 +156,13 @@ class Exchange:
     def _turn_of(self, unit: Unit) -> _Turn:
         return next(turn for turn in self._turns if turn.unit is unit)
 
+    def _rooms(self, nbytes: int) -> list[torch.Tensor]:
+        """For a message of each rank; on the lane."""
+        each = -(-nbytes // _ALIGNED) * _ALIGNED
+        if self._room.numel() < self._ranks.size * each:
+            self._room = torch.empty(self._ranks.size * each, dtype=torch.uint8)
+        return [self._room[rank * each : rank * each + nbytes] for rank in range(self._ranks.size)]
+
     def _submit(self, turn: _Turn, parcel: _Parcel) -> None:
         subgroup, owner = parcel.subgroup, self.owner(parcel.subgroup)
         nbytes, trained = subgroup.size * turn.dtype.itemsize, subgroup.unit.trained
@@ -163,11 +174,11 @@ class Exchange:
 
         def exchange() -> None:
             message[nbytes:].copy_(torch.tensor([item in parcel.items for item in trained], dtype=torch.uint8))
-            parts = self._ranks.gather(message, owner)
-            if into is not None:
-                anywhere.extend(
-                    _add_up(subgroup, [(part[:nbytes].view(turn.dtype), part[nbytes:]) for part in parts], into)
-                )
+            parts = self._rooms(len(message)) if mine else None
+            self._ranks.gather(message, owner, parts)
+            if parts is not None and into is not None:
+                gradients = [(part[:nbytes].view(turn.dtype), part[nbytes:]) for part in parts]
+                anywhere.extend(_add_up(subgroup, gradients, into))
 
         mark = self._lane.submit(
             exchange,
@@ -193,8 +204,11 @@ def _add_up(subgroup: Subgroup, parts: Sequence[tuple[torch.Tensor, torch.Tensor
         both = overlap(item, offsets[item], subgroup.start, subgroup.size)
         if both is None or not having:
             continue
-        total = having[0][both[1]].to(GRADIENT)
-        for gradient in having[1:]:
-            total = total + gradient[both[1]]
-        into[both[1]].copy_(total)
+        where = both[1]
+        for begin in range(where.start, where.stop, _CHUNK):  # what is needed in between is small
+            at = slice(begin, min(begin + _CHUNK, where.stop))
+            total = having[0][at].to(GRADIENT, copy=True)
+            for gradient in having[1:]:
+                total += gradient[at]
+            into[at].copy_(total)
     return found
