@@ -2,14 +2,18 @@
 
 import copy
 import os
+import time
+import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
-import torch_virtual  # noqa: F401 - the virtual device
+import torch_virtual
 from models import CASES, build
-from updates import adamw
+from updates import adamw, slow_kernels
 
 from ferryman.engine import Engine
+from ferryman.ranks import Ranks
 
 
 def my_part(batch, counts, samples):
@@ -20,8 +24,32 @@ def my_part(batch, counts, samples):
     return {name: value[mine] for name, value in batch.items()} if counts[rank] else []
 
 
-def train(name, device, counts, steps=3, samples=2, make=adamw, **options):
-    """A model on all ranks, each with its number of micro-batches; losses, norms and weights."""
+def train(name, device, counts, steps=3, samples=2, make=adamw, late=None, **options):
+    """A model on all ranks, each with its number of micro-batches; losses, norms and weights.
+
+    `late`: a rank whose updates, copies and messages are.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if late == dist.get_rank():
+            slow_kernels(patch, 0.01)
+            patch.setattr(Ranks, "gather", _after_a_while(Ranks.gather))
+            patch.setattr(Ranks, "all_here", _after_a_while(Ranks.all_here))
+            torch_virtual.set_link(torch.device("virtual", dist.get_rank()), delay=0.01)
+        try:
+            return _train(name, device, counts, steps, samples, make, options)
+        finally:
+            torch_virtual.set_link(torch.device("virtual", dist.get_rank()), delay=0)
+
+
+def _after_a_while(real):
+    def late(*args):
+        time.sleep(0.01)
+        return real(*args)
+
+    return late
+
+
+def _train(name, device, counts, steps, samples, make, options):
     torch.manual_seed(dist.get_rank())  # the first one's weights, and random numbers, count
     case = CASES[name]
     model = build(case, seed=dist.get_rank())
@@ -38,7 +66,7 @@ def train(name, device, counts, steps=3, samples=2, make=adamw, **options):
     return losses, norms, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def train_alone(name, device, counts, steps=3, samples=2, make=adamw, **options):
+def train_alone(name, device, counts, steps=3, samples=2, make=adamw, late=None, **options):
     """The same in one process."""
     torch.manual_seed(0)
     case = CASES[name]
@@ -182,3 +210,37 @@ def load_pretrained(directory):
     with Engine(model, optimizer, device="virtual", precision="bf16") as engine:
         engine.load_weights(directory)
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def the_same_data():
+    """What they are told."""
+    model = build(CASES["llama"])
+    with Engine(model, adamw(model)[0], device="cpu") as engine, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(2):
+            engine.step(CASES["llama"].batch(2, seed=number))
+    return [str(one.message) for one in told if "ranks" in str(one.message)]
+
+
+def for_ever(sign):
+    """Makes steps; the file `sign` is there after three."""
+    model = build(CASES["llama"])
+    with Engine(model, adamw(model)[0], device="virtual") as engine:
+        while True:
+            engine.step(CASES["llama"].batch(2, seed=dist.get_rank()))
+            if engine.steps == 3:
+                sign.touch()
+
+
+def host_memory(device):
+    """Bytes that this rank has by itself, and those that its node shares, with the model's parameters."""
+    model = build(CASES["llama"])
+    with Engine(model, adamw(model)[0], device=device) as engine:
+        store = engine._parts.store
+        own = sum(memory.bytes.nbytes for unit in engine._parts.all_units for memory in store.state(unit).memories)
+        shared = sum(store.weights(unit).nbytes for unit in engine.units)
+        places = {item.tensor.data_ptr() for unit in engine.units for item in unit.items}
+        maps = open("/proc/self/maps").read().splitlines()  # noqa: SIM115, PTH123
+        common = [line.split()[0].split("-") for line in maps if "memfd:ferryman" in line]
+        inside = all(any(int(low, 16) <= place < int(high, 16) for low, high in common) for place in places)
+    return own, shared, inside, sum(p.numel() for p in model.parameters())

@@ -1,10 +1,16 @@
 """Several ranks train as one process does that has all of their micro-batches."""
 
+import os
+import signal
+import time
+
 import pytest
 import rank_jobs
 import torch
 from ranks import Ranks
 from updates import WAYS
+
+from ferryman.ranks import RankError
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +122,38 @@ def test_an_overflow_anywhere_skips_or_raises_everywhere(options, bad_rank, two)
 
 def test_a_budget_is_one_plan_for_all_ranks(two):
     compare(two, "llama", "virtual", (2, 1), memory="44KiB", max_grad_norm=0.3)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("way", ["eager", "clipped"])
+def test_a_rank_that_is_late_changes_nothing(way, late, two):
+    compare(two, "llama", "virtual", (2, 2), late=late, **WAYS[way])
+
+
+def test_ranks_that_were_given_the_same_are_warned_once(two):
+    for told in two.run(rank_jobs.the_same_data):
+        assert len(told) == 1
+        assert "all 2 ranks were given the same batch" in told[0]
+
+
+def test_the_others_stop_when_one_is_killed(tmp_path):
+    ranks = Ranks(2)
+    ranks.start(rank_jobs.for_ever, tmp_path / "sign")
+    while not (tmp_path / "sign").exists():
+        time.sleep(0.1)
+    os.kill(ranks.processes[1].pid, signal.SIGKILL)
+    first, second = ranks.answers(60)
+    assert isinstance(first, RankError)
+    assert "has stopped or does not answer" in str(first)
+    assert isinstance(second, ProcessLookupError)
+    ranks.close()
+
+
+def test_ranks_of_a_node_have_one_copy_together(two):
+    found = two.run(rank_jobs.host_memory, "virtual")
+    parameters = found[0][3]
+    assert all(inside for _, _, inside, _ in found), "units' weights are in the memory that is shared"
+    assert sum(own for own, _, _, _ in found) + found[0][1] == pytest.approx(12 * parameters, rel=0.05)
 
 
 @pytest.fixture(scope="module")

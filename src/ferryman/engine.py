@@ -428,7 +428,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             except ValueError as failed:
                 found = failed
             seed = int(torch.randint(0, 2**62, ()).item()) if isinstance(found, Choice) else 0
-            words = speak(self._ranks, found, parts, seed)
+            words = speak(self._ranks, found, parts, seed, first=not self._has_begun())
             if (needed := most_wanted(words)) is not None:
                 self._rebuild(self._sizing.smaller(needed))
                 continue

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ferryman.batch import Part, samples_in
 from ferryman.cost.plan import Need
@@ -37,10 +40,16 @@ class Word(NamedTuple):
     parts: int  # micro-batches
     samples: int | None  # None: they cannot be counted
     seed: int
+    digest: int | None  # of what it was given
 
 
-def speak(ranks: Ranks, found: Choice | Need | ValueError, parts: Sequence[Part], seed: int) -> list[Word]:
-    """What all say, in the order of ranks; a ValueError on each if one of them cannot go on."""
+def speak(
+    ranks: Ranks, found: Choice | Need | ValueError, parts: Sequence[Part], seed: int, *, first: bool
+) -> list[Word]:
+    """What all say, in the order of ranks; a ValueError on each if one of them cannot go on.
+
+    Before the first step they are also warned if they were all given the same: then nobody has shared the data out.
+    """
     if ranks.alone and isinstance(found, ValueError):
         raise found
     mine = Word(
@@ -49,6 +58,7 @@ def speak(ranks: Ranks, found: Choice | Need | ValueError, parts: Sequence[Part]
         parts=len(parts),
         samples=_count_samples(parts),
         seed=seed,
+        digest=_digest(parts) if first and not ranks.alone else None,
     )
     words = [Word(error, wanted and Need(*wanted), *rest) for error, wanted, *rest in ranks.tell("making a step", mine)]
     if isinstance(found, ValueError):
@@ -58,6 +68,12 @@ def speak(ranks: Ranks, found: Choice | Need | ValueError, parts: Sequence[Part]
             raise ValueError(f"rank {rank} cannot make this step: {word.error}")
     if not any(word.parts or word.wanted for word in words):
         raise ValueError("no rank has a micro-batch for this step: at least one must")
+    if not ranks.alone and mine.digest is not None and all(word.digest == mine.digest for word in words):
+        warnings.warn(
+            f"all {ranks.size} ranks were given the same batch, so each sample counts {ranks.size} times. Give each "
+            "rank its own: engine.share says which it is, torch.utils.data.DistributedSampler shares a dataset out",
+            stacklevel=4,
+        )
     return words
 
 
@@ -78,6 +94,16 @@ def weigh(parts: Sequence[Part], words: Sequence[Word], rank: int, reduction: st
     counted = all(word.samples is not None for word in words)
     amounts = [(word.samples if counted else word.parts) or 0 for word in words]
     return [Part(part.content, part.weight * amounts[rank] / sum(amounts)) for part in parts]
+
+
+def _digest(parts: Sequence[Part]) -> int | None:
+    """Of the tensors that are on the host."""
+    leaves = pytree.tree_leaves([part.content for part in parts])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.numel()]
+    found = 0
+    for tensor in tensors:
+        found = zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+    return found if tensors else None
 
 
 def _count_samples(parts: Sequence[Part]) -> int | None:

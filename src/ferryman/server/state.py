@@ -324,8 +324,12 @@ class UnitState:
         for rule, pieces in ruled.values():
             kernels.update(rule, pieces, threads=threads)
 
+    @property
+    def memories(self) -> list[PinnedMemory]:
+        return [self._masters, *self._states]
+
     def close(self) -> None:
-        for memory in (self._masters, *self._states):
+        for memory in self.memories:
             memory.close()
 
     def _states_of(self, item: Item, rule: Rule) -> list[torch.Tensor]:
