@@ -10,6 +10,9 @@ from models import CASES, build
 from updates import adamw
 
 from ferryman.engine import Engine
+from ferryman.ranks import RankError
+from ferryman.server import memory as host_memory
+from ferryman.trace import Trace
 
 
 def my_part(batch, counts, samples):
@@ -182,3 +185,50 @@ def load_pretrained(directory):
     with Engine(model, optimizer, device="virtual", precision="bf16") as engine:
         engine.load_weights(directory)
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def what_is_taken(steps=2, **options):
+    """What a rank says of its host's memory, what its store has in fact, and what lanes have moved in the last step."""
+    model = build(CASES["llama"])
+    optimizer, _ = adamw(model)
+    trace = Trace()
+    with Engine(model, optimizer, device="virtual", trace=trace, **options) as engine:
+        for seed in range(steps):
+            engine.step(CASES["llama"].batch(2, seed=seed), 1)
+        engine.wait()
+        store = engine._parts.store
+        states = [memory for state in store._states.values() for memory in (state._masters, *state._states)]
+        taken = {
+            "common": sum(memory.bytes.nbytes for unit, memory in store._weights.items() if unit.modules),
+            "own": sum(
+                memory.bytes.nbytes
+                for memory in (
+                    *(memory for unit, memory in store._weights.items() if not unit.modules),
+                    *states,
+                    *store._gradients.values(),
+                    *store._sums.values(),
+                )
+            ),
+        }
+        account, plan = engine.host_account, engine.plan.account
+    begin = trace.steps()[-1].start
+    moved = {}
+    for span in trace.spans():
+        if span.start >= begin:
+            moved[span.lane] = moved.get(span.lane, 0) + span.nbytes
+    return account, plan, taken, moved
+
+
+def with_host_memory(nbytes, **options):
+    """A model on meta where the host has so much: what was refused."""
+    with torch.device("meta"):
+        model = build(CASES["llama"])
+    optimizer, _ = adamw(model)
+    found, host_memory.available = host_memory.available, lambda: nbytes
+    try:
+        Engine(model, optimizer, device="virtual", **options).close()
+    except (ValueError, RankError) as error:
+        return str(error)
+    finally:
+        host_memory.available = found
+    return None
