@@ -2,17 +2,18 @@
 
 import copy
 import os
+import time
 
 import torch
 import torch.distributed as dist
-import torch_virtual  # noqa: F401 - the virtual device
+import torch_virtual
 from models import CASES, build
 from updates import adamw
 
 from ferryman.engine import Engine
 from ferryman.ranks import RankError
 from ferryman.server import memory as host_memory
-from ferryman.trace import Trace
+from ferryman.trace import Trace, trace_path
 
 
 def my_part(batch, counts, samples):
@@ -232,3 +233,18 @@ def with_host_memory(nbytes, **options):
     finally:
         host_memory.available = found
     return None
+
+
+def record(path, counts, **options):
+    """A training whose traces are saved, each rank's beside the first one's."""
+    model = build(CASES["gpt2"])
+    optimizer, _ = adamw(model)
+    trace = Trace()
+    torch_virtual.set_link("virtual:0", h2d=30e6, d2h=30e6)
+    with Engine(model, optimizer, device="virtual:0", trace=trace, **options) as engine:
+        for seed in range(4):
+            batch = CASES["gpt2"].batch(sum(counts) * 2, seed=seed)
+            engine.step(my_part(batch, counts, 2), counts[engine.share.rank] or None)
+        engine.wait()
+        trace.save(trace_path(path, engine.share.rank))
+    return time.time()

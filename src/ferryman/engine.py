@@ -118,7 +118,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._settings = Settings(
             max_grad_norm, on_nonfinite, deferred, host_threads or self._ranks.threads(default_threads())
         )
-        self._recorder = Recorder(trace, model, self.device, self._budget, self._panel, self._dtype_of)
+        self._recorder = Recorder(trace, model, self.device, self._budget, self._panel, self._dtype_of, self.share)
         self._planner = Planner(
             model, self.device, budget=self._budget, slots=slots, units=units, resident=resident, held=held,
             subgroup=subgroup, dtype_of=self._dtype_of, panel=self._panel, settings=self._settings,
