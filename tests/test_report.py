@@ -409,7 +409,7 @@ def several(tmp_path_factory):
     """Two ranks, of which the second has most to do: the first one's trace, beside which is the other's."""
     path = tmp_path_factory.mktemp("several") / "trace.json"
     ranks = Ranks(2)
-    ended = ranks.run(rank_jobs.record, path, (1, 4), memory="256KiB", max_grad_norm=1.0, held=False, stash="host")
+    ended = ranks.run(rank_jobs.record, path, (1, 5), memory="256KiB", max_grad_norm=1.0, held=False, stash="host")
     ranks.close()
     return path, ended
 

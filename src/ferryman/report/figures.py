@@ -203,13 +203,12 @@ def _stretch(name: str, start: float, end: float, spans: Sequence[Span]) -> Stre
 
 
 def slowest(figures: Sequence[Figures]) -> Figures:
-    """The rank that the others wait for: whose own resources, the busiest of them, had most to do in a step."""
+    """The rank that the others wait for: who comes last waits least, over all steps but the first."""
 
-    def own(of: Figures) -> float:
-        busy = of.typical.whole.busy
-        return max((seconds for resource, seconds in busy.items() if resource != _TOGETHER), default=0.0)
+    def waited(of: Figures) -> float:
+        return sum(account.whole.busy.get(_TOGETHER, 0.0) for account in of.accounts[1:] or of.accounts)
 
-    return max(figures, key=own)
+    return min(figures, key=waited)
 
 
 def together(figures: Sequence[Figures]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ const highestPeak = DATA.together.device_peak; // of all ranks
 
 // Headline.
 
-const RESOURCE_NAMES = { compute: "compute", "link in": "link in", "link out": "link out", "device updates": "updates on the device", host: "host", "other ranks": "other ranks" };
+const RESOURCE_NAMES = { compute: "compute", "link in": "link in", "link out": "link out", "device updates": "updates on the device", host: "host", "other ranks": "rank exchange" };
 const resourceName = (resource) => RESOURCE_NAMES[resource] || resource;
 
 function figure(name, value, unit, more, share = null) {
@@ -181,11 +181,11 @@ function table(rank, account) {
       strip.append(make("i", { title: `${KINDS[kind]}: ${showSeconds(used.kinds[kind])}`,
         style: { width: `${(used.kinds[kind] / length) * 100}%`, background: `var(--${kind})` } }));
     }
-    const crosses = lane.resource.startsWith("link") && used.bytes > 0;
+    const crosses = lane.resource.startsWith("link") && used.bytes > 0, moves = crosses || (lane.resource === "other ranks" && used.bytes > 0);
     body.push(make("tr", { class: before !== null && before !== lane.resource ? "first" : "" },
       make("td", { class: "lane" }, lane.name), make("td", { class: "about" }, LANES[lane.name] || ""), make("td", { class: "use" }, strip),
       make("td", { class: "number" }, used.busy ? showSeconds(used.busy) : "–"), make("td", { class: "number" }, showPercent(used.busy / length)),
-      make("td", { class: "number" }, crosses ? showTraffic(used.bytes) : "–"),
+      make("td", { class: "number" }, moves ? showTraffic(used.bytes) : "–"),
       make("td", { class: "number" }, crosses && used.busy ? showRate(used.bytes / used.busy) : "–")));
     before = lane.resource;
   }

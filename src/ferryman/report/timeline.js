@@ -256,7 +256,7 @@ function paintMemory() {
 }
 
 /** One rank's memory is an area; several are lines, each in its colour. */
-const LEVEL_INKS = ["turn", "update", "weights", "state", "gradients", "exchange"];
+const LEVEL_INKS = ["turn", "weights", "state", "exchange", "gradients", "stash"];
 const levelInk = (place) => LEVEL_INKS[place % LEVEL_INKS.length];
 
 function paintLevel(context, { at, bytes }, y, ink) {
