@@ -1,6 +1,7 @@
 """What tests have ranks do."""
 
 import copy
+import math
 import os
 import time
 import warnings
@@ -13,7 +14,9 @@ from models import CASES, build
 from updates import adamw, slow_kernels
 
 from ferryman.engine import Engine
-from ferryman.ranks import Ranks
+from ferryman.ranks import RankError, Ranks
+from ferryman.server import memory as host_memory
+from ferryman.trace import Trace, trace_path
 
 
 def my_part(batch, counts, samples):
@@ -232,7 +235,7 @@ def for_ever(sign):
                 sign.touch()
 
 
-def host_memory(device):
+def one_copy(device):
     """Bytes that this rank has by itself, and those that its node shares, with the model's parameters."""
     model = build(CASES["llama"])
     with Engine(model, adamw(model)[0], device=device) as engine:
@@ -244,3 +247,68 @@ def host_memory(device):
         common = [line.split()[0].split("-") for line in maps if "memfd:ferryman" in line]
         inside = all(any(int(low, 16) <= place < int(high, 16) for low, high in common) for place in places)
     return own, shared, inside, sum(p.numel() for p in model.parameters())
+
+
+def what_is_taken(steps=2, **options):
+    """What a rank says of its host's memory, what its store has in fact, and what lanes have moved in the last step."""
+    model = build(CASES["llama"])
+    optimizer, _ = adamw(model)
+    trace = Trace()
+    with Engine(model, optimizer, device="virtual", trace=trace, **options) as engine:
+        for seed in range(steps):
+            engine.step(CASES["llama"].batch(2, seed=seed), 1)
+        engine.wait()
+        store = engine._parts.store
+        states = [memory for state in store._states.values() for memory in state.memories]
+        taken = {
+            "common": sum(memory.bytes.nbytes for unit, memory in store._weights.items() if unit.modules),
+            "own": sum(
+                memory.bytes.nbytes
+                for memory in (
+                    *(memory for unit, memory in store._weights.items() if not unit.modules),
+                    *states,
+                    *store._gradients.values(),
+                    *store._sums.values(),
+                )
+            ),
+        }
+        account, plan = engine.host_account, engine.plan.account
+    begin = trace.steps()[-1].start
+    moved = {}
+    for span in trace.spans():
+        if span.start >= begin:
+            moved[span.lane] = moved.get(span.lane, 0) + span.nbytes
+    return account, plan, taken, moved
+
+
+def with_host_memory(nbytes, **options):
+    """A model on meta where the host has so much: what was refused."""
+    with torch.device("meta"):
+        model = build(CASES["llama"])
+    optimizer, _ = adamw(model)
+    found, host_memory.available = host_memory.available, lambda: nbytes
+    try:
+        Engine(model, optimizer, device="virtual", **options).close()
+    except (ValueError, RankError) as error:
+        return str(error)
+    finally:
+        host_memory.available = found
+    return None
+
+
+def record(path, counts, **options):
+    """A training whose traces are saved, each rank's beside the first one's."""
+    model = build(CASES["gpt2"])
+    optimizer, _ = adamw(model)
+    trace = Trace()
+    torch_virtual.set_link("virtual:0", h2d=30e6, d2h=30e6)
+    try:
+        with Engine(model, optimizer, device="virtual:0", trace=trace, **options) as engine:
+            for seed in range(4):
+                batch = CASES["gpt2"].batch(sum(counts) * 2, seed=seed)
+                engine.step(my_part(batch, counts, 2), counts[engine.share.rank] or None)
+            engine.wait()
+            trace.save(trace_path(path, engine.share.rank))
+    finally:
+        torch_virtual.set_link("virtual:0", h2d=math.inf, d2h=math.inf)
+    return time.time()

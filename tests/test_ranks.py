@@ -1,5 +1,6 @@
 """Several ranks train as one process does that has all of their micro-batches."""
 
+import math
 import os
 import signal
 import time
@@ -7,10 +8,15 @@ import time
 import pytest
 import rank_jobs
 import torch
+from models import CASES, build
 from ranks import Ranks
-from updates import WAYS
+from updates import WAYS, adamw
 
+from ferryman.cost.exchange import Crew
+from ferryman.cost.rates import Rates
+from ferryman.outlook import Machine, Training, look_ahead
 from ferryman.ranks import RankError
+from ferryman.units import trained_elements, weight_itemsize
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +156,7 @@ def test_the_others_stop_when_one_is_killed(tmp_path):
 
 
 def test_ranks_of_a_node_have_one_copy_together(two):
-    found = two.run(rank_jobs.host_memory, "virtual")
+    found = two.run(rank_jobs.one_copy, "virtual")
     parameters = found[0][3]
     assert all(inside for _, _, inside, _ in found), "units' weights are in the memory that is shared"
     assert sum(own for own, _, _, _ in found) + found[0][1] == pytest.approx(12 * parameters, rel=0.05)
@@ -167,6 +173,67 @@ def nodes():
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_that_share_no_memory(way, device, nodes):
     compare(nodes, "llama", device, (2, 1), **WAYS[way])
+
+
+CREWS = {"two": Crew(2, 1, loopback=1.0), "nodes": Crew(1, 2, network=1.0)}
+
+
+def planned_for(crew, **options):
+    """At a byte a second for everything: times are bytes."""
+    with torch.device("meta"):
+        model = build(CASES["llama"])
+    length = CASES["llama"].batch(1)["input_ids"].shape[1]
+    optimizer, _ = adamw(model)
+    training = Training(2 * crew.size, length, **options)
+    return look_ahead(
+        model, optimizer, training, Machine(Rates(1e9, math.inf, 1.0, 1.0), crew=crew), torch.device("virtual", 0)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "fp32", "held": True},
+        {"precision": "bf16", "max_grad_norm": 1.0, "held": False},
+        {"precision": "bf16", "updates": "host", "held": False},
+    ],
+)
+@pytest.mark.parametrize("crew", CREWS)
+def test_what_ranks_take_and_move_is_what_was_planned(crew, options, request):
+    ranks, crew = request.getfixturevalue(crew), CREWS[crew]
+    outlook = planned_for(crew, **options)
+    found = ranks.run(rank_jobs.what_is_taken, **options)
+    node = found[-crew.devices :]
+    taken = node[0][2]["common"] + sum(of[2]["own"] for of in node)
+    planned = {part: outlook.host[part] for part in found[0][0]}
+    assert sum(planned.values()) == pytest.approx(taken, rel=0.02)
+    for account, plan, *_ in found:
+        assert plan == {part: outlook.device[part] for part in plan}
+        account["weights"] += (crew.devices - 1) * outlook.plan.residents.nbytes  # of each rank's own
+        for part, nbytes in account.items():
+            share = planned[part] if part == "weights" else planned[part] / crew.devices
+            assert nbytes == pytest.approx(share, rel=0.02), part
+    forward, backward = outlook.forecast.forward.named, outlook.forecast.backward.named
+    for _, _, _, moved in found:
+        link_in, link_out = (
+            sum(moved.get(lane, 0) for lane in lanes) for lanes in (("h2d", "state in"), ("d2h", "state out"))
+        )
+        assert forward["link in"] + backward["link in"] == pytest.approx(link_in, rel=0.1)
+        assert forward["link out"] + backward["link out"] == pytest.approx(link_out, rel=0.1)
+    weights = [trained_elements(unit) * weight_itemsize(unit) for unit in outlook.plan.in_forward_order]
+    gone_round = 0 if outlook.plan.staging.deferred else weights[0] if crew.nodes == 1 else sum(weights)
+    crossed = backward["exchange"] if crew.nodes == 1 else 2 * backward["network"]
+    assert crossed - gone_round == pytest.approx(found[0][3]["exchange"], rel=0.05)
+
+
+@pytest.mark.parametrize("crew", CREWS)
+def test_ranks_look_at_a_nodes_memory_together(crew, request):
+    """Each would fit by itself, but not all of them: all refuse, or none."""
+    ranks, outlook = request.getfixturevalue(crew), planned_for(CREWS[crew], precision="fp32")
+    needed = sum(outlook.host[part] for part in ("weights", "optimizer state"))
+    for refused in ranks.run(rank_jobs.with_host_memory, needed - 1, precision="fp32"):
+        assert "the host cannot hold this" in refused
+    assert ranks.run(rank_jobs.with_host_memory, needed, precision="fp32") == [None] * 2
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from ferryman.blocks import Blocks
 from ferryman.cost.plan import Plan
 from ferryman.gradients import Gradients
 from ferryman.lanes import Lanes
-from ferryman.ranks import Ranks
+from ferryman.ranks import Ranks, Share
 from ferryman.relay.relay import Relay
 from ferryman.server import memory as host_memory
 from ferryman.server.panel import Panel
@@ -52,10 +52,7 @@ class Assembly:
         self._panel = panel
         self._blocks = blocks
         self._stepping = False
-        host_memory.check(
-            account(self.all_units, panel, landing=plan.staging.deferred, share=ranks.share),
-            already=sum(i.tensor.nbytes for unit in self.all_units for i in unit.items if not i.tensor.is_meta),
-        )
+        self._check_host(ranks)
         self.store = RamStore(self.all_units, device, panel, ranks)
         host_memory.trim()
         self.lanes = Lanes(device, trace=trace)
@@ -136,6 +133,15 @@ class Assembly:
             self.relay.close()
             self.server.close()
             self.store.close(together=together)
+
+    def _check_host(self, ranks: Ranks) -> None:
+        """Ranks of a node take from the same memory: all of them look before the first one takes any."""
+        shares = [Share(rank, ranks.size) for rank in ranks.node]
+        needed = account(self.all_units, self._panel, landing=self.plan.staging.deferred, shares=shares)
+        mine = sum(i.tensor.nbytes for unit in self.all_units for i in unit.items if not i.tensor.is_meta)
+        everyone = ranks.tell("looking at the host's memory", mine)
+        already = sum(everyone[rank] for rank in ranks.node)
+        ranks.jointly("looking at the host's memory", lambda: host_memory.check(needed, already))
 
     def _show_states(self) -> None:
         self.settle()  # what was loaded since is shown, too

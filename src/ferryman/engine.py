@@ -118,7 +118,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._settings = Settings(
             max_grad_norm, on_nonfinite, deferred, host_threads or self._ranks.threads(default_threads())
         )
-        self._recorder = Recorder(trace, model, self.device, self._budget, self._panel, self._dtype_of)
+        self._recorder = Recorder(trace, model, self.device, self._budget, self._panel, self._dtype_of, self.share)
         self._planner = Planner(
             model, self.device, budget=self._budget, slots=slots, units=units, resident=resident, held=held,
             subgroup=subgroup, dtype_of=self._dtype_of, panel=self._panel, settings=self._settings,
@@ -185,8 +185,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     @property
     def host_account(self) -> dict[str, int]:
-        """Bytes of host memory that the server takes, by what they are for."""
-        return account(self._parts.all_units, self._panel, landing=not self._parts.server.is_eager)
+        """Bytes of host memory that the server takes, by what they are for; of several ranks, what is this one's part,
+        and the weights, which those of a node have in common."""
+        parts, share = self._parts, self._ranks.share
+        return account(parts.all_units, self._panel, landing=not parts.server.is_eager, shares=[share])
 
     def stats(self) -> Stats | None:
         """What the updates of the last step were; waits for them. None before the first."""

@@ -64,12 +64,9 @@ def part_elements(unit: Unit, panel: Panel, share: Share) -> int:
     return high - low
 
 
-def master_bytes(unit: Unit, panel: Panel, share: Share) -> int:
-    return part_elements(unit, panel, share) * master_itemsize(unit)
-
-
-def state_bytes(unit: Unit, panel: Panel, share: Share) -> int:
-    return arrays(unit, panel) * part_elements(unit, panel, share) * GRADIENT.itemsize
+def state_itemsize(unit: Unit, panel: Panel) -> int:
+    """Bytes that a rule keeps of each element."""
+    return arrays(unit, panel) * GRADIENT.itemsize
 
 
 def arrays(unit: Unit, panel: Panel) -> int:

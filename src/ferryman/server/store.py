@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
 from ferryman.pinned import PinnedMemory
 from ferryman.ranks import Ranks, Share
 from ferryman.server.panel import Panel
-from ferryman.server.state import UnitState, bounds, fill, master_bytes, part_elements, state_bytes
+from ferryman.server.state import UnitState, bounds, fill, part_elements, state_itemsize
 from ferryman.units import (
     GRADIENT,
     Item,
     Unit,
     gradient_bytes,
     landing_dtype,
+    master_itemsize,
     overlap,
     trained_elements,
     trained_offsets,
@@ -217,20 +218,24 @@ class RamStore:
         return whole.view(item.tensor.shape)
 
 
-def account(units: Iterable[Unit], panel: Panel | None, *, landing: bool, share: Share | None = None) -> dict[str, int]:
+def account(
+    units: Iterable[Unit], panel: Panel | None, *, landing: bool, shares: Collection[Share] = (Share(),)
+) -> dict[str, int]:
     """Bytes of host memory, by what they are for; `landing`: gradients of all units are there at once.
 
-    Of several ranks, what this one has; and the weights, which those of a node have in common.
+    Of several ranks, what these have, which are of one node: they have the weights of units in common.
     """
-    units, share = list(units), share or Share()
-    found = {"weights": sum(unit.nbytes for unit in units)}
-    if panel is not None:
-        found["the float32 master's rest"] = sum(master_bytes(unit, panel, share) for unit in units)
-        found["optimizer state"] = sum(state_bytes(unit, panel, share) for unit in units)
-        if landing:
-            found["gradients"] = sum(landing_dtype(unit).itemsize * part_elements(unit, panel, share) for unit in units)
-    else:
-        found["gradients"] = sum(gradient_bytes(unit) for unit in units)
+    units = list(units)
+    common = sum(unit.nbytes for unit in units if unit.modules)
+    found = {"weights": common + len(shares) * sum(unit.nbytes for unit in units if not unit.modules)}
+    if panel is None:
+        found["gradients"] = len(shares) * sum(gradient_bytes(unit) for unit in units)
+        return found
+    parts = {unit: sum(part_elements(unit, panel, share) for share in shares) for unit in units}
+    found["the float32 master's rest"] = sum(part * master_itemsize(unit) for unit, part in parts.items())
+    found["optimizer state"] = sum(part * state_itemsize(unit, panel) for unit, part in parts.items())
+    if landing:
+        found["gradients"] = sum(part * landing_dtype(unit).itemsize for unit, part in parts.items())
     return found
 
 
