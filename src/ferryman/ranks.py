@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 _LOOK = timedelta(seconds=1)  # how often a rank that waits looks whether another has failed
+_GLANCE = 0.05  # seconds: the same for one that waits for what the first does
 _made = itertools.count()
 
 
@@ -40,7 +41,12 @@ class Share(NamedTuple):
 
 
 class RankError(RuntimeError):
-    """Another rank has failed, or does not answer."""
+    """Another rank has failed, or does not answer; `is_told`: it has left word why, and tells its user itself."""
+
+    def __init__(self, message: str, *, reason: str = "", is_told: bool = True) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.is_told = is_told
 
 
 class Ranks:
@@ -52,6 +58,7 @@ class Ranks:
         self.node = [0]  # the ranks that share memory with this one
         self.leaders = [0]  # the first of each node
         self.has_failed = False
+        self._firsts = itertools.count()
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:
             dist.init_process_group("gloo")  # torchrun has started this script, which says nothing of it
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -166,6 +173,38 @@ class Ranks:
                 raise RankError(f"rank {rank} has failed in {doing}: {why}")
         return [found for found, _ in said]
 
+    def first(self, doing: str, work: Callable[[], Any]) -> Any:
+        """Something that the first rank does for all, however long it takes: what it has returned, which JSON can
+        write. A mistake of the user that it finds is one on all."""
+        if self.alone:
+            return work()
+        key = f"first/{next(self._firsts)}"
+        if self.rank == 0:
+            try:
+                result = work()
+            except BaseException as error:
+                if isinstance(error, ValueError | OSError):
+                    self._words.set(key, json.dumps([doing, None, str(error)]))
+                else:
+                    self.fail(error)
+                raise
+            self._words.set(key, json.dumps([doing, result, None]))
+            return result
+        try:
+            while not self._words.check([key]):
+                if self._words.check(["failed"]):
+                    raise self._lost("")
+                time.sleep(_GLANCE)
+            theirs, result, why = json.loads(self._words.get(key))
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise self._lost(str(error)) from error
+        assert theirs == doing, "all do the same"
+        if why is not None:
+            raise ValueError(why)
+        return result
+
     def broadcast(self, values: torch.Tensor, owner: int = 0) -> torch.Tensor:
         """One rank's values, on every rank, in place."""
         if not self.alone and values.numel():
@@ -216,14 +255,20 @@ class Ranks:
 
     # Failures.
 
-    def fail(self, error: BaseException) -> None:
-        """This rank cannot go on: the others, who wait for it, are told why."""
+    def fail(self, error: BaseException) -> bool:
+        """This rank cannot go on: the others, who wait for it, are told why. Whether it is the first that cannot."""
         if self.alone:
-            return
+            return True
         self.has_failed = True
-        if not isinstance(error, RankError):
-            text = str(error).splitlines()[0] if str(error) else ""
-            self._words.set("failed", f"rank {self.rank} has failed: {type(error).__name__}: {text}")
+        word = f"rank {self.rank} has failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if isinstance(error, RankError):
+            if error.is_told:
+                return False
+            word = error.reason
+        try:
+            return bool(self._words.compare_set("failed", "", word) == word.encode())
+        except RuntimeError:  # the store may have gone with its process
+            return True
 
     def _do(self, begin: Callable[[], Any]) -> None:
         """A collective, to its end."""
@@ -253,10 +298,13 @@ class Ranks:
             told = self._words.get("failed").decode() if self._words.check(["failed"]) else ""
         except RuntimeError:  # the store may have gone with its process
             told = ""
-        reason = told or f"one of the {self.size} ranks has stopped or does not answer ({why.splitlines()[0]})"
+        mine = f"one of the {self.size} ranks has stopped or does not answer, as rank {self.rank} finds"
+        reason = told or f"{mine} ({why.splitlines()[0]})"
         return RankError(
             f"rank {self.rank} cannot go on without the others: {reason}. Look at what the rank that stopped first has "
-            "printed; under torchrun --max-restarts a script that loads its last checkpoint goes on from there"
+            "printed; under torchrun --max-restarts a script that loads its last checkpoint goes on from there",
+            reason=reason,
+            is_told=bool(told),
         )
 
 
