@@ -6,9 +6,11 @@ import os
 import torch
 import torch.distributed as dist
 import torch_virtual  # noqa: F401 - the virtual device
+from commands import train as train_command
 from models import CASES, build
 from updates import adamw
 
+from ferryman.cli import loop
 from ferryman.engine import Engine
 
 
@@ -182,3 +184,21 @@ def load_pretrained(directory):
     with Engine(model, optimizer, device="virtual", precision="bf16") as engine:
         engine.load_weights(directory)
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def command(*arguments, of_rank=(), fails=False):
+    """`ferryman train`: how it ended, and what it has shown; `of_rank` has arguments that are each rank's own."""
+    arguments = [*arguments, *(of_rank[dist.get_rank()] if of_rank else ())]
+    before = loop.evaluate
+    if fails and dist.get_rank() == 1:
+        loop.evaluate = _no_room
+    try:
+        result = train_command(*arguments)
+    finally:
+        loop.evaluate = before
+    told = f"{type(result.exception).__name__}: {result.exception}"
+    return result.exit_code, result.output, told if result.exception else None
+
+
+def _no_room(*arguments):
+    raise torch.OutOfMemoryError("no room")

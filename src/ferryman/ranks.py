@@ -13,6 +13,7 @@ import itertools
 import json
 import mmap
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,9 +23,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 _LOOK = timedelta(seconds=1)  # how often a rank that waits looks whether another has failed
 _GLANCE = 0.05  # seconds: the same for one that waits for what the first does
+_GLOO = re.compile(r"^\[\S*\] |\. This is typically .*")  # what its errors have around what happened
 _made = itertools.count()
 
 
@@ -60,7 +63,7 @@ class Ranks:
         self.has_failed = False
         self._firsts = itertools.count()
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:
-            dist.init_process_group("gloo")  # torchrun has started this script, which says nothing of it
+            _join()  # torchrun has started this script, which says nothing of it
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         self.share = Share(dist.get_rank(), dist.get_world_size())
@@ -69,7 +72,8 @@ class Ranks:
             self._patience = timedelta(seconds=float(seconds))
         except ValueError:
             raise ValueError(f"FERRYMAN_TIMEOUT={seconds!r}: seconds are needed, such as 600") from None
-        self._words = PrefixStore(f"ferryman/{next(_made)}", _get_default_store())
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._words = PrefixStore(f"ferryman/{attempt}/{next(_made)}", _get_default_store())
         self.main, self.gradients, self.weights = (
             dist.new_group(backend="gloo", timeout=self._patience) for _ in range(3)
         )
@@ -192,7 +196,7 @@ class Ranks:
             return result
         try:
             while not self._words.check([key]):
-                if self._words.check(["failed"]):
+                if self._words.check(["failed"]) and not self._words.check([key]):  # it may have failed after this
                     raise self._lost("")
                 time.sleep(_GLANCE)
             theirs, result, why = json.loads(self._words.get(key))
@@ -299,13 +303,21 @@ class Ranks:
         except RuntimeError:  # the store may have gone with its process
             told = ""
         mine = f"one of the {self.size} ranks has stopped or does not answer, as rank {self.rank} finds"
-        reason = told or f"{mine} ({why.splitlines()[0]})"
+        reason = told or f"{mine} ({_GLOO.sub('', why.splitlines()[0])})"
         return RankError(
             f"rank {self.rank} cannot go on without the others: {reason}. Look at what the rank that stopped first has "
             "printed; under torchrun --max-restarts a script that loads its last checkpoint goes on from there",
             reason=reason,
             is_told=bool(told),
         )
+
+
+def _join() -> None:
+    """torchrun's store outlives restarts, and with it the addresses of processes that are gone, and what they said:
+    each attempt has a place of its own there."""
+    store, rank, size = next(rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group("gloo", store=PrefixStore(f"attempt/{attempt}", store), rank=rank, world_size=size)
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
