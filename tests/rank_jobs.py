@@ -8,6 +8,8 @@ import torch.distributed as dist
 import torch_virtual  # noqa: F401 - the virtual device
 from commands import train as train_command
 from models import CASES, build
+from trainers import ferryman_trainer, logs, trainer, weights
+from transformers import Trainer
 from updates import adamw
 
 from ferryman.cli import loop
@@ -202,3 +204,21 @@ def command(*arguments, of_rank=(), fails=False):
 
 def _no_room(*arguments):
     raise torch.OutOfMemoryError("no room")
+
+
+def fit(model, directory, *, device=None, resume=None, **arguments):
+    """The Trainer, a plain one without a device: what it has logged while it trained, and its weights."""
+    if device is None:
+        made = trainer(Trainer, model, directory, **arguments)
+    else:
+        made = ferryman_trainer(device, model, directory, **arguments)
+    made.train(resume_from_checkpoint=resume)
+    steps = [entry for entry in logs(made) if "loss" in entry]
+    if device is not None:
+        assert made.model_wrapped is made.model
+        plain = trainer(Trainer, copy.deepcopy(made.model), directory, **arguments)
+        mine, theirs = made.predict(made.eval_dataset), plain.predict(plain.eval_dataset)
+        assert mine.predictions.shape == theirs.predictions.shape
+        assert abs(mine.predictions - theirs.predictions).max() < 1e-4
+        assert abs(mine.metrics["test_loss"] - theirs.metrics["test_loss"]) < 1e-4
+    return steps, weights(made)
