@@ -43,6 +43,10 @@ Ctrl-C, SIGTERM and SIGHUP finish the step, save, and say how to go on; a second
     [bold]ferryman train --resume --output run --memory 1GiB --steps 2000[/bold]
     [bold]ferryman train --resume --output run --device cpu --memory none[/bold]
 
+On two devices; after a failure, from the last checkpoint on:
+
+    [bold]torchrun --nproc-per-node 2 --max-restarts 3 --no-python ferryman train gpt:large --data corpus/ -o run[/bold]
+
 Every checkpoint in run/checkpoints loads with transformers' from_pretrained. See also [bold]ferryman plan[/bold].
 """
 
