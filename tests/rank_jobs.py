@@ -10,9 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_virtual
+from commands import train as train_command
 from models import CASES, build
+from trainers import ferryman_trainer, logs, trainer, weights
+from transformers import Trainer
 from updates import adamw, slow_kernels
 
+from ferryman.cli import loop
 from ferryman.engine import Engine
 from ferryman.ranks import RankError, Ranks
 from ferryman.server import memory as host_memory
@@ -312,3 +316,39 @@ def record(path, counts, **options):
     finally:
         torch_virtual.set_link("virtual:0", h2d=math.inf, d2h=math.inf)
     return time.time()
+
+
+def command(*arguments, of_rank=(), fails=False):
+    """`ferryman train`: how it ended, and what it has shown; `of_rank` has arguments that are each rank's own."""
+    arguments = [*arguments, *(of_rank[dist.get_rank()] if of_rank else ())]
+    before = loop.evaluate
+    if fails and dist.get_rank() == 1:
+        loop.evaluate = _no_room
+    try:
+        result = train_command(*arguments)
+    finally:
+        loop.evaluate = before
+    told = f"{type(result.exception).__name__}: {result.exception}"
+    return result.exit_code, result.output, told if result.exception else None
+
+
+def _no_room(*arguments):
+    raise torch.OutOfMemoryError("no room")
+
+
+def fit(model, directory, *, device=None, resume=None, **arguments):
+    """The Trainer, a plain one without a device: what it has logged while it trained, and its weights."""
+    if device is None:
+        made = trainer(Trainer, model, directory, **arguments)
+    else:
+        made = ferryman_trainer(device, model, directory, **arguments)
+    made.train(resume_from_checkpoint=resume)
+    steps = [entry for entry in logs(made) if "loss" in entry]
+    if device is not None:
+        assert made.model_wrapped is made.model
+        plain = trainer(Trainer, copy.deepcopy(made.model), directory, **arguments)
+        mine, theirs = made.predict(made.eval_dataset), plain.predict(plain.eval_dataset)
+        assert mine.predictions.shape == theirs.predictions.shape
+        assert abs(mine.predictions - theirs.predictions).max() < 1e-4
+        assert abs(mine.metrics["test_loss"] - theirs.metrics["test_loss"]) < 1e-4
+    return steps, weights(made)

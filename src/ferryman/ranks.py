@@ -13,6 +13,7 @@ import itertools
 import json
 import mmap
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,8 +23,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 _LOOK = timedelta(seconds=1)  # how often a rank that waits looks whether another has failed
+_GLANCE = 0.05  # seconds: the same for one that waits for what the first does
+_GLOO = re.compile(r"^\[\S*\] |\. This is typically .*")  # what its errors have around what happened
 _made = itertools.count()
 
 
@@ -40,7 +44,12 @@ class Share(NamedTuple):
 
 
 class RankError(RuntimeError):
-    """Another rank has failed, or does not answer."""
+    """Another rank has failed, or does not answer; `is_told`: it has left word why, and tells its user itself."""
+
+    def __init__(self, message: str, *, reason: str = "", is_told: bool = True) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.is_told = is_told
 
 
 class Ranks:
@@ -52,8 +61,9 @@ class Ranks:
         self.node = [0]  # the ranks that share memory with this one
         self.leaders = [0]  # the first of each node
         self.has_failed = False
+        self._firsts = itertools.count()
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:
-            dist.init_process_group("gloo")  # torchrun has started this script, which says nothing of it
+            _join()  # torchrun has started this script, which says nothing of it
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         self.share = Share(dist.get_rank(), dist.get_world_size())
@@ -62,7 +72,8 @@ class Ranks:
             self._patience = timedelta(seconds=float(seconds))
         except ValueError:
             raise ValueError(f"FERRYMAN_TIMEOUT={seconds!r}: seconds are needed, such as 600") from None
-        self._words = PrefixStore(f"ferryman/{next(_made)}", _get_default_store())
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._words = PrefixStore(f"ferryman/{attempt}/{next(_made)}", _get_default_store())
         self.main, self.gradients, self.weights = (
             dist.new_group(backend="gloo", timeout=self._patience) for _ in range(3)
         )
@@ -166,6 +177,38 @@ class Ranks:
                 raise RankError(f"rank {rank} has failed in {doing}: {why}")
         return [found for found, _ in said]
 
+    def first(self, doing: str, work: Callable[[], Any]) -> Any:
+        """Something that the first rank does for all, however long it takes: what it has returned, which JSON can
+        write. A mistake of the user that it finds is one on all."""
+        if self.alone:
+            return work()
+        key = f"first/{next(self._firsts)}"
+        if self.rank == 0:
+            try:
+                result = work()
+            except BaseException as error:
+                if isinstance(error, ValueError | OSError):
+                    self._words.set(key, json.dumps([doing, None, str(error)]))
+                else:
+                    self.fail(error)
+                raise
+            self._words.set(key, json.dumps([doing, result, None]))
+            return result
+        try:
+            while not self._words.check([key]):
+                if self._words.check(["failed"]) and not self._words.check([key]):  # it may have failed after this
+                    raise self._lost("")
+                time.sleep(_GLANCE)
+            theirs, result, why = json.loads(self._words.get(key))
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise self._lost(str(error)) from error
+        assert theirs == doing, "all do the same"
+        if why is not None:
+            raise ValueError(why)
+        return result
+
     def broadcast(self, values: torch.Tensor, owner: int = 0) -> torch.Tensor:
         """One rank's values, on every rank, in place."""
         if not self.alone and values.numel():
@@ -215,14 +258,20 @@ class Ranks:
 
     # Failures.
 
-    def fail(self, error: BaseException) -> None:
-        """This rank cannot go on: the others, who wait for it, are told why."""
+    def fail(self, error: BaseException) -> bool:
+        """This rank cannot go on: the others, who wait for it, are told why. Whether it is the first that cannot."""
         if self.alone:
-            return
+            return True
         self.has_failed = True
-        if not isinstance(error, RankError):
-            text = str(error).splitlines()[0] if str(error) else ""
-            self._words.set("failed", f"rank {self.rank} has failed: {type(error).__name__}: {text}")
+        word = f"rank {self.rank} has failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if isinstance(error, RankError):
+            if error.is_told:
+                return False
+            word = error.reason
+        try:
+            return bool(self._words.compare_set("failed", "", word) == word.encode())
+        except RuntimeError:  # the store may have gone with its process
+            return True
 
     def _do(self, begin: Callable[[], Any]) -> None:
         """A collective, to its end."""
@@ -252,11 +301,22 @@ class Ranks:
             told = self._words.get("failed").decode() if self._words.check(["failed"]) else ""
         except RuntimeError:  # the store may have gone with its process
             told = ""
-        reason = told or f"one of the {self.size} ranks has stopped or does not answer ({why.splitlines()[0]})"
+        mine = f"one of the {self.size} ranks has stopped or does not answer, as rank {self.rank} finds"
+        reason = told or f"{mine} ({_GLOO.sub('', why.splitlines()[0])})"
         return RankError(
             f"rank {self.rank} cannot go on without the others: {reason}. Look at what the rank that stopped first has "
-            "printed; under torchrun --max-restarts a script that loads its last checkpoint goes on from there"
+            "printed; under torchrun --max-restarts a script that loads its last checkpoint goes on from there",
+            reason=reason,
+            is_told=bool(told),
         )
+
+
+def _join() -> None:
+    """torchrun's store outlives restarts, and with it the addresses of processes that are gone, and what they said:
+    each attempt has a place of its own there."""
+    store, rank, size = next(rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group("gloo", store=PrefixStore(f"attempt/{attempt}", store), rank=rank, world_size=size)
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:

@@ -332,10 +332,8 @@ class Server:
 
     def _of_all(self, broken: Item | None, norm: float) -> tuple[bool, float]:
         """Whether gradients are finite on all ranks, and the norm of all."""
-        said = self._ranks.count([float(broken is None), norm**2 if broken is None else 0.0])
-        if not all(finite for finite, _ in said):
-            return False, math.nan
-        return True, math.sqrt(math.fsum(square for _, square in said))
+        said = self._ranks.count([float(broken is None), norm])
+        return all(finite for finite, _ in said), math.sqrt(math.fsum(theirs * theirs for _, theirs in said))
 
     @property
     def grad_norm(self) -> float | None:
