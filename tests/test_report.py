@@ -6,22 +6,17 @@ import json
 import math
 import shutil
 import statistics
-import sys
 
 import pytest
-import rank_jobs
 import torch
 import torch_virtual
 from models import gpt2, text
-from playwright.sync_api import sync_playwright
-from ranks import Ranks
+from reports import command, place_of
 
-from ferryman.cli.main import main
 from ferryman.engine import Engine
-from ferryman.report import write_report
-from ferryman.report.figures import RESOURCES, figures_of, kind_of, summary
+from ferryman.report.figures import RESOURCES, figures_of, kind_of
 from ferryman.report.recording import read
-from ferryman.trace import Span, Trace, trace_path
+from ferryman.trace import Span, Trace
 
 STEPS, KEPT = 5, 3
 
@@ -49,39 +44,6 @@ def run(tmp_path_factory):
     torch_virtual.set_link("virtual:0", h2d=before.h2d, d2h=before.d2h)
     trace.save(path)
     return trace, path
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if shutil.which("chromium") is None:
-        pytest.skip("there is no chromium here to look at the report with (Debian: apt install chromium)")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def show(browser, tmp_path):
-    """Opens the report of a trace; in the end nothing may have gone wrong in the page, nor left the machine."""
-    wrong, asked, pages = [], [], []
-
-    def open_page(trace, width=1400, scheme="light"):
-        target = tmp_path / "report.html"
-        write_report(trace, target, overwrite=True)
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        page.on("console", lambda message: wrong.append(message.text))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(target.as_uri())
-        pages.append(page)
-        return page
-
-    yield open_page
-    for page in pages:
-        page.close()
-    assert wrong == []
-    assert {url for url in asked if not url.startswith("data:")} == {(tmp_path / "report.html").as_uri()}
 
 
 def union(spans, start, end):
@@ -208,24 +170,6 @@ def test_the_page_shows_the_run(run, show):
     for canvas in ("#lanes", "#memory", "#course canvas >> nth=0", "#split canvas >> nth=1"):
         painted = "e => new Set(e.getContext('2d').getImageData(0, 0, e.width, e.height).data).size"
         assert page.locator(canvas).evaluate(painted) > 10, canvas
-
-
-def place_of(page, lane):
-    """The middle of a lane's largest piece of work in the step that is shown: where it is, and its number."""
-    return page.evaluate(
-        """lane => {
-            const row = rows.find(row => row.lane.name === lane), { start, length, bytes } = row.lane;
-            const size = i => bytes[i] + length[i] / 1e9;
-            let best = -1;
-            start.forEach((t, i) => {
-                const inside = t >= view.from && t + length[i] <= view.to;
-                if (inside && (best < 0 || size(i) > size(best))) best = i;
-            });
-            const box = document.getElementById("lanes").getBoundingClientRect();
-            return [box.left + xOf(start[best] + length[best] / 2), box.top + row.top + 12, best];
-        }""",
-        lane,
-    )
 
 
 def shown(value, units):
@@ -404,89 +348,7 @@ def test_several_ranks_have_lanes_each(run, tmp_path, show):
     assert "rank 0, lane compute" in page.locator("#tip").inner_text()
 
 
-@pytest.fixture(scope="module")
-def several(tmp_path_factory):
-    """Two ranks, of which the second has most to do: the first one's trace, beside which is the other's."""
-    path = tmp_path_factory.mktemp("several") / "trace.json"
-    ranks = Ranks(2)
-    ended = ranks.run(rank_jobs.record, path, (1, 5), memory="256KiB", max_grad_norm=1.0, held=False, stash="host")
-    ranks.close()
-    return path, ended
-
-
-def test_ranks_are_on_one_axis(several):
-    path, ended = several
-    first, second = read(path)
-    assert (first.rank, second.rank, second.facts["ranks"]) == (0, 1, 2)
-    assert {"exchange", "share"} <= set(first.lanes) & set(second.lanes)
-    (alone,) = read(trace_path(path, 1))
-    assert second.spans[0].start - alone.spans[0].start == pytest.approx(second.facts["began"] - first.facts["began"])
-    for one, two in zip(first.steps, second.steps, strict=True):
-        overlap = min(one.end, two.end) - max(one.start, two.start)
-        assert overlap > 0.5 * max(one.seconds, two.seconds), "they make each step together"
-    for recording in (first, second):  # and none of it is after the end
-        assert first.facts["began"] + max(span.end for span in recording.spans) <= max(ended)
-
-
-def test_others_are_found_beside_or_given_and_strangers_are_not_taken(several, tmp_path):
-    path, _ = several
-    mine, theirs = tmp_path / "trace.json", tmp_path / "trace.rank1.json"
-    shutil.copy(path, mine)
-    assert [recording.rank for recording in read(mine)] == [0]
-    assert [recording.rank for recording in read(trace_path(path, 1), mine)] == [0, 1]
-    for change in ({"began": 0.0}, {"ranks": 4}):  # of another run
-        content = json.loads(trace_path(path, 1).read_text())
-        content["otherData"]["ferryman"]["1"].update(change)
-        theirs.write_text(json.dumps(content))
-        assert [recording.rank for recording in read(mine)] == [0]
-    with pytest.raises(ValueError, match=r"are both of rank 0; give one trace for each rank"):
-        read(mine, path)
-
-
-def test_figures_are_of_all_ranks_and_name_the_one_they_wait_for(several, tmp_path, monkeypatch, capsys):
-    path, _ = several
-    figures = [figures_of(recording) for recording in read(path)]
-    found = summary(figures)
-    assert found["slowest_rank"] == 1
-    assert found["tokens_per_second"] == pytest.approx(sum(of.tokens_rate for of in figures))
-    assert found["device_peak"] == max(of.peak for of in figures)
-    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
-    assert figures[0].typical.whole.busy["other ranks"] > 0
-    assert command(monkeypatch, path, "-o", tmp_path / "both.html") == 0
-    assert "together: the others wait for rank 1" in capsys.readouterr().out
-    shutil.copy(path, tmp_path / "one.json")
-    assert command(monkeypatch, tmp_path / "one.json", trace_path(path, 1)) == 0
-    assert "rank 1: 4 steps" in capsys.readouterr().out
-
-
-def test_each_rank_has_a_group_of_rows(several, show):
-    path, _ = several
-    page = show(path)
-    lanes = page.evaluate("rows.map(row => [row.rank.rank, row.lane.name])")
-    assert [rank for rank, _ in lanes] == sorted(rank for rank, _ in lanes)
-    for rank in (0, 1):
-        assert [name for of, name in lanes if of == rank][-2:] == ["exchange", "share"]
-    x, y, _ = place_of(page, "exchange")
-    page.mouse.move(x, y)
-    assert "rank 0, lane exchange" in page.locator("#tip").inner_text()
-    assert "2 ranks" in page.locator("#facts").inner_text()
-    assert "the others wait for rank 1" in page.locator("#headline").inner_text()
-    assert "rank 1, for which the others wait" in page.locator("#where").inner_text()
-    assert "gradients to the ranks that own them" in page.locator("#where").inner_text()
-    assert "rank 0" in page.locator("#memory-title").inner_text()
-    page.locator("#memory").hover()
-    assert "rank 1: " in page.locator("#tip").inner_text()
-
-
 # The command.
-
-
-def command(monkeypatch, *arguments):
-    """What `ferryman report` does with the arguments; its code."""
-    monkeypatch.setattr(sys, "argv", ["ferryman", "report", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return end.value.code or 0
 
 
 def test_the_command_writes_a_report_and_prints_the_headline(run, tmp_path, monkeypatch, capsys):

@@ -29,7 +29,7 @@ from ferryman.data.windows import Windows
 from ferryman.engine import Engine
 from ferryman.ranks import Ranks
 from ferryman.report.page import write_report
-from ferryman.trace import Trace
+from ferryman.trace import Trace, trace_path
 
 Tell = Callable[[Mapping[str, Any]], None]  # hears of every event; see `display.py`
 
@@ -285,10 +285,12 @@ class Training:
         )
 
     def _say_end(self, engine: Engine, reason: str, seconds: float) -> None:
-        if self.trace is not None and self._tokens and self._leads:
+        if self.trace is not None and self._tokens:
             engine.wait()  # for the last updates, which are part of it
-            self.trace.save(self.run.trace)
-            write_report(self.run.trace, self.run.report, overwrite=True)
+            self.trace.save(trace_path(self.run.trace, self._ranks.rank))
+            self._ranks.tell("saving traces")
+            if self._leads:
+                write_report(self.run.trace, self.run.report, overwrite=True)
         self._say(
             {
                 "event": "end",
