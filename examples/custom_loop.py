@@ -1,11 +1,13 @@
 """A training loop of one's own: a scheduler, gradients looked at before the update, evaluation, save and resume.
 
     python examples/custom_loop.py [--tiny] [--device virtual] [--output DIR]
+    torchrun --nproc-per-node 2 examples/custom_loop.py --output DIR [--tiny] [--device virtual]
 
 The model is any `torch.nn.Module`, here one of a few lines that learns to sort; nothing in it knows of Ferryman.
 """
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 
@@ -43,6 +45,11 @@ def make_batch(size: int) -> Batch:
     return numbers, numbers.sort(dim=1).values
 
 
+def share(batch: Batch, engine: ferryman.Engine) -> Batch:
+    """Of a batch that all ranks have drawn alike, what is this one's; by itself, all of it."""
+    return batch[0][engine.share.rank :: engine.share.size], batch[1][engine.share.rank :: engine.share.size]
+
+
 def sorting_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     numbers, expected = batch
     return cross_entropy(model(numbers).flatten(0, 1), expected.flatten())
@@ -56,16 +63,18 @@ def train(options: argparse.Namespace, output: Path, start: int, steps: int) -> 
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=options.steps)
     test = make_batch(64)
     with ferryman.Engine(model, optimizer, device=options.device, memory=options.memory, loss=sorting_loss) as engine:
+        tells = engine.share.rank == 0
         if start:
             path = engine.load(output, objects={"scheduler": scheduler})
-            print(f"goes on from {path.name} with a learning rate of {scheduler.get_last_lr()[0]:.1e}")
+            if tells:
+                print(f"goes on from {path.name} with a learning rate of {scheduler.get_last_lr()[0]:.1e}")
         while engine.steps < steps:
-            loss = engine.forward_backward(make_batch(64), micro_batches=4)
+            loss = engine.forward_backward(share(make_batch(64), engine), micro_batches=4)
             # Between the two, gradients can be looked at and edited.
             largest = engine.gradient("head.weight").abs().max()
             engine.update()
             scheduler.step()
-            if engine.steps % max(1, options.steps // 10) == 0:
+            if tells and engine.steps % max(1, options.steps // 10) == 0:
                 with torch.no_grad():  # outside a step the model is called as ever; its layers stream here, too
                     right = (model(test[0]).argmax(-1) == test[1]).float().mean()
                 print(
@@ -83,6 +92,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a new directory for the checkpoint; by default a temporary one")
     options = parser.parse_args()
     options.steps = 20 if options.tiny else 600
+    if options.output is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        parser.error("several ranks write one checkpoint: give them a directory that all see, --output DIR")
     if options.device == "virtual":
         import torch_virtual  # noqa: F401 - an accelerator for machines without one
     with tempfile.TemporaryDirectory() as folder:

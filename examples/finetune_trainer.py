@@ -2,6 +2,7 @@
 
     python examples/finetune_trainer.py --model DIR --memory 8GiB     a model of yours, on this machine's accelerator
     python examples/finetune_trainer.py --tiny                        a random one, on a virtual accelerator
+    torchrun --nproc-per-node 2 examples/finetune_trainer.py --output DIR ...       the same on two devices
 
 The text is the Python standard library's sources. What differs from a script with `Trainer` is its class and `engine=`.
 """
@@ -83,6 +84,7 @@ def main() -> None:
             save_steps=max(1, chosen.steps // 2),
             save_total_limit=1,
             report_to=[],
+            ddp_backend="gloo" if chosen.tiny else None,  # of several ranks, where it is no accelerator that is known
         ),
         train_dataset=text,
         eval_dataset=torch.utils.data.Subset(text, range(8)),
@@ -90,9 +92,11 @@ def main() -> None:
         engine=engine,
     )
     trainer.train()
-    print(f"loss on what it has seen: {trainer.evaluate()['eval_loss']:.3f}")
+    loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(output)
-    print(f"the model is in {output}: AutoModelForCausalLM.from_pretrained({output!r})")
+    if trainer.is_world_process_zero():
+        print(f"loss on what it has seen: {loss:.3f}")
+        print(f"the model is in {output}: AutoModelForCausalLM.from_pretrained({output!r})")
 
 
 if __name__ == "__main__":

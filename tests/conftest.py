@@ -1,6 +1,11 @@
+import shutil
+
 import pytest
 import torch
 import torch_virtual
+from playwright.sync_api import sync_playwright
+
+from ferryman.report import write_report
 
 torch.set_num_threads(1)  # models are tiny here: threads would cost more than they give
 
@@ -29,3 +34,37 @@ def corpus(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("".join(f"the ferryman crosses the river {i} times\n" for i in range(100)))
     return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A real one."""
+    if shutil.which("chromium") is None:
+        pytest.skip("there is no chromium here to look at the report with (Debian: apt install chromium)")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Opens the report of a trace; in the end nothing may have gone wrong in the page, nor left the machine."""
+    wrong, asked, pages = [], [], []
+
+    def open_page(trace, width=1400, scheme="light"):
+        target = tmp_path / "report.html"
+        write_report(trace, target, overwrite=True)
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(target.as_uri())
+        pages.append(page)
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert wrong == []
+    assert {url for url in asked if not url.startswith("data:")} == {(tmp_path / "report.html").as_uri()}

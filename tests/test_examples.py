@@ -1,5 +1,6 @@
 """Every example runs, at a tiny size. One as a user would start it; the others here, where all is imported already."""
 
+import os
 import re
 import runpy
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from ranks import free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -67,3 +69,28 @@ def test_the_demo_shows_what_it_promises(tmp_path):
     assert re.search(r"trains in 2MiB.*no.*yes", shown)
     made = {path.name for path in (tmp_path / "runs" / "demo").iterdir()}
     assert made >= {"checkpoints", "metrics.jsonl", "trace.json", "report.html", "run.json"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["custom_loop.py", "finetune_trainer.py"])
+def test_several_ranks(name, tmp_path):
+    """The same scripts under torchrun; the first rank tells."""
+    how = ["--nproc-per-node", "2", "--master-port", str(free_port())]
+    device = ["--device", "virtual"] if name == "custom_loop.py" else []
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *how,
+        EXAMPLES / name,
+        "--tiny",
+        *device,
+        "--output",
+        "out",
+    ]
+    around = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, env=around)
+    assert ran.returncode == 0, ran.stderr
+    losses = [float(loss) for loss in re.findall(r"loss[: =']+(\d+\.\d+)", ran.stdout)]
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -10,6 +10,7 @@ import transformers as hf
 from torch import nn
 
 from ferryman.cli.model import describe
+from ferryman.cost.exchange import Crew, exchange
 from ferryman.cost.forecast import Sweep, Update, forecast
 from ferryman.cost.policy import Policy, parse_policy
 from ferryman.cost.rates import Rates
@@ -103,6 +104,35 @@ def test_how_many_are_owned_is_what_counting_gives(policy):
     assert Policy("host").owned(0, 1000) == 0
 
 
+# Several ranks.
+
+
+def test_what_a_crew_exchanges():
+    assert exchange(Crew(), 8.0, 4.0, 2.0).gathered is exchange(Crew(), 8.0, 4.0, 2.0).crossed is None
+    found = exchange(Crew(4, 2, loopback=2.0, network=4.0), gradients=8.0, weights=4.0, residents=2.0)
+    assert (found.gathered, found.shared) == (8 * 3 / 2 / 2, 2 * 3 / 2 / 2)
+    assert (found.crossed, found.returned) == (4 * 8 / 2 / 4, (4 + 4 * 2) / 2 / 4)
+
+
+def test_a_rank_does_a_part_and_the_one_that_does_most_is_looked_at():
+    assert Training(10, 8).of_one(4).samples == 3
+    assert Training(8, 8, micro_batches=4).of_one(2) == Training(4, 8, micro_batches=2)
+    assert Training(8, 8, micro_batches=1).of_one(2) == Training(4, 8, micro_batches=1)
+
+
+def test_ranks_share_the_hosts_cores_and_what_it_keeps():
+    training = Training(samples=4, length=LENGTH, precision="fp32", updates="host")
+    one, two = (outlook_of("llama", training, crew=Crew(devices)) for devices in (1, 2))
+    assert one.one_device is None
+    assert two.one_device.forecast.seconds == one.forecast.seconds
+    once = one.forecast.backward
+    assert two.forecast.backward.update == pytest.approx(once.update, rel=0.05)  # half of it, by half of the cores
+    assert two.forecast.backward.link_out == pytest.approx(once.link_out)
+    assert two.forecast.backward.compute == pytest.approx(once.compute / 2)
+    assert one.host["weights"] < two.host["weights"] < 1.1 * one.host["weights"]
+    assert two.host["optimizer state"] == one.host["optimizer state"]
+
+
 # Accounts: what is forecast is what an engine makes.
 
 
@@ -111,9 +141,9 @@ def on_meta(name):
         return hf.AutoModelForCausalLM.from_config(MODELS[name]()).train()
 
 
-def outlook_of(name, training, memory=None):
+def outlook_of(name, training, memory=None, crew=Crew()):  # noqa: B008 - frozen
     model = on_meta(name)
-    machine = Machine(RATES, memory, None, 1e12)
+    machine = Machine(RATES, memory, None, 1e12, crew)
     return look_ahead(model, torch.optim.AdamW(model.parameters()), training, machine, torch.device("virtual", 0))
 
 

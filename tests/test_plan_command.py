@@ -38,7 +38,7 @@ def document(*arguments):
 @pytest.fixture
 def soon(monkeypatch):
     """Measurements of next to nothing."""
-    for name, value in {"_ENOUGH": 0.0, "_PARAMETERS": 1 << 12, "_LINK": 1 << 16}.items():
+    for name, value in {"_ENOUGH": 0.0, "_PARAMETERS": 1 << 12, "_LINK": 1 << 16, "_MESSAGE": 1 << 16}.items():
         monkeypatch.setattr(measure, name, value)
     monkeypatch.setattr(measure, "_MOST_SIDE", measure._ONE_SIDE)
 
@@ -148,6 +148,46 @@ def test_a_device_that_is_here_is_measured(virtual, soon):
     assert found["machine"]["known"]["link in"] == "measured here"
 
 
+SEVERAL = ("--devices", "4", "--nodes", "2", "--network", "25GB/s", "--loopback", "20GB/s")
+
+
+def test_several_devices_share_a_batch_and_what_the_host_keeps():
+    options = ("gpt:base", *MACHINE, "--device-memory", "200MiB", "--precision", "bf16", "--batch", "16")
+    one, found = document(*options), document(*options, *SEVERAL)
+    assert (found["machine"]["devices"], found["machine"]["nodes"], found["plan"]["samples"]) == (4, 2, 2)
+    assert found["host"]["optimizer state"] == pytest.approx(one["host"]["optimizer state"] / 2, rel=0.01)
+    assert one["host"]["weights"] < found["host"]["weights"] < 1.1 * one["host"]["weights"]
+    assert found["step"]["operations"] == pytest.approx(one["step"]["operations"], rel=0.01)
+    assert one["step"]["one_device"] is None
+    against = found["step"]["one_device"]
+    assert against["seconds"] == pytest.approx(one["step"]["seconds"])
+    assert against["speedup"] == pytest.approx(one["step"]["seconds"] / found["step"]["seconds"])
+    assert against["efficiency"] == pytest.approx(against["speedup"] / 8)
+    assert found["step"]["tokens_per_second"] > one["step"]["tokens_per_second"]
+    assert any("loopback" in said for said in found["assumptions"])
+    slow = document(*options, *SEVERAL, "--loopback", "10MB/s")["step"]["backward"]
+    assert slow["bound"] == "exchange"
+    assert slow["exchange"] == pytest.approx(2000 * found["step"]["backward"]["exchange"])
+    slow = document(*options, *SEVERAL, "--network", "10MB/s")
+    assert slow["step"]["backward"]["bound"] == "network"
+    assert any("the ranks that own them" in said for said in slow["advice"])
+
+
+def test_several_devices_in_words(soon):
+    """Of a described machine whose loopback is that of this one."""
+    lines = run("gpt:tiny", *MACHINE, "--devices", "2", "--batch", "3", "--micro-batches", "3").stdout
+    words = " ".join(lines.split())
+    assert "3 samples of 128 tokens on 2 devices, at most 2 to each, in 2 micro-batches" in words
+    assert "on each device" in words
+    assert "times one device" in words
+    assert "exchange" in words
+    assert "network" not in words
+    assert re.search(r"loopback [\d.]+ \w?B/s \(measured here\)", words)
+    assert lines.splitlines()[-1].startswith(
+        "to train so: torchrun --standalone --nproc-per-node 2 --no-python ferryman"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -170,6 +210,13 @@ def test_a_device_that_is_here_is_measured(virtual, soon):
         (("gpt:small", *MACHINE, "--stash", "disk"), "stash='disk'"),
         (("gpt:small", *MACHINE, "--held", "--slots", "3"), "slots=3 has no meaning"),
         (("gpt:small", *MACHINE, "--subgroup", "3"), "subgroup=3"),
+        (("gpt:tiny", *MACHINE, "--devices", "0"), "--devices 0: a node has at least one"),
+        (("gpt:tiny", *MACHINE, "--nodes", "-1"), "--nodes -1: a job has at least one"),
+        (("gpt:tiny", *MACHINE, "--nodes", "2"), "--network is needed with --nodes 2"),
+        (("gpt:tiny", *MACHINE, "--network", "1GB/s"), "--network 1GB/s has no meaning with one node"),
+        (("gpt:tiny", *MACHINE, "--loopback", "1GB/s"), "--loopback 1GB/s has no meaning with one device"),
+        (("gpt:tiny", *MACHINE, "--nodes", "2", "--network", "fast"), "--network='fast' is not a rate"),
+        (("gpt:tiny", *MACHINE, "--devices", "9"), "--batch 8: a step's samples are shared out over 9 devices"),
         (("gpt:tiny", *MACHINE, "--units", "transformer.g.*"), "no module of the model matches 'transformer.g.*'"),
     ],
 )

@@ -16,6 +16,7 @@ from ferryman.cost.policy import Policy
 from ferryman.cost.staging import Staging
 from ferryman.engine import Engine
 from ferryman.lanes import Lane, Lanes
+from ferryman.ranks import Ranks
 from ferryman.relay.gradient_slots import GradientSlots
 from ferryman.relay.slots import WeightSlots, count_fetches
 from ferryman.server.precision import Scale
@@ -66,7 +67,7 @@ def test_gradients_go_to_the_slot_whose_flush_is_longest_ago(virtual):
     with Lanes(virtual) as lanes:
         units, _ = find_units(Toy())
         staging = Staging(Policy("host"), 1024, lambda unit: None, deferred=False)
-        server = Server(RamStore(units, virtual), None, lanes, virtual, Settings(), Scale(), staging)
+        server = Server(RamStore(units, virtual), None, lanes, virtual, Settings(), Scale(), staging, Ranks())
         slots = GradientSlots(virtual, 2, server, lanes.device("h2d"), lanes.device("d2h"))
         slots.make_room_for(units)
         used = []

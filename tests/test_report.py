@@ -6,17 +6,14 @@ import json
 import math
 import shutil
 import statistics
-import sys
 
 import pytest
 import torch
 import torch_virtual
 from models import gpt2, text
-from playwright.sync_api import sync_playwright
+from reports import command, place_of
 
-from ferryman.cli.main import main
 from ferryman.engine import Engine
-from ferryman.report import write_report
 from ferryman.report.figures import RESOURCES, figures_of, kind_of
 from ferryman.report.recording import read
 from ferryman.trace import Span, Trace
@@ -47,39 +44,6 @@ def run(tmp_path_factory):
     torch_virtual.set_link("virtual:0", h2d=before.h2d, d2h=before.d2h)
     trace.save(path)
     return trace, path
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if shutil.which("chromium") is None:
-        pytest.skip("there is no chromium here to look at the report with (Debian: apt install chromium)")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def show(browser, tmp_path):
-    """Opens the report of a trace; in the end nothing may have gone wrong in the page, nor left the machine."""
-    wrong, asked, pages = [], [], []
-
-    def open_page(trace, width=1400, scheme="light"):
-        target = tmp_path / "report.html"
-        write_report(trace, target, overwrite=True)
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        page.on("console", lambda message: wrong.append(message.text))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(target.as_uri())
-        pages.append(page)
-        return page
-
-    yield open_page
-    for page in pages:
-        page.close()
-    assert wrong == []
-    assert {url for url in asked if not url.startswith("data:")} == {(tmp_path / "report.html").as_uri()}
 
 
 def union(spans, start, end):
@@ -206,24 +170,6 @@ def test_the_page_shows_the_run(run, show):
     for canvas in ("#lanes", "#memory", "#course canvas >> nth=0", "#split canvas >> nth=1"):
         painted = "e => new Set(e.getContext('2d').getImageData(0, 0, e.width, e.height).data).size"
         assert page.locator(canvas).evaluate(painted) > 10, canvas
-
-
-def place_of(page, lane):
-    """The middle of a lane's largest piece of work in the step that is shown: where it is, and its number."""
-    return page.evaluate(
-        """lane => {
-            const row = rows.find(row => row.lane.name === lane), { start, length, bytes } = row.lane;
-            const size = i => bytes[i] + length[i] / 1e9;
-            let best = -1;
-            start.forEach((t, i) => {
-                const inside = t >= view.from && t + length[i] <= view.to;
-                if (inside && (best < 0 || size(i) > size(best))) best = i;
-            });
-            const box = document.getElementById("lanes").getBoundingClientRect();
-            return [box.left + xOf(start[best] + length[best] / 2), box.top + row.top + 12, best];
-        }""",
-        lane,
-    )
 
 
 def shown(value, units):
@@ -403,14 +349,6 @@ def test_several_ranks_have_lanes_each(run, tmp_path, show):
 
 
 # The command.
-
-
-def command(monkeypatch, *arguments):
-    """What `ferryman report` does with the arguments; its code."""
-    monkeypatch.setattr(sys, "argv", ["ferryman", "report", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return end.value.code or 0
 
 
 def test_the_command_writes_a_report_and_prints_the_headline(run, tmp_path, monkeypatch, capsys):

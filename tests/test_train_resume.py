@@ -5,13 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 import torch
 import torch_virtual
-from commands import EXACT, GPT, losses, metrics, refused, train, trained
+from commands import EXACT, GPT, losses, metrics, refused, sending, train, trained
 
 from ferryman.cli import loop
 from ferryman.cli.loop import Training
@@ -20,28 +18,6 @@ from ferryman.cli.options import Options
 from ferryman.cli.run import Run, new_run
 from ferryman.cli.words import in_words
 from ferryman.data.text import as_bytes
-
-
-class sending:  # noqa: N801 - reads like a function
-    """Within, a process gets a signal as soon as the run has made two steps; or more of them, one after the other."""
-
-    def __init__(self, number, run, times=1, process=None):
-        self._what = (number, run / "metrics.jsonl", times, process or os.getpid())
-        self._thread = threading.Thread(target=self._send)
-
-    def __enter__(self):
-        self._thread.start()
-
-    def __exit__(self, *error):
-        self._thread.join()
-
-    def _send(self):
-        number, file, times, process = self._what
-        while not file.exists() or file.read_text().count("\n") < 2:
-            time.sleep(0.01)
-        for _ in range(times):
-            os.kill(process, number)
-            time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from ferryman.blocks import Blocks
 from ferryman.cost.plan import Plan
 from ferryman.gradients import Gradients
 from ferryman.lanes import Lanes
+from ferryman.ranks import Ranks, Share
 from ferryman.relay.relay import Relay
 from ferryman.server import memory as host_memory
 from ferryman.server.panel import Panel
@@ -42,6 +43,7 @@ class Assembly:
         blocks: Blocks,
         settings: Settings,
         scale: Scale,
+        ranks: Ranks,
         trace: Trace | None,
     ) -> None:
         self.plan = plan
@@ -50,14 +52,11 @@ class Assembly:
         self._panel = panel
         self._blocks = blocks
         self._stepping = False
-        host_memory.check(
-            account(self.all_units, panel, landing=plan.staging.deferred),
-            already=sum(i.tensor.nbytes for unit in self.all_units for i in unit.items if not i.tensor.is_meta),
-        )
-        self.store = RamStore(self.all_units, device, panel)
+        self._check_host(ranks)
+        self.store = RamStore(self.all_units, device, panel, ranks)
         host_memory.trim()
         self.lanes = Lanes(device, trace=trace)
-        self.server = Server(self.store, panel, self.lanes, device, settings, scale, plan.staging)
+        self.server = Server(self.store, panel, self.lanes, device, settings, scale, plan.staging, ranks)
         try:
             self.relay = Relay(plan, device, self.server, self.lanes)
         except BaseException:  # out of memory, on the device
@@ -117,8 +116,11 @@ class Assembly:
         self.server.bring_home()
         self.store.follow_edits()
 
-    def close(self) -> None:
-        """Gives the model back as it came, with its weights as they are now."""
+    def close(self, *, together: bool = True) -> None:
+        """Gives the model back as it came, with its weights as they are now.
+
+        Not `together`: other ranks are not here.
+        """
         try:
             try:
                 self.server.bring_home()
@@ -130,7 +132,16 @@ class Assembly:
                 self._panel.release()
             self.relay.close()
             self.server.close()
-            self.store.close()
+            self.store.close(together=together)
+
+    def _check_host(self, ranks: Ranks) -> None:
+        """Ranks of a node take from the same memory: all of them look before the first one takes any."""
+        shares = [Share(rank, ranks.size) for rank in ranks.node]
+        needed = account(self.all_units, self._panel, landing=self.plan.staging.deferred, shares=shares)
+        mine = sum(i.tensor.nbytes for unit in self.all_units for i in unit.items if not i.tensor.is_meta)
+        everyone = ranks.tell("looking at the host's memory", mine)
+        already = sum(everyone[rank] for rank in ranks.node)
+        ranks.jointly("looking at the host's memory", lambda: host_memory.check(needed, already))
 
     def _show_states(self) -> None:
         self.settle()  # what was loaded since is shown, too

@@ -110,12 +110,16 @@ def own(block: nn.Module, position: int | str, units: Sequence[Unit], residents:
                 )
 
 
-def real_device(device: torch.device | str | None) -> torch.device:
-    """The device with its number, so that it equals the device of tensors on it."""
+def real_device(device: torch.device | str | None, place: int | None = None) -> torch.device:
+    """The device with its number, so that it equals the device of tensors on it; `place`: which of a node's ranks asks,
+    of several that have one each."""
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = "cpu" if accelerator is None else accelerator
     try:
+        asked: torch.device = torch.device(device)
+        if place is not None and str(asked) == asked.type and asked.type not in ("cpu", "meta"):  # without a number
+            device = torch.device(asked.type, place % _count())
         found = torch.empty(0, device=device).device
         if found.type == "meta":
             raise ValueError("nothing can be computed on it; a model may be on meta, the device must be real")

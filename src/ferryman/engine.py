@@ -23,17 +23,21 @@ from torch import nn
 
 from ferryman import checks
 from ferryman.assembly import Assembly
-from ferryman.batch import split
+from ferryman.batch import Part, split
 from ferryman.blocks import Blocks, Position
 from ferryman.checkpoint import loading, pretrained, saving
 from ferryman.checkpoint.contents import Contents, Objects
 from ferryman.checkpoint.loaded import Loaded
-from ferryman.cost.plan import Plan
+from ferryman.cost.plan import Need, Plan
 from ferryman.cost.sizes import parse_bytes
 from ferryman.interrupts import Interrupts
+from ferryman.joint import facts, is_nothing, most_wanted, speak, weigh
 from ferryman.planner import Planner
+from ferryman.ranks import Ranks, Share
 from ferryman.recorder import Recorder
 from ferryman.relay.fit import Choice, Trial, advice
+from ferryman.server.kernels import default_threads
+from ferryman.server.looks import NonFiniteError
 from ferryman.server.panel import Panel
 from ferryman.server.precision import dtype_of
 from ferryman.server.settings import Settings
@@ -92,7 +96,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         trace: Trace | None = None,
     ) -> None:
         checks.arguments(model, loss, reduction, units=units, resident=resident, stash=stash, slots=slots)
-        self.device = checks.real_device(device)
+        self._ranks = Ranks()
+        self.device = checks.real_device(device, self._ranks.place)
         self._budget = None if memory is None else parse_bytes(memory, "memory")
         checks.budget(self._budget, self.device)
         checks.free(model)
@@ -100,13 +105,24 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         checks.interleave_arguments(optimizer, self.device, slots, held, updates, subgroup)
         self._model, self._loss, self._reduction = model, loss, reduction
         self._stash, self._updates = stash, updates
+        self._ranks.agree(
+            facts(model, optimizer, {
+                "device": self.device.type, "memory": self._budget, "precision": precision, "updates": updates,
+                "max_grad_norm": max_grad_norm, "on_nonfinite": on_nonfinite, "deferred": deferred, "slots": slots,
+                "reduction": reduction, "units": units, "resident": resident, "stash": stash, "held": held,
+                "subgroup": subgroup,
+            })
+        )  # fmt: skip
         self._panel = None if optimizer is None else Panel(optimizer, model)
         self._dtype_of = dtype_of(model, precision)
-        self._settings = Settings(max_grad_norm, on_nonfinite, deferred, host_threads)
-        self._recorder = Recorder(trace, model, self.device, self._budget, self._panel, self._dtype_of)
+        self._settings = Settings(
+            max_grad_norm, on_nonfinite, deferred, host_threads or self._ranks.threads(default_threads())
+        )
+        self._recorder = Recorder(trace, model, self.device, self._budget, self._panel, self._dtype_of, self.share)
         self._planner = Planner(
             model, self.device, budget=self._budget, slots=slots, units=units, resident=resident, held=held,
             subgroup=subgroup, dtype_of=self._dtype_of, panel=self._panel, settings=self._settings,
+            share=self._ranks.share,
         )  # fmt: skip
         self._blocks = Blocks(model, self.device)
         self.choice: Choice | None = None  # of the last step: how many micro-batches, and where the stash was
@@ -144,6 +160,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         panel = self._need_optimizer()
         self._parts.server.follow_user(panel)
         self._parts.gradients.take(self._parts.all_units)
+        self._ranks.tell("making an update")
+        self._parts.server.begin_step(kept=True)
+        self._parts.server.send_rest(self._parts.relay.kept)
         self._finish(panel)
 
     @property
@@ -166,8 +185,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     @property
     def host_account(self) -> dict[str, int]:
-        """Bytes of host memory that the server takes, by what they are for."""
-        return account(self._parts.all_units, self._panel, landing=not self._parts.server.is_eager)
+        """Bytes of host memory that the server takes, by what they are for; of several ranks, what is this one's part,
+        and the weights, which those of a node have in common."""
+        parts, share = self._parts, self._ranks.share
+        return account(parts.all_units, self._panel, landing=not parts.server.is_eager, shares=[share])
 
     def stats(self) -> Stats | None:
         """What the updates of the last step were; waits for them. None before the first."""
@@ -208,21 +229,23 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def load(self, directory: str | Path, *, objects: Objects | None = None) -> Path:
         """Goes on from a checkpoint, or from the newest of a series; returns which. The model, what trains and the
         optimizer must be the same; device, memory, precision and all else may be others."""
-        path = loading.find(Path(directory))
-        checkpoint = loading.Checkpoint(path, self._contents(loading=True), objects or {})
+        path, contents = loading.find(Path(directory)), self._contents(loading=True)
+        doing, found = f"loading {path}", list[loading.Checkpoint]()
+        self._ranks.jointly(doing, lambda: found.append(loading.Checkpoint(path, contents, objects or {})))
         with self._loaded.replacing(path, "weights", "the optimizer's state"):
             self._recover(forget=True)
-            checkpoint.load()
+            self._ranks.jointly(doing, found[0].load)
         self._loaded.came_from(path)
         return path
 
     def load_weights(self, directory: str | Path) -> None:
         """Pretrained weights from safetensors files, unit by unit, also into a model on meta. The optimizer's state
         stays as it is."""
-        weights = pretrained.Weights(self._contents(loading=True), Path(directory))
+        contents, doing, found = self._contents(loading=True), f"loading {directory}", list[pretrained.Weights]()
+        self._ranks.jointly(doing, lambda: found.append(pretrained.Weights(contents, Path(directory))))
         with self._loaded.replacing(Path(directory), "weights"):
             self._recover(forget=True)
-            weights.load()
+            self._ranks.jointly(doing, found[0].load)
 
     def _contents(self, *, loading: bool = False) -> Contents:
         """What checkpoints are of, when no lane has work."""
@@ -230,30 +253,35 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         parts = self._parts
         parts.lanes.wait()
         parts.settle()
-        return Contents(self._model, self.device, parts.all_units, parts.store, self._panel, parts.server)
+        return Contents(self._model, self.device, parts.all_units, parts.store, self._panel, parts.server, self._ranks)
 
     def _run(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
-        self._check_model()
-        choice = self.choice = self._choose(batch, micro_batches)
-        parts = split(batch, choice.micro_batches, self._reduction)
-        seed = int(torch.randint(0, 2**62, ()).item())
+        choice, parts, seed = self._prepare(batch, micro_batches)
         self._parts.gradients.take(self._parts.all_units)
         self._parts.server.forget_gradients()
         self._blocks.begin_step()
         without = [unit for unit in self.units if self._blocks.are_skipped(unit.modules)]
         scale = self._parts.server.scale.value
         self._recorder.begin(self._parts.server.steps, self._parts.plan)
+        if for_good:
+            self._parts.server.begin_step()
         try:
             with self._parts.step(), Interrupts() as interrupts:
-                total = self._parts.relay.run(
-                    [self._work(part.content, part.weight * scale) for part in parts],
-                    seed,
-                    stash_on_host=choice.stash_on_host,
-                    for_good=for_good,
-                    without=without,
-                    between=interrupts.check,
-                )
+                works = [self._work(part.content, part.weight * scale) for part in parts]
+                total = torch.zeros((), device=self.device)
+                if works:  # of several ranks, this one may have none
+                    total = self._parts.relay.run(
+                        works,
+                        seed,
+                        stash_on_host=choice.stash_on_host,
+                        for_good=for_good,
+                        without=without,
+                        between=interrupts.check,
+                    )
+                if for_good:
+                    self._parts.server.send_rest(self._parts.relay.kept)
         except BaseException as error:
+            self._ranks.fail(error)
             self._parts.lanes.drain()
             if isinstance(error, torch.OutOfMemoryError):
                 error.add_note(advice(self._parts.plan, choice))
@@ -263,7 +291,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             raise
         finally:
             self._blocks.skipped = frozenset()
-        return self._recorder.ran(parts, total if scale == 1 else total / scale)
+        return self._recorder.ran(parts, self._ranks.add(total if scale == 1 else total / scale))
 
     def _finish(self, panel: Panel) -> None:
         """Gradients are there, or on their way: has them used up."""
@@ -271,7 +299,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             try:
                 # In the order in which the next step fetches them.
                 self._parts.server.finish(self._parts.plan.in_forward_order, self._parts.relay.kept)
-            except BaseException:
+            except BaseException as error:
+                if not (isinstance(error, NonFiniteError) and error.agreed):
+                    self._ranks.fail(error)
                 self._parts.lanes.drain()
                 self._recover(forget=True)
                 raise
@@ -291,6 +321,16 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         if self._panel is None:
             raise ValueError("the engine has no optimizer: ferryman.Engine(model, optimizer), with one of torch.optim")
         return self._panel
+
+    def agree(self, **facts: Any) -> None:
+        """Of several ranks: refuses on all of them, by name, what is not the same on all, as `steps=len(loader)`."""
+        self._check_open()
+        self._ranks.agree({name: str(value) for name, value in facts.items()})
+
+    @property
+    def share(self) -> Share:
+        """Which of the ranks this is, `rank`, and how many there are, `size`."""
+        return self._ranks.share
 
     def skip(self, blocks: Position | Iterable[Position]) -> None:
         """In the next step these blocks hand their input on: they are neither fetched nor do they get gradients."""
@@ -354,13 +394,20 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return self._parts.relay.fetches
 
     def close(self) -> None:
-        """Gives the model back as it came, with its weights as they are now."""
+        """Gives the model back as it came, with its weights as they are now; of several ranks, all at once."""
+        self._end(together=True)
+
+    def _end(self, *, together: bool) -> None:
+        """Not `together`: other ranks are not here."""
+        if together and not (self._closed or self._ranks.has_failed):
+            self._ranks.tell("closing the engine")
         self._closed = True
-        self._parts.close()
+        self._parts.close(together=together and not self._ranks.has_failed)
 
     def _assemble(self, plan: Plan) -> Assembly:
         scale, trace = self._planner.scale(), self._recorder.trace
-        return Assembly(self._model, self.device, plan, self._panel, self._blocks, self._settings, scale, trace)
+        model, panel, blocks = self._model, self._panel, self._blocks
+        return Assembly(model, self.device, plan, panel, blocks, self._settings, scale, self._ranks, trace)
 
     def _size(self) -> Sizing:
         return Sizing(self._planner, self._parts.plan, self._updates, self._stash, self._try_out)
@@ -368,14 +415,32 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _work(self, content: Any, weight: float) -> Callable[[], torch.Tensor]:
         return lambda: weighted_loss(self._loss, self._model, content, weight, self.device, self._parts.relay.adopt)
 
-    def _choose(self, batch: Any, micro_batches: int | None) -> Choice:
-        """How the batch is cut, and where the stash is."""
+    def _prepare(self, batch: Any, micro_batches: int | None) -> tuple[Choice, list[Part], int]:
+        """How the batch is cut, what each micro-batch weighs, and the seed of the first one's random numbers."""
         while True:
-            begun = self._parts.server.has_stepped or bool(self._parts.relay.kept)
-            chosen = self._sizing.choose(batch, micro_batches, begun=begun)
-            if isinstance(chosen, Choice):
-                return chosen
-            self._rebuild(chosen)
+            found: Choice | Need | ValueError
+            parts = list[Part]()
+            try:
+                self._check_model()
+                found = Choice(0, stash_on_host=False)
+                if self._ranks.alone or not is_nothing(batch):
+                    found = self._sizing.choose(batch, micro_batches, begun=self._has_begun())
+                if isinstance(found, Choice) and found.micro_batches:
+                    parts = split(batch, found.micro_batches, self._reduction)
+            except ValueError as failed:
+                found = failed
+            seed = int(torch.randint(0, 2**62, ()).item()) if isinstance(found, Choice) else 0
+            words = speak(self._ranks, found, parts, seed, first=not self._has_begun())
+            if (needed := most_wanted(words)) is not None:
+                self._rebuild(self._sizing.smaller(needed))
+                continue
+            assert isinstance(found, Choice)
+            self.choice = found
+            before = sum(word.parts for word in words[: self._ranks.rank])
+            return found, weigh(parts, words, self._ranks.rank, self._reduction), words[0].seed + before
+
+    def _has_begun(self) -> bool:
+        return self._parts.server.has_stepped or bool(self._parts.relay.kept)
 
     def _try_out(self, contents: list[Any], room: int) -> Trial:
         with self._parts.step():
@@ -395,6 +460,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _check_open(self, *, loading: bool = False) -> None:
         if self._closed:
             raise ValueError("the engine is closed; make a new one to train the model further")
+        if self._ranks.has_failed:
+            raise ValueError(
+                "a rank has failed, and the others are no longer where it was; make a new engine on all ranks, and "
+                "load the last checkpoint"
+            )
         if not loading:
             self._loaded.check()
 
@@ -409,5 +479,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # A failure of closing must not hide the exception that is on its way.
-        with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
+        if error is None:
             self.close()
+            return
+        self._ranks.fail(error)
+        with contextlib.suppress(Exception):
+            self._end(together=False)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from ferryman.lanes import Lanes
 from ferryman.pinned import PinnedMemory
@@ -15,6 +20,7 @@ from ferryman.server.rules import ADAM
 _ENOUGH = 0.1  # seconds, of which each measurement takes a few
 _PARAMETERS = 1 << 22
 _LINK = 1 << 25  # bytes
+_MESSAGE = 1 << 22  # bytes
 _TRIAD = 1 << 23  # elements
 _ONE_SIDE, _MOST_SIDE = 512, 8192  # of matrices
 
@@ -58,6 +64,29 @@ def link(device: torch.device, nbytes: int = _LINK) -> tuple[float, float, float
         lanes.close()
         for memory in hosts:
             memory.close()
+
+
+def loopback() -> float:
+    """Bytes a second that ranks of one node gather from each other; here two of them, on threads."""
+    store, groups = HashStore(), dict[int, Any]()
+
+    def join(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sent, into = torch.ones(_MESSAGE, dtype=torch.uint8), [torch.empty(_MESSAGE, dtype=torch.uint8) for _ in range(2)]
+    options = dist.GatherOptions()
+    options.rootRank = 0
+
+    def gather() -> None:
+        for work in [groups[rank].gather([] if rank else [into], [sent], options) for rank in range(2)]:
+            work.wait()
+
+    return _MESSAGE / _fastest(gather)
 
 
 def operations(device: torch.device, dtype: torch.dtype) -> float:

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ferryman.batch import split, take
+from ferryman.cost.exchange import Crew, exchange
 from ferryman.cost.forecast import Forecast, Sweep, Update, forecast
 from ferryman.cost.plan import Plan
 from ferryman.cost.rates import Rates
 from ferryman.cost.schedule import Traffic
 from ferryman.cost.sizes import show_bytes
 from ferryman.planner import Planner
+from ferryman.ranks import Share
 from ferryman.rehearsal import NotRehearsedError, Rehearsal, rehearse
 from ferryman.relay.fit import Choice, Trial
 from ferryman.relay.slots import fetched_visits
@@ -29,27 +31,29 @@ from ferryman.server.panel import Panel
 from ferryman.server.precision import dtype_of
 from ferryman.server.settings import Settings
 from ferryman.server.split import traffic_of
+from ferryman.server.state import part_elements
 from ferryman.server.store import account
 from ferryman.sizing import Sizing
-from ferryman.units import Unit, trained_elements, weight_itemsize
+from ferryman.units import Unit, landing_dtype, trained_elements, weight_itemsize
 from ferryman.work import model_loss
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is, measured or described."""
+    """What there is, measured or described; of several nodes, each."""
 
-    rates: Rates  # infinite where something does not take time
-    device_memory: int | None = None  # bytes; None: the device is the host itself
+    rates: Rates  # infinite where something does not take time; the host's are of all that it has
+    device_memory: int | None = None  # bytes of one; None: the device is the host itself
     host_memory: int | None = None  # bytes; None: not known
     operations: float | None = None  # floating-point, a second, in the precision of compute; None: not known
+    crew: Crew = Crew()  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True)
 class Training:
     """What is asked for, as an engine takes it."""
 
-    samples: int
+    samples: int  # of a step; of several ranks, all of them
     length: int  # tokens of a sample
     micro_batches: int | None = None  # None: as few as the memory allows
     precision: str | None = None
@@ -64,19 +68,29 @@ class Training:
     updates: str = "auto"
     subgroup: int | None = None
 
+    def of_one(self, size: int) -> Training:
+        """What of it a rank does, of so many; the one that does most. `ferryman train` gives them out so, too: with
+        micro-batches that are of the whole batch, each rank has some of those."""
+        if size == 1 or self.micro_batches is None:
+            return replace(self, samples=-(-self.samples // size))
+        count = max(self.micro_batches, min(size, self.samples))
+        length, most = -(-self.samples // count), -(-count // size)
+        return replace(self, samples=most * length, micro_batches=most)
+
 
 @dataclass
 class Outlook:
     plan: Plan
-    device: dict[str, int]  # bytes, by what they are for
-    host: dict[str, int]
-    choice: Choice
+    device: dict[str, int]  # bytes of each, by what they are for
+    host: dict[str, int]  # bytes of a node's
+    choice: Choice  # of each rank
     sample_size: int  # of a micro-batch, in samples
     problems: list[str] = field(default_factory=list)  # why it does not fit, and what would help
     notes: list[str] = field(default_factory=list)
     forecast: Forecast | None = None  # None: the model could not be rehearsed
     forward_operations: float = 0.0  # of a step
     backward_operations: float = 0.0
+    one_device: Outlook | None = None  # of several: the same step on one of them, cut as that needs
 
     @property
     def fits(self) -> bool:
@@ -86,18 +100,24 @@ class Outlook:
 def look_ahead(
     model: nn.Module, optimizer: torch.optim.Optimizer, training: Training, machine: Machine, device: torch.device
 ) -> Outlook:
-    """`model` is on meta, and `optimizer` has its parameters; `device` only says whether it is the host itself."""
+    """`model` is on meta, and `optimizer` has its parameters; `device` only says whether it is the host itself.
+
+    Of several ranks, the last is looked at: where parts are not equal, none has more.
+    """
+    crew, whole = machine.crew, training
+    training = training.of_one(crew.size)
+    shares = [Share(rank, crew.size) for rank in range(crew.size - crew.devices, crew.size)]
     panel = Panel(optimizer, model)
     settings = Settings(training.max_grad_norm, training.on_nonfinite, training.deferred)
     planner = Planner(
         model, device, budget=machine.device_memory, slots=training.slots, units=training.units,
         resident=training.resident, held=training.held, subgroup=training.subgroup,
-        dtype_of=dtype_of(model, training.precision), panel=panel, settings=settings,
+        dtype_of=dtype_of(model, training.precision), panel=panel, settings=settings, share=shares[-1],
     )  # fmt: skip
     outlook, rehearsed = _fit(planner, training)
     plan = outlook.plan
     units = plan.in_forward_order
-    outlook.host.update(account(units, panel, landing=plan.staging.deferred))
+    outlook.host.update(account(units, panel, landing=plan.staging.deferred, shares=shares))
     try:
         rehearsal = rehearsed(plan, outlook.sample_size)
     except NotRehearsedError as error:
@@ -110,17 +130,27 @@ def look_ahead(
     if rehearsal is not None:
         most = max(stretch.peak for stretch in rehearsal.trial.stretches)
         stashed = count * rehearsal.trial.stash
+        rates, operations = replace(machine.rates, host=machine.rates.host / crew.devices), machine.operations
         if device.type == "cpu":
             outlook.device.clear()
-            outlook.host["one call's activations"], outlook.host["stash"] = most, stashed
+            outlook.host["one call's activations"] = crew.devices * most
+            outlook.host["stash"] = crew.devices * stashed
+            operations = None if operations is None else operations / crew.devices
         else:
             outlook.device["one call's activations"] = most
-            (outlook.host if outlook.choice.stash_on_host else outlook.device)["stash"] = stashed
+            if outlook.choice.stash_on_host:
+                outlook.host["stash"] = crew.devices * stashed
+            else:
+                outlook.device["stash"] = stashed
         sweeps = _sweeps(plan, rehearsal, outlook.choice, device)
-        update = _update(plan, units)
-        outlook.forecast = forecast(*sweeps, update, count, machine.rates, machine.operations)
-        outlook.forward_operations, outlook.backward_operations = (count * sweep.operations for sweep in sweeps)
+        update = _update(plan, units, panel, shares[-1], crew)
+        outlook.forecast = forecast(*sweeps, update, count, rates, operations)
+        times = count * whole.samples / training.samples
+        outlook.forward_operations, outlook.backward_operations = (times * sweep.operations for sweep in sweeps)
     _check_host(outlook, machine)
+    if crew.size > 1:
+        one = replace(machine, crew=Crew())
+        outlook.one_device = look_ahead(model, optimizer, replace(whole, micro_batches=None), one, device)
     return outlook
 
 
@@ -162,7 +192,7 @@ def _fit(planner: Planner, training: Training) -> tuple[Outlook, Callable[[Plan,
         if isinstance(chosen, Choice):
             choice = chosen
             break
-        plan = chosen
+        plan = sizing.smaller(chosen)
     if problems and training.micro_batches is None:
         choice = Choice(training.samples, training.stash != "device")  # one sample each needs least
     return Outlook(plan, dict(plan.account), {}, choice, -(-training.samples // choice.micro_batches), problems), of
@@ -182,24 +212,33 @@ def _sweeps(plan: Plan, rehearsal: Rehearsal, choice: Choice, device: torch.devi
     )
 
 
-def _update(plan: Plan, units: Sequence[Unit]) -> Update:
+def _update(plan: Plan, units: Sequence[Unit], panel: Panel, share: Share, crew: Crew) -> Update:
     staging = plan.staging
+    parameters = sum(part_elements(unit, panel, share) for unit in units)
+    weights = {unit: trained_elements(unit) * weight_itemsize(unit) for unit in units}
     traffic, gradient = traffic_of(units, staging, held=plan.held)
     on_device = bool(staging.holding(units, held=plan.held)) if staging.on_device else False
     if staging.deferred:
         waiting = 0 if on_device else gradient
         traffic = Traffic(0, traffic.host_in, traffic.device_in + waiting, traffic.device_out)
-    weights = max((weight_itemsize(unit) for unit in units), default=0)
+    width = max((weight_itemsize(unit) for unit in units), default=0)
     return Update(
         policy=staging.policy,
-        parameters=sum(trained_elements(unit) for unit in units),
+        parameters=parameters,
         subgroup=staging.subgroup,
         berths=staging.berths,
         deferred=staging.deferred,
         traffic=traffic,
-        resident=Traffic(traffic.host_out, traffic.host_in, 0, weights),
+        resident=Traffic(traffic.host_out, traffic.host_in, 0, width),
         landing=gradient,
         waits_on_device=on_device,
+        others=sum(trained_elements(unit) for unit in units) - parameters,
+        exchange=exchange(
+            crew,
+            gradients=sum(trained_elements(unit) * landing_dtype(unit).itemsize for unit in units),
+            weights=sum(nbytes for unit, nbytes in weights.items() if unit.modules),
+            residents=sum(nbytes for unit, nbytes in weights.items() if not unit.modules),
+        ),
     )
 
 
@@ -208,7 +247,8 @@ def _check_host(outlook: Outlook, machine: Machine) -> None:
     if machine.host_memory is not None and needed > machine.host_memory:
         parts = ", ".join(f"{show_bytes(nbytes)} for {part}" for part, nbytes in outlook.host.items() if nbytes)
         outlook.problems.append(
-            f"the host cannot hold it: {show_bytes(needed)} are needed ({parts}), and there are "
-            f"{show_bytes(machine.host_memory)}. A narrower precision (bf16 takes 12 bytes a parameter with AdamW), an "
-            "optimizer with less state (sgd, lion) or fewer trained parameters need less"
+            f"{'the host' if machine.crew.nodes == 1 else 'a node'} cannot hold it: {show_bytes(needed)} are needed "
+            f"({parts}), and there are {show_bytes(machine.host_memory)}. A narrower precision (bf16 takes 12 bytes a "
+            "parameter with AdamW), an optimizer with less state (sgd, lion) or fewer trained parameters need less; of "
+            "more nodes, each has all weights, and its part of the rest"
         )

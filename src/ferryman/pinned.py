@@ -18,8 +18,10 @@ class PinnedMemory:
     The registration ends with `close`, or with this object. The bytes live on for as long as a tensor uses them.
     """
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.bytes = torch.zeros(nbytes, dtype=torch.uint8)  # touched now: the first touch is the dear one
+    def __init__(self, nbytes: int, device: torch.device, memory: torch.Tensor | None = None) -> None:
+        """`memory`: bytes that are there already, such as those that several processes share."""
+        # Touched now: the first touch is the dear one.
+        self.bytes = torch.zeros(nbytes, dtype=torch.uint8) if memory is None else memory
         self._unregister: Callable[[], object] = lambda: None
         if device.type == "cpu" or nbytes == 0:
             return

@@ -12,11 +12,12 @@ from torch import nn
 from ferryman.cost.plan import Need, Plan, make_plan
 from ferryman.cost.policy import Policy, parse_policy
 from ferryman.cost.sizes import show_bytes
-from ferryman.cost.staging import LEAST, Staging, largest_subgroup, subgroup_for
+from ferryman.cost.staging import JOINT, LEAST, SUBGROUP, Staging, largest_subgroup, subgroup_for
+from ferryman.ranks import Share
 from ferryman.server.panel import Panel
 from ferryman.server.precision import Scale, scale_for
 from ferryman.server.settings import Settings, is_eager
-from ferryman.server.state import arrays, is_whole
+from ferryman.server.state import arrays, bounds, is_whole
 from ferryman.units import GRAIN, DtypeOf, Unit, find_units, master_dtype, trained_elements
 
 _HOST = Policy("host")
@@ -37,6 +38,7 @@ class Planner:
     dtype_of: DtypeOf
     panel: Panel | None
     settings: Settings
+    share: Share = Share()  # noqa: RUF009 - of several ranks, which this is
 
     def make(self, updates: str, needed: Need | None = None, *, smallest: bool = False) -> Plan:
         """A ValueError if there is none; see `make_plan`."""
@@ -102,7 +104,7 @@ class Planner:
         units, residents = find_units(self.model, units=self.units, resident=self.resident, dtype_of=self.dtype_of)
         every = (residents, *units)
         arrays = _remembering(self._arrays)
-        most = largest_subgroup(every)
+        most = min(largest_subgroup(every), SUBGROUP if self.share.size == 1 else JOINT)
         if self.device.type == "cpu":
             if policy.kind not in ("host", "auto"):
                 raise ValueError(
@@ -121,16 +123,28 @@ class Planner:
         if policy.kind == "auto" and (self.subgroup or most) < LEAST:
             policy = _HOST
         deferred = self.panel is not None and not is_eager(self.settings, self.scale())
+        if self.share.size > 1 and policy.kind != "host":
+            deferred = self.panel is not None  # what a device shall update is known when all ranks' gradients are
         given = None if self.subgroup is None else -(-self.subgroup // GRAIN) * GRAIN
-        at_host = Staging(_HOST, given or most, arrays, deferred)
+        at_host = Staging(_HOST, given or most, arrays, deferred, cuts=self._cuts, rank=self.share.rank)
         if policy.kind == "host":
             return [at_host]
         sizes = [given or (most if self.budget is None else subgroup_for(self.budget, most))]
         while given is None and self.budget is not None and sizes[-1] > LEAST:
             sizes.append(max(LEAST, sizes[-1] // 2 // GRAIN * GRAIN))
         holding = [True, False] if policy.kind == "auto" and self.budget is not None else [True]
-        ways = [Staging(policy, size, arrays, deferred, holds) for holds in holding for size in sizes]
+        if self.share.size > 1:
+            holding = [False]  # they wait on the host, where those of all ranks are added up
+        ways = [
+            Staging(policy, size, arrays, deferred, holds, self._cuts, self.share.rank)
+            for holds in holding
+            for size in sizes
+        ]
         return [*ways, at_host] if policy.kind == "auto" and given is None else ways
+
+    def _cuts(self, unit: Unit) -> list[int]:
+        """Where each rank's part of the unit's trained elements begins and ends."""
+        return [0, trained_elements(unit)] if self.panel is None else bounds(unit, self.panel, self.share)
 
     def _arrays(self, unit: Unit) -> int | None:
         if self.panel is None or not trained_elements(unit) or is_whole(unit, self.panel):

@@ -13,6 +13,7 @@ import ferryman
 from ferryman.batch import Part, samples_in
 from ferryman.cost.plan import Plan
 from ferryman.device_name import device_name
+from ferryman.ranks import Share
 from ferryman.server.panel import Panel
 from ferryman.trace import Trace
 from ferryman.units import DtypeOf
@@ -29,6 +30,7 @@ class Recorder:
         budget: int | None,
         panel: Panel | None,
         dtype_of: DtypeOf,
+        share: Share,
     ) -> None:
         self.trace = trace
         self._updates = panel is not None
@@ -43,6 +45,8 @@ class Recorder:
             trace.know(
                 {
                     "version": ferryman.__version__,
+                    "rank": share.rank,
+                    "ranks": share.size,
                     "device": device_name(device),
                     "virtual": device.type == "virtual",
                     "budget": budget,

@@ -1,4 +1,8 @@
-"""How a batch is cut so that a budget of device memory is kept, and a smaller plan where no cut is enough."""
+"""How a batch is cut so that a budget of device memory is kept, and a smaller plan where no cut is enough.
+
+Of several ranks each cuts its own batch, but the plan is one: where no cut is enough, a rank says what it needs, and
+all take the plan that is enough for those who need most.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,8 @@ class Sizing:
         """Bytes that the last batch's micro-batches take, as far as it is known."""
         return 0 if self._fit is None else self._fit.last
 
-    def choose(self, batch: Any, micro_batches: int | None, *, begun: bool) -> Choice | Plan:
-        """How the batch is cut, and where the stash is; or the plan with which it can be cut, if there is one.
+    def choose(self, batch: Any, micro_batches: int | None, *, begun: bool) -> Choice | Need:
+        """How the batch is cut, and where the stash is; or what a smaller plan must leave room for, if there is one.
 
         `begun`: training has, and it is too late for another plan.
         """
@@ -51,39 +55,40 @@ class Sizing:
             needed, advice = error.need, error.advice
         gc.collect()  # what the trial had is on the device as long as anything of its exception lives
         if advice is not None:  # micro-batches of this size are wished for, not needed
-            plan = None if begun else self._with_room_for(needed)
-            if plan is None:
+            if begun or not self._can_leave(needed):
                 raise ValueError(advice)
-            return plan
-        plan = self._smaller(needed, sample, size)
+            return needed
+        self._check_enough(needed, sample, size)
         if begun:
             raise ValueError(
                 f"{needed} beside {show_bytes(self._plan.fixed)} that are always there; memory="
                 f"{show_bytes(self._fit.budget)} is too small for it, and units cannot be cut any more once training "
                 "has begun. Begin with the longest batch, or name smaller units (units=), which leave more room"
             )
-        return plan
+        return needed
 
-    def _with_room_for(self, needed: Need) -> Plan | None:
-        """A smaller plan than this one."""
-        try:
-            plan = self._planner.make(self._updates, needed)
-        except ValueError:
-            return None
-        return plan if plan.fixed < self._plan.fixed else None
-
-    def _smaller(self, needed: Need, sample: Any, size: int) -> Plan:
-        """A plan, now that it is known what one sample needs; a ValueError if there is none."""
-        assert self._fit is not None
-        least = self._planner.make(self._updates, smallest=True)
+    def smaller(self, needed: Need) -> Plan:
+        """The plan that leaves this room, or as much as there can be: finer units may need less while they run."""
         try:
             return self._planner.make(self._updates, needed)
         except ValueError:
-            if least.fixed == self._plan.fixed:
-                if not needed.is_all:  # to be able to say what would do, one trial may take what it takes
-                    self._planner.make(self._updates, self._fit.whole_need(sample, size))
-                raise
-        return least  # finer units may need less while they run
+            return self._planner.make(self._updates, smallest=True)
+
+    def _can_leave(self, needed: Need) -> bool:
+        """Whether a smaller plan than this one has that room."""
+        try:
+            return self._planner.make(self._updates, needed).fixed < self._plan.fixed
+        except ValueError:
+            return False
+
+    def _check_enough(self, needed: Need, sample: Any, size: int) -> None:
+        """A ValueError if there is no smaller plan to try, now that it is known what one sample needs."""
+        assert self._fit is not None
+        if self.smaller(needed).fixed < self._plan.fixed:
+            return
+        if not needed.is_all:  # to be able to say what would do, one trial may take what it takes
+            needed = self._fit.whole_need(sample, size)
+        self._planner.make(self._updates, needed)
 
     def _measure(self, contents: list[Any], room: int) -> Trial:
         try:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,12 @@ from ferryman.marks import covered
 _LOOKING = 0.02
 # Of steps whose spans are gone the figures of so many are kept at most; of more, those of every 2nd, 4th...
 _FIGURES = 10_000
+
+
+def trace_path(path: str | os.PathLike[str], rank: int) -> Path:
+    """Where a rank saves its trace, if the first one's is at `path`: beside it, as `trace.rank1.json`."""
+    first = Path(path)
+    return first.with_name(f"{first.stem}.rank{rank}{first.suffix}") if rank else first
 
 
 class Span(NamedTuple):
@@ -129,6 +136,7 @@ class Trace:
         if keep_steps is not None and (type(keep_steps) is not int or keep_steps < 1):
             raise ValueError(f"keep_steps={keep_steps!r}: a whole number of steps, 1 or more, or None to keep all")
         self._began = time.perf_counter()
+        self._began_at = time.time()  # by the clock that all ranks have
         self._lock = threading.Lock()
         self._lanes: list[str] = []
         self._notes: dict[int, Note] = {}  # by step, of those whose spans are kept; in order
@@ -323,12 +331,14 @@ class Trace:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file whole or not at all."""
         rows = {name: row for row, name in enumerate(self._lanes)}
-        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "ferryman"}}]
+        facts = {**self.facts, "began": self._began_at}
+        rank = facts.get("rank", 0)
+        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": "ferryman"}}]
         steps = self._all_steps()
         for name, row in (*rows.items(), *([("steps", len(rows))] if steps else [])):
             order = -1 if row == len(rows) else row
-            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}})
-            events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": row, "args": {"sort_index": order}})
+            events.append({"ph": "M", "name": "thread_name", "tid": row, "args": {"name": name}})
+            events.append({"ph": "M", "name": "thread_sort_index", "tid": row, "args": {"sort_index": order}})
         for step, kept in steps:
             names = ("number", "micro_batches", "samples", "tokens", "loss", "peak", "busy")
             figures = {**{name: getattr(step, name) for name in names}, "kept": kept}
@@ -339,21 +349,23 @@ class Trace:
                 args = {"bytes": span.nbytes, "GB/s": span.nbytes / (span.end - span.start) / 1e9}
             events.append(_event(span.label, rows[span.lane], span.start, span.end, args))
         for sample in self.samples():
-            what = {"ph": "C", "name": "device memory", "pid": 0}
+            what = {"ph": "C", "name": "device memory"}
             events.append({**what, "ts": sample.at * 1e6, "args": {"allocated": sample.nbytes}})
         for note in self.notes():
-            what = {"ph": "i", "s": "g", "pid": 0, "tid": 0, "name": note.label}
-            events.append({**what, "ts": note.at * 1e6, "args": _sayable(note.values)})
-        facts = self.facts
+            told = {"ph": "i", "s": "g", "tid": 0, "name": note.label}
+            events.append({**told, "ts": note.at * 1e6, "args": _sayable(note.values)})
         if self._every > 1:
             facts["thinned"] = {"every": self._every, "steps": self._gone + len(self._kept) + len(self._ended)}
-        content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"ferryman": {"0": _sayable(facts)}}}
+        for event in events:
+            event["pid"] = rank
+        about = {"ferryman": {str(rank): _sayable(facts)}}
+        content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
         with replacing_file(path) as file:
             file.write_text(json.dumps(content, allow_nan=False))
 
 
 def _event(name: str, row: int, start: float, end: float, args: Mapping[str, Any]) -> dict[str, Any]:
-    what = {"ph": "X", "name": name, "pid": 0, "tid": row}
+    what = {"ph": "X", "name": name, "tid": row}
     return {**what, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
 
 

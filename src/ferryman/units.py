@@ -207,10 +207,10 @@ class Subgroup(NamedTuple):
         return self.stop - self.start
 
 
-def cut_into_subgroups(unit: Unit, size: int) -> list[Subgroup]:
-    """Of at most `size` elements each, which is a multiple of GRAIN."""
-    total = trained_elements(unit)
-    return [Subgroup(unit, start, min(start + size, total)) for start in range(0, total, size)]
+def cut_into_subgroups(unit: Unit, size: int, low: int = 0, high: int | None = None) -> list[Subgroup]:
+    """Of at most `size` elements each, which is a multiple of GRAIN; those from `low` to `high`."""
+    stop = trained_elements(unit) if high is None else high
+    return [Subgroup(unit, start, min(start + size, stop)) for start in range(low, stop, size)]
 
 
 def overlap(item: Item, begin: int, start: int, count: int) -> tuple[slice, slice] | None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ferryman import checks
+from ferryman.ranks import Ranks
 from ferryman.server.panel import Panel
 from ferryman.server.server import Server
 from ferryman.server.store import RamStore
@@ -62,6 +63,7 @@ class Contents:
     store: RamStore
     panel: Panel | None
     server: Server
+    ranks: Ranks
 
     @property
     def is_adapted(self) -> bool:
@@ -89,7 +91,7 @@ class Contents:
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
         dropped = set(getattr(self.model, "_keys_to_ignore_on_save", None) or ())
         found = {}
-        for unit in self.units:
+        for unit in sorted(self.units, key=lambda unit: bool(unit.modules)):  # residents first: the first rank's count
             for item in unit.items:
                 of_item = [place.name for place in item.places if place.name in lasting]
                 left_out = not item.trains and (self.is_adapted or dropped.issuperset(of_item))

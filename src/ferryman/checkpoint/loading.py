@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,8 +14,9 @@ from ferryman.checkpoint import plain, tensor_file
 from ferryman.checkpoint.contents import Contents, Objects, set_random_states, split
 from ferryman.checkpoint.manifest import check_sizes, check_sum, check_sums, read_manifest
 from ferryman.checkpoint.missing import fill_missing
+from ferryman.checkpoint.stretch import Stretch, parse_stretch
 from ferryman.checkpoint.tensor_file import Entry
-from ferryman.server import kernels
+from ferryman.server import kernels, memory
 from ferryman.units import Item, hint
 
 
@@ -65,10 +67,17 @@ class Checkpoint:
                 group.update(plain.decode(there["options"], rest))
         self._contents.server.scale.restore(self.manifest["loss_scale"])
         self._contents.server.restart(self.manifest["step"])
+        mine = self._of_rank()
         for name, thing in self._objects.items():
-            thing.load_state_dict(plain.decode(self.manifest["objects"][name], rest))
+            thing.load_state_dict(plain.decode(mine["objects"][name], rest))
         # Last: what was called until here may have drawn from them.
-        set_random_states(plain.decode(self.manifest["random"], rest), self._contents.device)
+        set_random_states(plain.decode(mine["random"], rest), self._contents.device)
+
+    def _of_rank(self) -> dict[str, Any]:
+        """What each rank has saved for itself; where there were more of them, or fewer, that of the first."""
+        rank, size = self._contents.ranks.share
+        others = self.manifest["others"]
+        return others[rank - 1] if rank and size == 1 + len(others) else self.manifest
 
     def load_training(self) -> dict[str, torch.Tensor]:
         """Weights and the optimizer's state; returns the tensors of other things."""
@@ -80,21 +89,25 @@ class Checkpoint:
         if self._contents.panel is not None:
             self._restore_optimizer(rest)
         fill_missing(self._contents)
+        memory.trim()  # of what was read beside
         return rest
 
     def _load_weights(self) -> None:
-        """Of another precision they are read beside, tensor by tensor, and taken from there."""
+        """Of another precision they are read beside, tensor by tensor, and taken from there; and what another rank
+        writes into the memory that this one shares is only compared with its checksum."""
         beside: dict[str, torch.Tensor] = {}
 
         def target(entry: Entry) -> torch.Tensor:
             item = self._names[entry.name]
-            return item.tensor.data if entry.dtype == item.dtype else beside.setdefault(entry.name, _new(entry))
+            in_place = entry.dtype == item.dtype and self._contents.store.writes(self._units[item])
+            return item.tensor.data if in_place else beside.setdefault(entry.name, _new(entry))
 
         def done(entry: Entry) -> None:
-            if entry.name in beside:
-                self._take(self._names[entry.name], beside.pop(entry.name))
+            values = beside.pop(entry.name, None)
+            if values is not None and self._differs(entry.name):
+                self._take(self._names[entry.name], values)
 
-        self._read("weights", target, done if any(map(self._differs, self._names)) else None)
+        self._read("weights", target, done)
         for item in self._trained():
             self._contents.store.state(self._units[item]).taken(item)
 
@@ -104,19 +117,33 @@ class Checkpoint:
             return
         beside: dict[str, torch.Tensor] = {}
 
+        def own(stretch: Stretch) -> tuple[torch.Tensor, slice] | None:
+            """Where this rank keeps the like, and which of the tensor's elements."""
+            item = self._names[stretch.name]
+            if self._contents.panel is None or (stretch.key == "master" and self._differs(stretch.name)):
+                return None
+            state = self._contents.store.state(self._units[item])
+            return state.kept(item)[stretch.key], state.part(item)
+
         def target(entry: Entry) -> torch.Tensor:
-            name, _, key = entry.name.rpartition("/")
-            item = self._names[name]
-            if self._contents.panel is None or (key == "master" and self._differs(name)):
-                return beside.setdefault(entry.name, _new(entry))
-            return self._contents.store.state(self._units[item]).kept(item)[key]
+            stretch = parse_stretch(entry.name)
+            found = own(stretch)
+            if found is not None and found[1] == slice(stretch.start, stretch.start + _size(entry)):
+                return found[0]
+            return beside.setdefault(entry.name, _new(entry))
 
         def done(entry: Entry) -> None:
-            name, _, key = entry.name.rpartition("/")
-            if (values := beside.pop(entry.name, None)) is not None and key == "master" and self._differs(name):
-                self._take(self._names[name], self._in_float32(name, values))
+            values, stretch = beside.pop(entry.name, None), parse_stretch(entry.name)
+            if values is None:
+                return
+            if (found := own(stretch)) is not None:
+                _copy_common(values.view(-1), stretch.start, *found)
+            elif stretch.key == "master" and self._differs(stretch.name):
+                wide = self._in_float32(stretch, values)
+                item = self._names[stretch.name]
+                self._contents.store.take(self._units[item], item, wide, stretch.start)
 
-        self._read("state", target, done if any(map(self._differs, self._names)) else None)
+        self._read("state", target, done)
 
     def _trained(self) -> list[Item]:
         """What the optimizer keeps something of."""
@@ -131,9 +158,10 @@ class Checkpoint:
         for item in self._trained():
             self._contents.store.state(self._units[item]).restore(item, 0, None)
 
-    def _in_float32(self, name: str, master: torch.Tensor) -> torch.Tensor:
-        path, entry = self._weights[name]
-        return kernels.join(tensor_file.read_tensor(path, entry).view(-1), master.view(-1))
+    def _in_float32(self, stretch: Stretch, master: torch.Tensor) -> torch.Tensor:
+        path, entry = self._weights[stretch.name]
+        narrow = tensor_file.read_tensor(path, entry).view(-1)
+        return kernels.join(narrow[stretch.start : stretch.start + master.numel()], master.view(-1))
 
     def _take(self, item: Item, values: torch.Tensor) -> None:
         self._contents.store.take(self._units[item], item, values)
@@ -198,8 +226,8 @@ class Checkpoint:
             if differences := _first_difference(members, set(told["parameters"])):
                 raise ValueError(f"group {number} of the optimizer is not that of {self.path}: {differences}")
         there: dict[str, set[str]] = {}
-        for name, _, key in (full.rpartition("/") for full in self._state):
-            there.setdefault(name, set()).update({key} - {"master"})
+        for stretch in map(parse_stretch, self._state):
+            there.setdefault(stretch.name, set()).update({stretch.key} - {"master"})
         for name, item in self._names.items():
             if item.trains:
                 mine = set(self._contents.store.state(self._units[item]).kept(item)) - {"master"}
@@ -234,6 +262,17 @@ def _first_difference(mine: Collection[str], theirs: Collection[str]) -> str:
 def _some(names: Iterable[str]) -> str:
     ordered = sorted(names)
     return f"{ordered[0]!r}{f' and {len(ordered) - 1} more' if len(ordered) > 1 else ''}"
+
+
+def _size(entry: Entry) -> int:
+    return math.prod(entry.shape)
+
+
+def _copy_common(values: torch.Tensor, start: int, into: torch.Tensor, place: slice) -> None:
+    """Of values from the element `start` on, those that belong into a memory for the elements `place`."""
+    low, high = max(start, place.start), min(start + values.numel(), place.stop)
+    if low < high:
+        into[low - place.start : high - place.start].copy_(values[low - start : high - start])
 
 
 def _new(entry: Entry) -> torch.Tensor:

@@ -21,6 +21,7 @@ from ferryman.checkpoint.contents import Contents
 from ferryman.checkpoint.loading import compare
 from ferryman.checkpoint.missing import fill_missing
 from ferryman.checkpoint.tensor_file import DamagedError, Entry
+from ferryman.server import memory
 from ferryman.units import Item
 
 _INDEX = "model.safetensors.index.json"
@@ -66,6 +67,7 @@ class Weights:
                 take(target, made[0] if isinstance(made, list) else made)
             group.converter = None  # with the tensors that it has collected
         fill_missing(self._contents)
+        memory.trim()  # of what was read beside
 
 
 def has_weights(directory: Path) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fnmatch
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 import ferryman
 from ferryman.checkpoint import directory as directories
 from ferryman.checkpoint import plain, tensor_file
-from ferryman.checkpoint.contents import Contents, Objects, Stateful, random_states, split
+from ferryman.checkpoint.contents import Contents, Files, Objects, Stateful, random_states, split
 from ferryman.checkpoint.manifest import FORMAT, crc_of
+from ferryman.checkpoint.stretch import Stretch
 from ferryman.checkpoint.tensor_file import Sum
 from ferryman.server.panel import Panel
 from ferryman.units import Item
@@ -28,6 +30,7 @@ Tensors = list[tuple[str, torch.Tensor]]
 _USUAL = ("ferryman/*", "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
 
 _SHARD = 5_000_000_000  # bytes of a file, at most; as transformers has it
+_LEAST = 64 << 20  # that several ranks cut weights into, so that each writes some
 
 
 def save_in(contents: Contents, directory: Path, objects: Objects, keep: int | None) -> Path:
@@ -43,59 +46,142 @@ def save_in(contents: Contents, directory: Path, objects: Objects, keep: int | N
         raise ValueError(f"{directory} is a file; a series of checkpoints is a directory")
     path = directories.in_series(directory, contents.server.steps)
     save(contents, path, objects)
-    directories.prune(directory, keep, path)
+    if contents.ranks.rank == 0:
+        directories.prune(directory, keep, path)
     return path
 
 
 def save(contents: Contents, directory: Path, objects: Objects) -> None:
-    """Writes all of it, or nothing."""
+    """Writes all of it, or nothing; of several ranks, each writes a part, and the first one makes it a whole."""
     directory = directory.resolve()  # a link stays one, and what it leads to is replaced
-    directories.check_replaceable(directory)
-    contents.check_whole()
-    names = contents.names()
-    weights, state = [(name, item.tensor) for item, name in names.items()], _state(contents, names)
-    rest: dict[str, torch.Tensor] = {}
-    with_state, files = split(objects)
-    manifest = _describe(contents, names, with_state, rest)
+    ranks, doing = contents.ranks, f"saving to {directory}"
+    parts: list[_Part] = []
+
+    def look() -> int:
+        directories.check_replaceable(directory)
+        contents.check_whole()
+        parts.append(_Part(contents, objects))
+        return parts[0].nbytes
+
+    needs = sum(ranks.jointly(doing, look))
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> str | None:
+            if ranks.rank > 0:
+                return None
+            partial = stack.enter_context(directories.replacing(directory, needs=needs))
+            (partial / directories.MANIFEST.parent).mkdir()
+            return str(partial)
+
+        partial = Path(ranks.jointly(doing, begin)[0])
+        written = ranks.jointly(doing, lambda: parts[0].write(partial))
+        if ranks.rank == 0:
+            ranks.jointly(doing, lambda: _seal(contents, directory, partial, parts[0].files, _joined(written)))
+        else:
+            ranks.jointly(doing, lambda: None)
+        ranks.jointly(doing, stack.close)  # it takes its place
+
+
+class _Part:
+    """Of a checkpoint, what a rank writes: some of the weights' files, and what it has of the optimizer's state."""
+
+    def __init__(self, contents: Contents, objects: Objects) -> None:
+        names, ranks = contents.names(), contents.ranks
+        self._contents, self._ranks = contents, ranks
+        self._weights = [(name, item.tensor) for item, name in names.items()]
+        self._state = _state(contents, names)
+        self._rest: dict[str, torch.Tensor] = {}
+        with_state, self.files = split(objects)
+        self._manifest = _describe(contents, names, with_state, self._rest)
+        tensor_file.check_dtypes((*self._weights, *self._rest.items()))
+
+    @property
+    def nbytes(self) -> int:
+        weights = self._weights if self._ranks.rank == 0 else []  # they are counted once
+        return sum(tensor.nbytes for _, tensor in (*weights, *self._state, *self._rest.items()))
+
+    def write(self, directory: Path) -> dict[str, Any]:
+        """Returns its manifest."""
+        if not directory.is_dir():
+            raise ValueError(
+                f"{directory.parent} is not the same directory on all ranks: a checkpoint that several write must be "
+                "on a disk that all of their machines see"
+            )
+        manifest, sums = self._manifest, dict[str, Sum]()
+        mine = "" if self._ranks.alone else f".rank{self._ranks.rank}"
+        manifest["weights"] = self._write_weights(directory, sums)
+        manifest["state"] = _write_shards(directory, f"ferryman/state{mine}", self._state, sums)
+        manifest["rest"] = _write_shards(directory, f"ferryman/rest{mine}", list(self._rest.items()), sums)
+        manifest["files"] = {name: _facts(found) for name, found in sums.items()}
+        return manifest
+
+    def _write_weights(self, directory: Path, sums: dict[str, Sum]) -> list[str]:
+        """All ranks have them: each writes some of the files."""
+        stem = "ferryman/trained" if self._contents.is_adapted else "model"
+        rank, size = self._ranks.share
+        total = sum(tensor.nbytes for _, tensor in self._weights)
+        shards = tensor_file.shard(self._weights, min(_SHARD, max(_LEAST, -(-total // size))))
+        files = tensor_file.file_names(stem, len(shards))
+        mine = slice(len(shards) * rank // size, len(shards) * (rank + 1) // size)
+        for file, some in zip(files[mine], shards[mine], strict=True):
+            sums[file] = tensor_file.write(directory / file, some)
+        if len(files) > 1 and stem == "model" and rank == 0:  # for transformers; of the others the manifest knows
+            _write_json(directory / f"{stem}.safetensors.index.json", tensor_file.index(files, shards))
+        return files[mine]
+
+
+def _joined(written: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One manifest of all ranks'. What is not the same on all is kept for each."""
+    first, *others = written
+    for other in others:
+        for what in ("weights", "state", "rest"):
+            first[what] += other[what]
+        first["files"].update(other["files"])
+        if "optimizer" in first:
+            counts, theirs = first["optimizer"]["steps"], other["optimizer"]
+            first["optimizer"]["steps"] = {name: max(count, theirs["steps"][name]) for name, count in counts.items()}
+            first["optimizer"]["torch"].update(theirs["torch"])
+    first["others"] = [{"random": other["random"], "objects": other["objects"]} for other in others]
+    return first
+
+
+def _seal(contents: Contents, directory: Path, partial: Path, files: Sequence[Files], manifest: dict[str, Any]) -> None:
+    """What is beside the tensors, and the manifest of everything."""
+    for thing in files:
+        thing.save_pretrained(partial)
+    _save_configuration(contents, partial)
+    for path in sorted(partial.rglob("*")):
+        name = str(path.relative_to(partial))
+        if path.is_file() and name not in manifest["files"]:
+            manifest["files"][name] = _facts(_sealed(path))
     manifest["saved"] = max(time.time(), directories.last_saved(directory.parent) + 1e-3)
-    tensor_file.check_dtypes((*weights, *rest.items()))
-    needs = sum(tensor.nbytes for _, tensor in (*weights, *state, *rest.items()))
-    with directories.replacing(directory, needs=needs) as partial:
-        (partial / directories.MANIFEST.parent).mkdir()
-        sums: dict[str, Sum] = {}
-        stem = "ferryman/trained" if contents.is_adapted else "model"
-        manifest["weights"] = _write_shards(partial, stem, weights, sums)
-        manifest["state"] = _write_shards(partial, "ferryman/state", state, sums)
-        manifest["rest"] = _write_shards(partial, "ferryman/rest", list(rest.items()), sums)
-        for thing in files:
-            thing.save_pretrained(partial)
-        _save_configuration(contents, partial)
-        for path in sorted(partial.rglob("*")):
-            name = str(path.relative_to(partial))
-            if path.is_file() and name not in sums:
-                sums[name] = _sealed(path)
-        manifest["files"] = {name: {"bytes": nbytes, "crc32": crc} for name, (nbytes, crc) in sums.items()}
-        _write_json(partial / directories.MANIFEST, {"crc32": crc_of(manifest), "content": manifest})
-        old = directories.current(directory)
-        directories.carry_over(old, partial, _ours_in(old))
+    _write_json(partial / directories.MANIFEST, {"crc32": crc_of(manifest), "content": manifest})
+    old = directories.current(directory)
+    directories.carry_over(old, partial, _ours_in(old))
+
+
+def _facts(found: Sum) -> dict[str, int]:
+    return {"bytes": found.nbytes, "crc32": found.crc32}
 
 
 def _state(contents: Contents, names: dict[Item, str]) -> Tensors:
-    """What the optimizer keeps, in place."""
+    """What the optimizer keeps here, in place."""
     if contents.panel is None:
         return []
-    return [
-        (f"{names[item]}/{key}", tensor)
-        for unit in contents.units
-        for item in unit.trained
-        for key, tensor in contents.store.state(unit).kept(item).items()
-    ]
+    found: Tensors = []
+    for unit in contents.units:
+        state = contents.store.state(unit)
+        for item in unit.trained:
+            start = state.part(item).start
+            kept = state.kept(item) if state.owns(item) else {}
+            found += [(str(Stretch(names[item], key, start)), tensor) for key, tensor in kept.items()]
+    return found
 
 
 def _describe(
     contents: Contents, names: dict[Item, str], objects: dict[str, Stateful], tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    server = contents.server
+    server, mine = contents.server, "" if contents.ranks.rank == 0 else f"rank{contents.ranks.rank}."
     found: dict[str, Any] = {
         "format": FORMAT,
         "ferryman": ferryman.__version__,
@@ -103,11 +189,11 @@ def _describe(
         "model": type(contents.model).__name__,
         "step": server.steps,
         "loss_scale": server.scale.state(),
-        "random": plain.encode(random_states(contents.device), "random", tensors),
+        "random": plain.encode(random_states(contents.device), f"{mine}random", tensors),
         "objects": {},
     }
     for name, thing in objects.items():
-        found["objects"][name] = plain.encode(thing.state_dict(), f"objects.{name}", tensors)
+        found["objects"][name] = plain.encode(thing.state_dict(), f"{mine}objects.{name}", tensors)
     if contents.panel is not None:
         found["optimizer"] = _describe_optimizer(contents, contents.panel, names, tensors)
     return found
@@ -138,8 +224,6 @@ def _write_shards(directory: Path, stem: str, tensors: Tensors, sums: dict[str, 
     files = tensor_file.file_names(stem, len(shards))
     for file, some in zip(files, shards, strict=True):
         sums[file] = tensor_file.write(directory / file, some)
-    if len(files) > 1 and stem == "model":  # for transformers; of the others the manifest knows
-        _write_json(directory / f"{stem}.safetensors.index.json", tensor_file.index(files, shards))
     return files
 
 

@@ -9,8 +9,9 @@ import torch
 from ferryman import checks
 
 
-def find_device(name: str | None) -> torch.device:
-    """A device that works here; without a name the accelerator that PyTorch reports, else the CPU."""
+def find_device(name: str | None, place: int | None = None) -> torch.device:
+    """A device that works here; without a name the accelerator that PyTorch reports, else the CPU. `place`: which of a
+    node's ranks asks, of several that have one each."""
     if name is not None and name.partition(":")[0] == "virtual":  # it is there once its module is imported
         try:
             importlib.import_module("torch_virtual")
@@ -19,4 +20,4 @@ def find_device(name: str | None) -> torch.device:
                 f"--device {name} needs torch_virtual, which is in the folder virtual/ of Ferryman's repository: "
                 f"pip install --no-build-isolation ./virtual ({error})"
             ) from error
-    return checks.real_device(name)
+    return checks.real_device(name, place)

@@ -138,7 +138,10 @@ def describe(event: Event) -> Iterator[Text]:
     """An event as lines to read."""
     match event["event"]:
         case "start":
-            where = event["device"] + (f", at most {show_bytes(event['budget'])}" if event["budget"] else "")
+            each = f"{event['ranks']} ranks, each on {event['device'].partition(':')[0]}"
+            where = (each if event["ranks"] > 1 else event["device"]) + (
+                f", at most {show_bytes(event['budget'])}" if event["budget"] else ""
+            )
             yield Text(f"{event['model']}: {event['parameters'] / 1e6:.1f} M parameters, on {where}", style="bold")
             yield Text(
                 f"{event['tokens']:,} tokens of data; {event['steps']} steps of {event['batch']} x {event['sequence']} "

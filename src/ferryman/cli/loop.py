@@ -16,19 +16,20 @@ from ferryman.checkpoint.contents import Files, Stateful
 from ferryman.checkpoint.directory import series, step_of
 from ferryman.checkpoint.manifest import is_whole
 from ferryman.checkpoint.tensor_file import DamagedError
-from ferryman.cli.batch import check_batch
-from ferryman.cli.corpus import open_corpus
+from ferryman.cli.batch import check_batch, my_part
+from ferryman.cli.corpus import Corpus, open_corpus
 from ferryman.cli.defaults import budget
 from ferryman.cli.device import find_device
 from ferryman.cli.model import Description, describe
 from ferryman.cli.options import LENGTHS, Options, flag
 from ferryman.cli.rule import make_optimizer, set_rate
 from ferryman.cli.run import Run
-from ferryman.cli.stop import Stop
+from ferryman.cli.stop import CLOSED, Stop
 from ferryman.data.windows import Windows
 from ferryman.engine import Engine
+from ferryman.ranks import Ranks
 from ferryman.report.page import write_report
-from ferryman.trace import Trace
+from ferryman.trace import Trace, trace_path
 
 Tell = Callable[[Mapping[str, Any]], None]  # hears of every event; see `display.py`
 
@@ -44,8 +45,10 @@ class DivergedError(ValueError):
 class Training:
     """One run of `ferryman train`, from its options to its last checkpoint."""
 
-    def __init__(self, options: Options, run: Run, tell: Tell) -> None:
+    def __init__(self, options: Options, run: Run, tell: Tell, ranks: Ranks | None = None) -> None:
         assert options.model is not None
+        self._ranks = Ranks() if ranks is None else ranks
+        self._leads = self._ranks.rank == 0  # and so tells, and writes what is one for all
         self.options = options
         self.run = run
         self._tell = tell
@@ -53,10 +56,10 @@ class Training:
         self.description = describe(options.model)
         # What can be seen at a glance is checked before text becomes tokens, which may take long.
         _check_numbers(options)
-        self.device = find_device(options.device)
-        self.budget = budget(self.device, options.memory)
-        self.corpus = open_corpus(options, self.description, run)
-        check_batch(options, self.description, self.corpus, self.device)
+        self.device = find_device(options.device, self._ranks.place)
+        self.budget = _least(self._ranks.tell("looking for memory", budget(self.device, options.memory)))
+        self.corpus = self._open_corpus()
+        check_batch(options, self.description, self.corpus, self.device, self._ranks)
         self.steps = 0  # in all; known when it is known how many there have been
         self.last_checkpoint: Path | None = None
         self.has_begun = False  # whether anything is there that was not before
@@ -65,6 +68,21 @@ class Training:
         self._good = 0  # the last step whose weights gave a finite loss
         self._tokens = 0  # since it was started, or resumed
         self._pace: float | None = None  # seconds that a step takes, smoothed
+        self._agreed: str | None = None  # by all ranks: why to stop
+        self._peak: int | None = None  # the highest of all ranks, in the last step
+        self._pieces: list[int] = []  # micro-batches of each rank, in the last step
+
+    def _open_corpus(self) -> Corpus:
+        """The first rank writes text as tokens, which the others find then."""
+        found: list[Corpus] = []
+
+        def look() -> None:
+            found.append(open_corpus(self.options, self.description, self.run))
+
+        self._ranks.first("reading the data", look)
+        if not found:
+            look()
+        return found[0]
 
     def train(self) -> None:
         options = self.options
@@ -74,19 +92,22 @@ class Training:
         optimizer = make_optimizer(model, options)
         began = time.monotonic()
         settings = {**options.for_engine(), "memory": self.budget}
-        with self._stop as stop, Engine(model, optimizer, trace=self.trace, **settings) as engine:
+        with self._stop, Engine(model, optimizer, trace=self.trace, **settings) as engine:
             if resumes:
                 self.last_checkpoint = self._load(engine)
             elif self.description.weights is not None:
                 engine.load_weights(self.description.weights)
             self.steps = _last_step(options, self.corpus.training, self.corpus.sequence, engine.steps)
-            self.run.begin_metrics(engine.steps)
-            self.run.write_settings(options)
+            engine.agree(steps=self.steps, seen=self.corpus.training.seen)
+            if self._leads:
+                self.run.begin_metrics(engine.steps)
+                self.run.write_settings(options)
             self._say_start(engine, model)
             is_over = engine.steps >= self.steps
             if engine.steps == 0 and options.eval_every is not None:
                 self._evaluate(engine, model)
-            while engine.steps < self.steps and stop.asked is None:
+            self._agree()
+            while engine.steps < self.steps and self._asked is None:
                 self._step(engine, optimizer)
                 if engine.steps < self.steps:
                     self._between(engine, model)
@@ -95,23 +116,44 @@ class Training:
                 self._evaluate(engine, model)
                 if self.corpus.validation is None and self.has_begun:  # it may have been stopped before the first step
                     self._check_finite(engine, self._loss, "loss")
-            if stop.asked is None:
-                self._sample(model)
-            self._say_end(engine, stop.asked or "done", time.monotonic() - began)
+            if self._asked is None:
+                self._ranks.first("writing a sample", lambda: self._sample(model))
+            self._say_end(engine, self._asked or "done", time.monotonic() - began)
 
     def _step(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         options = self.options
         start = time.monotonic()
         rate = set_rate(optimizer, options, engine.steps, self.steps)
-        batch = self.corpus.training.batch(options.batch)
-        self._loss = engine.step(batch, options.micro_batches).item()
+        mine, micro_batches = my_part(options, self._ranks.share)
+        batch = self.corpus.training.batch(options.batch, mine)
+        self._loss = engine.step(batch, micro_batches if batch else None).item()
         seconds = time.monotonic() - start
+        self._agree(engine)
         self.has_begun = True
         if math.isfinite(self._loss):
             self._good = engine.steps - 1
-        self._tokens += batch["input_ids"].numel()
+        tokens = options.batch * self.corpus.sequence
+        self._tokens += tokens
         self._pace = seconds if self._pace is None else 0.8 * self._pace + 0.2 * seconds
-        self._say_step(engine, rate, seconds, batch["input_ids"].numel())
+        self._say_step(engine, rate, seconds, tokens)
+
+    def _agree(self, engine: Engine | None = None) -> None:
+        """Ranks stop together: what one is asked, all are; with what else they have to say after a step."""
+        peak, pieces = None, 0
+        if engine is not None and engine.choice is not None:
+            last = None if self.trace is None else self.trace.last_step
+            peak, pieces = _peak(engine.device) if last is None else last.peak, engine.choice.micro_batches
+        codes, peaks, counts = zip(
+            *self._ranks.count([self._stop.code, -1 if peak is None else peak, pieces]), strict=True
+        )
+        self._agreed = Stop.reason(codes)
+        self._peak = None if max(peaks) < 0 else int(max(peaks))
+        self._pieces = [int(count) for count in counts]
+
+    @property
+    def _asked(self) -> str | None:
+        """Why to stop. By oneself at once; of several ranks, once all know."""
+        return self._stop.asked if self._ranks.alone else self._agreed
 
     def _between(self, engine: Engine, model: nn.Module) -> None:
         if engine.steps % (self.options.save_every or _save_every(self.steps)) == 0:
@@ -123,10 +165,11 @@ class Training:
         if self.corpus.validation is None:
             return
         # What fits in a step, fits here.
-        pieces = engine.choice.micro_batches if engine.choice is not None else self.options.batch
-        size = max(1, self.options.batch // pieces)
-        loss = evaluate(model, self.corpus.validation, size, self.options.eval_windows, self._stop)
+        most = -(-self.options.batch // self._ranks.size)
+        size = max(1, most // max(self._pieces)) if any(self._pieces) else 1
+        loss = evaluate(model, self.corpus.validation, size, self.options.eval_windows, self._stop, self._ranks)
         if loss is None:
+            self._agree(engine)
             return
         bits = loss / math.log(2) if self.corpus.is_bytes else None
         self._say({"event": "eval", "step": engine.steps, "loss": loss, "bits_per_byte": bits})
@@ -186,12 +229,14 @@ class Training:
     # What is told.
 
     def _say(self, event: Mapping[str, Any]) -> None:
+        if not self._leads:
+            return
         self.run.add_metrics(event)
         try:
             self._tell(event)
         except OSError:  # whoever listened is gone, as when a terminal is closed: save, and end
             self._tell = lambda event: None
-            self._stop.asked = self._stop.asked or "a closed output"
+            self._stop.asked = self._stop.asked or CLOSED
 
     def _say_start(self, engine: Engine, model: nn.Module) -> None:
         options = self.options
@@ -201,6 +246,7 @@ class Training:
                 "model": self.description.name,
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
                 "device": str(engine.device),
+                "ranks": self._ranks.size,
                 "budget": self.budget,
                 "step": engine.steps,
                 "steps": self.steps,
@@ -217,7 +263,6 @@ class Training:
             self._say({"event": "note", "text": text})
 
     def _say_step(self, engine: Engine, rate: float, seconds: float, tokens: int) -> None:
-        assert engine.choice is not None
         assert self._pace is not None
         last = None if self.trace is None else self.trace.last_step
         self._say(
@@ -232,8 +277,8 @@ class Training:
                 "seconds": seconds,
                 "seconds_left": self._pace * (self.steps - engine.steps),
                 "tokens_per_second": tokens / seconds,
-                "micro_batches": engine.choice.micro_batches,
-                "device_peak": _peak(engine.device) if last is None else last.peak,
+                "micro_batches": sum(self._pieces),
+                "device_peak": self._peak,
                 "lanes": {} if last is None else {name: round(last.share(name), 4) for name in last.busy},
                 "device_share": self._device_share(),
             }
@@ -242,8 +287,10 @@ class Training:
     def _say_end(self, engine: Engine, reason: str, seconds: float) -> None:
         if self.trace is not None and self._tokens:
             engine.wait()  # for the last updates, which are part of it
-            self.trace.save(self.run.trace)
-            write_report(self.run.trace, self.run.report, overwrite=True)
+            self.trace.save(trace_path(self.run.trace, self._ranks.rank))
+            self._ranks.tell("saving traces")
+            if self._leads:
+                write_report(self.run.trace, self.run.report, overwrite=True)
         self._say(
             {
                 "event": "end",
@@ -265,20 +312,22 @@ class Training:
         return None if note is None else note.values["device_share"]
 
 
-def evaluate(model: nn.Module, windows: Windows, size: int, most: int, stop: Stop) -> float | None:
-    """The mean loss over the first windows; the layers stream here, too. None: it was asked to stop."""
+def evaluate(model: nn.Module, windows: Windows, size: int, most: int, stop: Stop, ranks: Ranks) -> float | None:
+    """The mean loss over the first windows, of which each rank has its share; the layers stream here, too. None: it was
+    asked to stop."""
     total, count = 0.0, 0
     model.eval()
     try:
         with torch.no_grad():
-            for batch in windows.in_order(size, most):
+            for batch in windows.in_order(size, most, ranks.share):
                 if stop.asked is not None:
-                    return None
+                    break
                 total += model(**batch).loss.item() * len(batch["input_ids"])
                 count += len(batch["input_ids"])
     finally:
         model.train()
-    return total / count
+    codes, totals, counts = zip(*ranks.count([stop.code, total, count]), strict=True)
+    return None if any(codes) else sum(totals) / sum(counts)
 
 
 def generate(model: nn.Module, prompt: torch.Tensor, count: int, *, seed: int) -> list[int]:
@@ -317,6 +366,12 @@ def _check_numbers(options: Options) -> None:
     given = [name for name in LENGTHS if getattr(options, name) is not None]
     if len(given) > 1:
         raise ValueError(f"--{given[0]} and --{given[1]} both say how long to train; give one of them")
+
+
+def _least(budgets: list[int | None]) -> int | None:
+    """Of all ranks, whose plan is one; None if one of them does not know."""
+    known = [found for found in budgets if found is not None]
+    return min(known) if len(known) == len(budgets) else None
 
 
 def _last_step(options: Options, training: Windows, sequence: int, done: int) -> int:

@@ -9,7 +9,8 @@ import typer
 
 import ferryman
 from ferryman.cli import doctor, plan, report, train, verify
-from ferryman.cli.words import in_words
+from ferryman.cli.words import MISTAKES, exit_code, in_words
+from ferryman.ranks import RankError
 
 app = typer.Typer(
     name="ferryman",
@@ -47,9 +48,9 @@ def main() -> None:
     """Runs a command. What a user can get wrong ends with one message and the code 2, not with a traceback."""
     try:
         app()
-    except (ValueError, OSError) as error:
+    except (*MISTAKES, RankError) as error:
         typer.secho(f"ferryman: {in_words(error)}", fg=typer.colors.RED, err=True)
-        sys.exit(2)
+        sys.exit(exit_code(error))
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ class Options:
     epochs: Annotated[
         float | None, _length("... or after seeing the data so often, such as 0.5. Without any: once.", min=0)
     ] = None
-    batch: Annotated[int, _length("Windows in a step.", min=1)] = 8
+    batch: Annotated[int, _length("Windows in a step, of all ranks.", min=1)] = 8
     sequence: Annotated[
         int | None, _length("Tokens in a window.", min=2, show_default=f"the model's context, at most {LONGEST}")
     ] = None

@@ -5,29 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from ferryman import checks, measure
-from ferryman.cli.defaults import LONGEST, budget, window
-from ferryman.cli.device import find_device
+from ferryman import checks
+from ferryman.cli.advice import advice, assumptions
+from ferryman.cli.defaults import LONGEST, window
+from ferryman.cli.machine import Described, described
 from ferryman.cli.model import Description, describe, sizes
 from ferryman.cli.options import Deferred, Held, OnNonfinite, Options, Resident, Slots, SubgroupSize, Units, or_none
 from ferryman.cli.rule import RULES
+from ferryman.cost.exchange import Crew
 from ferryman.cost.forecast import Forecast, Lanes
 from ferryman.cost.plan import Plan
-from ferryman.cost.rates import Rates
-from ferryman.cost.sizes import parse_bytes, parse_rate, show_bytes, show_rate
-from ferryman.outlook import Machine, Outlook, Training, look_ahead
-from ferryman.server import memory as host_memory
-from ferryman.server.precision import PRECISIONS
+from ferryman.cost.sizes import show_bytes, show_rate
+from ferryman.outlook import Outlook, Training, look_ahead
 from ferryman.units import hint
 
 EPILOG = """
@@ -42,20 +40,15 @@ ferryman plan path/to/config.json --device-memory 16GiB --host-memory 512GiB --l
 # what changes with more samples in a step, and with clipping
 ferryman plan gpt:xl --device-memory 2GiB --link 12GB/s --batch 64 --max-grad-norm 1.0
 
+# eight devices on each of four hosts, which share 64 samples out
+ferryman plan path/to/config.json --device-memory 80GiB --host-memory 1TiB --link 24GB/s --device-flops 400TFLOPS
+    --devices 8 --nodes 4 --network 25GB/s --batch 64
+
 # for a script: exit code 0 if it fits, 1 if not, 2 for bad input
 ferryman plan gpt:xl --device-memory 2GiB --link 12GB/s --json | jq .step.seconds
 """
 
 _WIDTH = 24  # of a bar
-
-
-@dataclass(frozen=True)
-class _Described:
-    """The machine, and how each of its figures is known."""
-
-    machine: Machine
-    device: torch.device
-    known: dict[str, str]
 
 
 def plan(
@@ -72,7 +65,9 @@ def plan(
     device_memory: Annotated[
         str | None, typer.Option(help="Memory of the device, or what may be used of it, such as 16GiB")
     ] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Memory of the host, such as 512GiB")] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Memory of the host, such as 512GiB; of a node, if there are several.")
+    ] = None,
     link: Annotated[str | None, typer.Option(help="Rate of the link, in each direction, such as 12GB/s")] = None,
     link_in: Annotated[str | None, typer.Option(help="The same, host to device only.")] = None,
     link_out: Annotated[str | None, typer.Option(help="The same, device to host only.")] = None,
@@ -86,10 +81,24 @@ def plan(
             help="Parameters that the host updates with AdamW, such as 900Mparam/s; else this host's, measured."
         ),
     ] = None,
+    devices: Annotated[
+        int, typer.Option(help="Devices of a node, each with a rank of torchrun; they share --batch out.")
+    ] = 1,
+    nodes: Annotated[int, typer.Option(help="Hosts, with so many devices each.")] = 1,
+    loopback: Annotated[
+        str | None,
+        typer.Option(
+            help="Rate at which ranks of a node exchange gradients, all together, such as 2GB/s; else this host's, "
+            "measured."
+        ),
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(help="Rate between nodes, in each direction, such as 10GB/s; with --nodes.")
+    ] = None,
     precision: Annotated[
         str | None, typer.Option(help="Of compute and of the link: fp32, bf16 or fp16; else what the model has.")
     ] = Options.precision,
-    batch: Annotated[int, typer.Option(help="Samples in a step.")] = Options.batch,
+    batch: Annotated[int, typer.Option(help="Samples in a step, of all devices together.")] = Options.batch,
     sequence: Annotated[
         int | None, typer.Option(help=f"Tokens in a sample; else what the model takes, at most {LONGEST}.")
     ] = None,
@@ -125,9 +134,10 @@ def plan(
         units or None, resident or (), stash, slots, held, updates, subgroup,
     )  # fmt: skip
     _check(training, optimizer)
-    given = _described(
-        device, device_memory, host_memory, link, link_in, link_out, device_flops, host_updates, training
-    )
+    given = described(
+        device, device_memory, host_memory, link, link_in, link_out, device_flops, host_updates, devices, nodes,
+        loopback, network, training,
+    )  # fmt: skip
     checks.interleave_arguments(True, given.device, slots, held, updates, subgroup)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its hints are for who runs the model
     built = description.on_meta()
@@ -143,9 +153,18 @@ def plan(
             units=units or None, resident=resident or None, slots=slots, held=held, subgroup=subgroup,
         )  # fmt: skip
         if outlook.fits:
-            typer.echo(f"to train so: {asked.new_command()}")
+            typer.echo(f"to train so: {_launcher(given.machine.crew)}{asked.new_command()}")
     if not outlook.fits:
         raise typer.Exit(1)
+
+
+def _launcher(crew: Crew) -> str:
+    if crew.size == 1:
+        return ""
+    where = (
+        "--standalone" if crew.nodes == 1 else f"--nnodes {crew.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+    )
+    return f"torchrun {where} --nproc-per-node {crew.devices} --no-python "
 
 
 # What was asked for.
@@ -165,129 +184,11 @@ def _check(training: Training, optimizer: str) -> None:
     )  # fmt: skip
 
 
-def _described(
-    device: str | None,
-    device_memory: str | None,
-    host_memory_given: str | None,
-    link: str | None,
-    link_in: str | None,
-    link_out: str | None,
-    device_flops: str | None,
-    host_updates: str | None,
-    training: Training,
-) -> _Described:
-    """What is not described is measured here, where there is something to measure."""
-    known: dict[str, str] = {}
-    described = any(given is not None for given in (device_memory, link, link_in, link_out, device_flops))
-    here = find_device(device)
-    elsewhere = described and here.type == "cpu"  # a device that this machine does not have
-    kind = torch.device("meta") if elsewhere else here
-
-    def of(name: str, text: str | None, parse: Any, otherwise: Any) -> Any:
-        """Given, or measured, or not known."""
-        if text is not None:
-            known[name] = "given"
-            return parse(text)
-        value = otherwise()
-        known[name] = "not known" if value is None else "measured here"
-        return value
-
-    memory = of("device memory", device_memory, lambda text: parse_bytes(text, "--device-memory"),
-                lambda: _free_on(kind))  # fmt: skip
-    ram = of("host memory", host_memory_given, lambda text: parse_bytes(text, "--host-memory"), host_memory.available)
-    measured: tuple[float, ...] = (math.inf, math.inf)
-    if here.type != "cpu" and None in (link_in or link, link_out or link):
-        measured = measure.link(here)
-    rates = {}
-    for name, option, own, found in (
-        ("link in", "--link-in", link_in, measured[0]),
-        ("link out", "--link-out", link_out, measured[1]),
-    ):
-        text, option = (own, option) if own is not None else (link, "--link")
-        rates[name] = of(
-            name, text, lambda text, option=option: parse_rate(text, option, "bytes"), lambda found=found: found
-        )
-        if elsewhere and text is None:
-            raise ValueError(
-                f"{option} is needed for a machine that is not this one: the rate between host and device, like "
-                "--link 12GB/s (PCIe 4.0 gives about 25GB/s, PCIe 3.0 about 12GB/s)"
-            )
-    dtype = PRECISIONS[training.precision or "fp32"]
-    operations = of("device FLOP/s", device_flops, lambda text: parse_rate(text, "--device-flops", "operations"),
-                    lambda: None if elsewhere else measure.operations(here, dtype))  # fmt: skip
-    host = of("host updates", host_updates, lambda text: parse_rate(text, "--host-updates", "parameters"),
-              measure.host_updates)  # fmt: skip
-    return _Described(
-        Machine(Rates(host, math.inf, rates["link in"], rates["link out"]), memory, ram, operations), kind, known
-    )
-
-
-def _free_on(device: torch.device) -> int | None:
-    if device.type == "meta":
-        raise ValueError("--device-memory is needed for a machine that is not this one, like --device-memory 16GiB")
-    return budget(device, None)
-
-
 # What is said.
 
 
-def _assumptions(given: _Described, training: Training, outlook: Outlook) -> list[str]:
-    said = [
-        "Times are estimates: matrix products and attention are counted, all else on the device is taken to be free.",
-        "A step is as long as the busiest lane of each sweep; what is measured is some percent above that.",
-        "The device's arithmetic for updates is left out: the link on the way to it takes longer.",
-        "Attention is taken not to write its matrix down; what kernels use within themselves is not counted.",
-    ]
-    if given.machine.operations is None:
-        said.append("Compute is not known, and left out: give --device-flops, what the device reaches in practice.")
-    if given.known["device FLOP/s"] == "measured here":
-        said.append("Compute is as fast as one large matrix product here; narrow blocks reach less (--device-flops).")
-    if given.known["host updates"] == "measured here":
-        said.append("The host updates weights as fast as this one does.")
-    if outlook.forecast is not None and outlook.plan.staging.policy.kind == "auto":
-        said.append("'auto' shares updates by rates that it observes; the split here is what they suggest.")
-    return said
-
-
-def _advice(outlook: Outlook, training: Training, given: _Described) -> list[str]:
-    found = outlook.forecast
-    if found is None:
-        return []
-    said, count = [], outlook.choice.micro_batches
-    bounds = {found.forward.bound, found.backward.bound}
-    if given.machine.operations is None:
-        if math.isinf(found.needed_operations):
-            said.append(
-                "In one of the sweeps there is nothing but compute: it is the bound, whatever the device reaches."
-            )
-        else:
-            needed = show_rate(found.needed_operations, "operations")
-            said.append(f"A device that reaches {needed} is not the bound; a slower one is.")
-    elif bounds & {"link in", "link out", "update"} and found.break_even is not None and found.break_even > count:
-        samples = found.break_even * outlook.sample_size
-        said.append(
-            f"More samples in a step: from {found.break_even} micro-batches on (--batch {samples} with micro-batches "
-            f"of {outlook.sample_size}), compute bounds it, and the link costs nothing."
-        )
-    elif bounds & {"link in", "link out"} and found.break_even is None and outlook.choice.stash_on_host:
-        said.append(
-            "The stash crosses the link for each micro-batch: more device memory, or a shorter sequence, helps."
-        )
-    if found.forward.bound == "update" and training.max_grad_norm is not None:
-        said.append(
-            "The update waits for the norm of all gradients; without --max-grad-norm it runs beside the backward."
-        )
-    if "update" in bounds:
-        said.append(
-            "The host's updates bound a sweep: more host cores or memory bandwidth, or fewer trained parameters."
-        )
-    if not said:
-        said.append("Compute bounds the step: nothing but a faster device, or less work, makes it shorter.")
-    return said
-
-
 def _document(
-    description: Description, model: nn.Module, training: Training, given: _Described, outlook: Outlook
+    description: Description, model: nn.Module, training: Training, given: Described, outlook: Outlook
 ) -> dict[str, Any]:
     machine, found = given.machine, outlook.forecast
     return {
@@ -303,6 +204,10 @@ def _document(
             "link_out": _finite(machine.rates.link_out),
             "operations": machine.operations,
             "host_updates": machine.rates.host,
+            "devices": machine.crew.devices,
+            "nodes": machine.crew.nodes,
+            "loopback": _finite(machine.crew.loopback),
+            "network": _finite(machine.crew.network),
             "known": given.known,
         },
         "plan": {
@@ -312,6 +217,7 @@ def _document(
             "gradient_slots": outlook.plan.gradient_slots,
             "updates": str(outlook.plan.staging.policy),
             "deferred": outlook.plan.staging.deferred,
+            "samples": training.of_one(machine.crew.size).samples,
             "micro_batches": outlook.choice.micro_batches,
             "stash": "host" if outlook.choice.stash_on_host else "device",
         },
@@ -329,9 +235,24 @@ def _document(
             "device_share_of_updates": found.share,
             "break_even_micro_batches": found.break_even,
             "operations_needed": _finite(found.needed_operations),
+            "one_device": _against_one(outlook, training, machine.crew),
         },
-        "advice": _advice(outlook, training, given),
-        "assumptions": _assumptions(given, training, outlook),
+        "advice": advice(outlook, training, given),
+        "assumptions": assumptions(given, training, outlook),
+    }
+
+
+def _against_one(outlook: Outlook, training: Training, crew: Crew) -> dict[str, Any] | None:
+    one, found = outlook.one_device, outlook.forecast
+    if one is None or one.forecast is None or found is None or not found.seconds:
+        return None
+    speedup = one.forecast.seconds / found.seconds
+    return {
+        "fits": one.fits,
+        "seconds": one.forecast.seconds,
+        "tokens_per_second": _tokens(training) / one.forecast.seconds,
+        "speedup": speedup,
+        "efficiency": speedup / crew.size,
     }
 
 
@@ -340,7 +261,7 @@ def _show(
     description: Description,
     model: nn.Module,
     training: Training,
-    given: _Described,
+    given: Described,
     outlook: Outlook,
 ) -> None:
     name, parameters = escape(description.name), _count(_parameters(model))
@@ -351,27 +272,38 @@ def _show(
     for note in outlook.notes:
         console.print(f"[yellow]note[/yellow]: {escape(note)}")
     plan, choice = outlook.plan, outlook.choice
+    machine = given.machine
     console.print(
-        f"{len(plan.units)} units, {_way(plan, given)}; {training.samples} samples of {training.length} tokens in "
+        f"{len(plan.units)} units, {_way(plan, given)}; {training.samples} samples of {training.length} tokens"
+        f"{_shared_out(training, machine.crew)} in "
         f"{choice.micro_batches} micro-batch{'' if choice.micro_batches == 1 else 'es'}; stash on the "
         f"{'host' if choice.stash_on_host else 'device'}; updates: {plan.staging.policy}, "
         f"{'deferred' if plan.staging.deferred else 'eager'}"
     )
-    machine = given.machine
+    several, nodes = machine.crew.size > 1, machine.crew.nodes > 1
     if outlook.device:
-        console.print(_account("on the device", outlook.device, machine.device_memory))
-    console.print(_account("on the host", outlook.host, machine.host_memory))
+        console.print(_account(f"on {'each' if several else 'the'} device", outlook.device, machine.device_memory))
+    console.print(_account("on each node" if nodes else "on the host", outlook.host, machine.host_memory))
     if outlook.forecast is not None:
         console.print(_times(outlook.forecast))
         _show_step(console, outlook.forecast, training, outlook)
-    for advice in _advice(outlook, training, given):
-        console.print(f"[bold]advice[/bold]: {advice}")
+        _show_speedup(console, training, machine.crew, outlook)
+    for said in advice(outlook, training, given):
+        console.print(f"[bold]advice[/bold]: {said}")
     console.print(f"[dim]{_figures(given)}[/dim]")
-    for assumption in _assumptions(given, training, outlook):
+    for assumption in assumptions(given, training, outlook):
         console.print(f"[dim]- {assumption}[/dim]")
 
 
-def _way(plan: Plan, given: _Described) -> str:
+def _shared_out(training: Training, crew: Crew) -> str:
+    if crew.size == 1:
+        return ""
+    where = f"{crew.size} devices" if crew.nodes == 1 else f"{crew.nodes} nodes with {crew.devices} devices each"
+    most = training.of_one(crew.size).samples
+    return f" on {where}, {'at most ' if training.samples % crew.size else ''}{most} to each,"
+
+
+def _way(plan: Plan, given: Described) -> str:
     if given.device.type == "cpu":
         return "used where they are"
     return (
@@ -416,7 +348,16 @@ def _show_step(console: Console, found: Forecast, training: Training, outlook: O
     )
 
 
-def _figures(given: _Described) -> str:
+def _show_speedup(console: Console, training: Training, crew: Crew, outlook: Outlook) -> None:
+    if (against := _against_one(outlook, training, crew)) is not None:
+        console.print(
+            f"[bold]{against['speedup']:.2f} times one device[/bold], which would take {_seconds(against['seconds'])} "
+            f"for the same batch, {against['tokens_per_second']:,.0f} tokens/s"
+            f"{'' if against['fits'] else ', if it had the memory'}: {against['efficiency']:.0%} of {crew.size} times"
+        )
+
+
+def _figures(given: Described) -> str:
     machine, rates = given.machine, given.machine.rates
     shown = {
         "device memory": None if machine.device_memory is None else show_bytes(machine.device_memory),
@@ -425,6 +366,8 @@ def _figures(given: _Described) -> str:
         "link out": None if math.isinf(rates.link_out) else show_rate(rates.link_out, "bytes"),
         "device FLOP/s": None if machine.operations is None else show_rate(machine.operations, "operations"),
         "host updates": show_rate(rates.host, "parameters"),
+        "loopback": None if math.isinf(machine.crew.loopback) else show_rate(machine.crew.loopback, "bytes"),
+        "network": None if math.isinf(machine.crew.network) else show_rate(machine.crew.network, "bytes"),
     }
     return "; ".join(f"{name} {value} ({given.known[name]})" for name, value in shown.items() if value is not None)
 

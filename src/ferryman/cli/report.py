@@ -10,13 +10,19 @@ from typing import Annotated
 import typer
 
 from ferryman.cost.sizes import show_bytes
-from ferryman.report.figures import Figures, figures_of, summary
+from ferryman.report.figures import Figures, figures_of, summary, together
 from ferryman.report.page import write_report
 from ferryman.report.recording import read
 
 
 def report(
-    trace: Annotated[Path, typer.Argument(help="A trace that an engine recorded, as `Trace.save` writes it.")],
+    trace: Annotated[
+        list[Path],
+        typer.Argument(
+            help="A trace that an engine recorded, as `Trace.save` writes it; of several ranks, that of the first, "
+            "beside which the others are found, or all of them."
+        ),
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write; the trace's name with .html by default.")
     ] = None,
@@ -37,6 +43,8 @@ def report(
       ferryman report trace.json --open             and shows it
       ferryman report trace.json -o out.html --force
       ferryman report trace.json --json | jq '.ranks[0].bound'
+      ferryman report trace.json                    with trace.rank1.json and so on, if they are there
+      ferryman report node0/trace.json node1/trace.rank1.json
 
     \b
     A trace is recorded by the engine:
@@ -45,11 +53,11 @@ def report(
       ...
       trace.save("trace.json")
     """
-    target = output or trace.with_suffix(".html")
+    target = output or trace[0].with_suffix(".html")
     if as_json and output is None:
         if open_it:
             raise ValueError("--open shows a file, and --json alone writes none: name one with -o, or leave --json out")
-        figures = [figures_of(recording) for recording in read(trace)]
+        figures = [figures_of(recording) for recording in read(*trace)]
     else:
         figures = write_report(trace, target, overwrite=force)
     if as_json:
@@ -57,9 +65,21 @@ def report(
     else:
         for of in figures:
             typer.echo(_line(of, len(figures) > 1))
+        if len(figures) > 1:
+            typer.echo(_together(figures))
         typer.echo(f"report: {target}")
     if open_it and not webbrowser.open(target.resolve().as_uri()):
         raise ValueError(f"--open: no browser was found; open {target.resolve()} yourself")
+
+
+def _together(figures: list[Figures]) -> str:
+    found, said = together(figures), list[str]()
+    if found["tokens_per_second"] is not None:
+        said.append(f"{found['tokens_per_second']:.4g} tokens/s")
+    ranks = figures[0].recording.facts.get("ranks", len(figures))
+    if ranks > len(figures):
+        said.append(f"{ranks - len(figures)} of {ranks} ranks left no trace of this run here")
+    return "; ".join([f"together: the others wait for rank {found['slowest_rank']}", *said])
 
 
 def _line(of: Figures, several: bool) -> str:

@@ -11,26 +11,29 @@ run/run.json           all settings
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ferryman
-from ferryman.checkpoint.directory import locked, series, step_of
+from ferryman.checkpoint.directory import last_saved, locked, series, step_of
 from ferryman.cli.options import FIXED, LENGTHS, Options, flag
 from ferryman.files import replacing_file
 
 _SETTINGS = "run.json"
+_AGENTS = "agents"  # in it: those of the job that trains there, or did last; see job.py
 
 
 class Run:
     """A directory that this run alone writes to."""
 
-    def __init__(self, directory: Path, *, is_new: bool, was_there: bool = True) -> None:
+    def __init__(self, directory: Path, *, is_new: bool, was_there: bool = True, agents: Sequence[str] = ()) -> None:
         self.directory = directory
+        self._agents = agents
         self.is_new = is_new
         self._was_there = was_there  # the directory itself
         self.checkpoints = directory / "checkpoints"
@@ -53,7 +56,7 @@ class Run:
         return found[step]
 
     def write_settings(self, options: Options) -> None:
-        content = {"ferryman": ferryman.__version__, "options": options.to_json()}
+        content = {"ferryman": ferryman.__version__, "options": options.to_json(), _AGENTS: list(self._agents)}
         _replace(self.directory / _SETTINGS, json.dumps(content, indent=2) + "\n")
 
     def begin_metrics(self, step: int) -> None:
@@ -83,7 +86,7 @@ class Run:
         )
 
 
-def new_run(options: Options) -> tuple[Options, Run]:
+def new_run(options: Options, agents: Sequence[str] = ()) -> tuple[Options, Run]:
     """In a directory that is not there yet, or is empty."""
     directory = _directory(options)
     if options.from_step is not None:
@@ -96,12 +99,26 @@ def new_run(options: Options) -> tuple[Options, Run]:
         raise ValueError(f"--output {directory}: {_what_is_in(directory)}")
     was_there = directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
-    run = Run(directory, is_new=True, was_there=was_there)
+    run = Run(directory, is_new=True, was_there=was_there, agents=agents)
     run.write_settings(options)
     return options, run
 
 
-def resumed_run(given: Options, explicit: set[str]) -> tuple[Options, Run, list[str]]:
+def restarted(given: Options, explicit: set[str], agents: Sequence[str]) -> tuple[Options, set[str]]:
+    """What it takes to go on where this very job has been before it was started again; else what was given.
+
+    A --from-step is behind it once something was saved since.
+    """
+    file = _directory(given) / _SETTINGS
+    if not (agents and file.is_file() and _has_agent(file, agents)):
+        return given, explicit
+    saved = series(file.parent / "checkpoints")
+    if given.from_step is not None and saved and last_saved(saved[-1].parent) > file.stat().st_mtime:
+        given, explicit = dataclasses.replace(given, from_step=None), explicit - {"from_step"}
+    return dataclasses.replace(given, resume=True), explicit
+
+
+def resumed_run(given: Options, explicit: set[str], agents: Sequence[str] = ()) -> tuple[Options, Run, list[str]]:
     """With the settings it was begun with, but for those that are given now; and what differs, in words."""
     directory = _directory(given)
     file = directory / _SETTINGS
@@ -126,7 +143,7 @@ def resumed_run(given: Options, explicit: set[str]) -> tuple[Options, Run, list[
             )
     return (
         options,
-        Run(directory, is_new=False),
+        Run(directory, is_new=False, agents=agents),
         [
             f"{flag(name) if name != 'model' else 'MODEL'} is {_show(after[name])} now, was {_show(before[name])}"
             for name in different
@@ -139,6 +156,13 @@ def to_line(event: Mapping[str, Any]) -> str:
     return json.dumps(
         {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in event.items()}
     )
+
+
+def _has_agent(settings: Path, agents: Sequence[str]) -> bool:
+    try:
+        return not set(agents).isdisjoint(json.loads(settings.read_text())[_AGENTS])
+    except (ValueError, TypeError, KeyError):  # damaged, or from before there were any
+        return False
 
 
 def _directory(options: Options) -> Path:

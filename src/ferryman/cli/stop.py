@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CLOSED = "a closed output"
+_REASONS = (*(number.name for number in _SIGNALS), CLOSED)
 
 
 class _Hearing:
@@ -54,3 +57,14 @@ class Stop(_Hearing):
         if number == signal.SIGINT and self.asked == "SIGINT":
             raise KeyboardInterrupt
         self.asked = signal.Signals(number).name
+
+    # As a number, for ranks to compare.
+
+    @property
+    def code(self) -> int:
+        return 0 if self.asked is None else 1 + _REASONS.index(self.asked)
+
+    @staticmethod
+    def reason(codes: Iterable[float]) -> str | None:
+        """Of the first rank that was asked."""
+        return next((_REASONS[int(code) - 1] for code in codes if code), None)

@@ -7,12 +7,19 @@ import shlex
 
 from ferryman.cli.options import ENGINE, flag
 
+MISTAKES = (ValueError, OSError)  # what a user can get wrong
+
 _NAMES = "|".join((*ENGINE, "micro_batches", "keep", "betas"))
 _VALUE = r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^)]*\)|[-+\w][-+\w./]*(?<![.])|(?=\W|$)"
 _PYTHON = re.compile(rf"(?<![\w:,./-])({_NAMES})=({_VALUE})")
 
 # As they are written, where it is not with their value.
 _FLAGS = {("held", "True"): "--held", ("held", "False"): "--relayed", ("deferred", "True"): "--deferred"}
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for what was wrong from the start, as for a command line that cannot be read."""
+    return 2 if isinstance(error, MISTAKES) else 1
 
 
 def in_words(error: BaseException) -> str:

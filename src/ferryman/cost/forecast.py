@@ -9,8 +9,9 @@ So with more micro-batches, compute grows and the link does not: at the *break-e
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from ferryman.cost.exchange import Exchange
 from ferryman.cost.model import Phase, Prediction, predict, step_time
 from ferryman.cost.policy import Policy
 from ferryman.cost.rates import Rates
@@ -29,10 +30,10 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Update:
-    """What an update does, once a step."""
+    """What an update does, once a step; of several ranks, on each."""
 
     policy: Policy
-    parameters: int
+    parameters: int  # that this rank updates
     subgroup: int  # parameters
     berths: int
     deferred: bool  # it runs beside the next forward, else beside the backward
@@ -40,6 +41,8 @@ class Update:
     resident: Traffic  # of what stays on the device
     landing: float  # bytes per parameter of gradients that wait on the host for the norm of all
     waits_on_device: bool = False  # those of the device's subgroups wait there
+    others: int = 0  # parameters that other ranks update: gradients leave for them, and weights come back, all the same
+    exchange: Exchange = field(default_factory=Exchange)
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,14 @@ class Lanes:
     link_in: float
     link_out: float
     update: float
+    exchange: float | None = None  # None: there are no ranks to exchange anything with
+    network: float | None = None
 
     @property
     def named(self) -> dict[str, float]:
-        return {"compute": self.compute, "link in": self.link_in, "link out": self.link_out, "update": self.update}
+        found = {"compute": self.compute, "link in": self.link_in, "link out": self.link_out, "update": self.update}
+        others = {"exchange": self.exchange, "network": self.network}
+        return found | {lane: seconds for lane, seconds in others.items() if seconds is not None}
 
     @property
     def bound(self) -> str:
@@ -107,15 +114,15 @@ def _with(
     for name, sweep in (("forward", forward), ("backward", backward)):
         beside = update is not None and update.deferred == (name == "forward")
         fixed = _crossing(update, done.share, name) if update is not None else (0.0, 0.0)
-        phases[name] = (
-            Phase(
-                compute=0.0 if operations is None else micro_batches * sweep.operations / operations,
-                bytes_in=sweep.fetched + fixed[0] + micro_batches * sweep.brought,
-                bytes_out=fixed[1] + micro_batches * sweep.stowed,
-                update=done.seconds if beside else 0.0,
-            ),
-            Phase(0.0, sweep.fetched + fixed[0], fixed[1], done.seconds if beside else 0.0),
+        among = _among_ranks(update.exchange, name, beside=beside) if update is not None else (None, None)
+        once = Phase(0.0, sweep.fetched + fixed[0], fixed[1], done.seconds if beside else 0.0, *among)
+        whole = replace(
+            once,
+            compute=0.0 if operations is None else micro_batches * sweep.operations / operations,
+            bytes_in=once.bytes_in + micro_batches * sweep.brought,
+            bytes_out=once.bytes_out + micro_batches * sweep.stowed,
         )
+        phases[name] = whole, once
     (first, first_once), (second, second_once) = phases["forward"], phases["backward"]
     seconds = step_time(first, second, rates)
     sweeps = ((forward, first_once, first), (backward, second_once, second))
@@ -143,13 +150,27 @@ def _crossing(update: Update, share: float, phase: str) -> tuple[float, float]:
         traffic = update.resident if update.policy.kind == "static" else update.traffic
         into += on_host * traffic.host_in + on_device * traffic.device_in
         out += on_host * traffic.host_out + on_device * traffic.device_out
+        if update.others:  # where weights stay on the device, what any rank has updated is fetched
+            into += (update.others + on_device) * traffic.host_in
+            out += update.others * traffic.host_out
     if update.deferred and phase == "backward":
-        out += (on_host if update.waits_on_device else update.parameters) * update.landing
+        out += (on_host if update.waits_on_device else update.parameters + update.others) * update.landing
     return into, out
 
 
+def _among_ranks(exchange: Exchange, phase: str, *, beside: bool) -> tuple[float | None, float | None]:
+    """Gradients go to their owners in the backward; weights go round when they have been updated."""
+    gathered, crossed = exchange.gathered, exchange.crossed
+    gone = phase == "backward"
+    return (
+        None if gathered is None else gone * gathered + beside * exchange.shared,
+        None if crossed is None else gone * crossed + beside * exchange.returned,
+    )
+
+
 def _lanes(phase: Phase, rates: Rates) -> Lanes:
-    return Lanes(phase.compute, phase.bytes_in / rates.link_in, phase.bytes_out / rates.link_out, phase.update)
+    link_in, link_out = phase.bytes_in / rates.link_in, phase.bytes_out / rates.link_out
+    return Lanes(phase.compute, link_in, link_out, phase.update, phase.exchange, phase.network)
 
 
 def _break_even(sweeps: tuple[tuple[Sweep, Phase, Phase], ...], rates: Rates, operations: float) -> int | None:
@@ -160,6 +181,8 @@ def _break_even(sweeps: tuple[tuple[Sweep, Phase, Phase], ...], rates: Rates, op
             (once.bytes_in / rates.link_in, sweep.brought / rates.link_in),
             (once.bytes_out / rates.link_out, sweep.stowed / rates.link_out),
             (once.update, 0.0),
+            (once.exchange or 0.0, 0.0),
+            (once.network or 0.0, 0.0),
         )
         for fixed, each in lanes:
             if each >= compute and (fixed or each):

@@ -28,6 +28,8 @@ A step is two phases, each as long as what is busiest in it:
 
     forward     max{ compute, bytes in / B_in, bytes out / B_out, update if deferred }
     backward    max{ compute, bytes in / B_in, bytes out / B_out, update if eager }
+
+and, with several ranks, not shorter than what these exchange beside it (`exchange.py`).
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ class Phase:
     bytes_in: float = 0.0
     bytes_out: float = 0.0
     update: float = 0.0  # seconds of the updates that run beside it
+    exchange: float | None = None  # seconds, of several ranks; None: there are none within the node
+    network: float | None = None  # seconds; None: there is one node
 
 
 def fluid_share(traffic: Traffic, rates: Rates) -> float:
@@ -111,7 +115,14 @@ def predict(
 def step_time(forward: Phase, backward: Phase, rates: Rates) -> float:
     """The lower bound of a step: each phase is at least as long as its busiest lane."""
     return sum(
-        max(phase.compute, phase.bytes_in / rates.link_in, phase.bytes_out / rates.link_out, phase.update)
+        max(
+            phase.compute,
+            phase.bytes_in / rates.link_in,
+            phase.bytes_out / rates.link_out,
+            phase.update,
+            phase.exchange or 0.0,
+            phase.network or 0.0,
+        )
         for phase in (forward, backward)
     )
 

@@ -11,6 +11,7 @@ relayed, device memory is constant, so there they wait on the host like the othe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,7 @@ from ferryman.units import (
 BERTHS = 3
 
 SUBGROUP = 1 << 20  # elements, where nothing asks for fewer
+JOINT = 1 << 18  # of several ranks, whose gradients of a subgroup are all in one host's memory at a time
 LEAST = 1 << 14  # below this, an update on the device is launched more slowly than the host makes it
 
 # Two memories for what an update, and a look at a gradient, have in between: bytes for an element of a subgroup.
@@ -48,6 +50,8 @@ class Staging:
     arrays: Callable[[Unit], int | None]  # numbers that are kept of each element; None: it cannot be done on a device
     deferred: bool
     holds_gradients: bool = True  # whether they may wait on the device at all
+    cuts: Callable[[Unit], list[int]] | None = None  # of several ranks, where each one's elements begin and end
+    rank: int = 0
 
     @property
     def berths(self) -> int:
@@ -62,7 +66,7 @@ class Staging:
     def subgroups(self, units: Iterable[Unit]) -> list[Subgroup]:
         """Those that the device can update, in the order given: what a policy counts."""
         able = (unit for unit in units if self.arrays(unit) is not None)
-        return [subgroup for unit in able for subgroup in cut_into_subgroups(unit, self.subgroup)]
+        return [subgroup for unit in able for subgroup in cut_into_subgroups(unit, self.subgroup, *self._part(unit))]
 
     def owned(self, units: Iterable[Unit]) -> list[Subgroup]:
         """Those that are the device's for good."""
@@ -102,6 +106,19 @@ class Staging:
             "gradients on the device": sum(count * landing_dtype(u).itemsize for u, count in waiting.items()),
         }
 
+    def _part(self, unit: Unit) -> tuple[int, int]:
+        """The elements that are updated by this rank."""
+        if self.cuts is None:
+            return 0, trained_elements(unit)
+        cuts = self.cuts(unit)
+        return cuts[self.rank], cuts[self.rank + 1]
+
+    def _elements(self, unit: Unit) -> int:
+        """How many; of several ranks the most that one has, so that all have the same plan."""
+        if self.cuts is None:
+            return trained_elements(unit)
+        return max(high - low for low, high in itertools.pairwise(self.cuts(unit)))
+
     def _holds(self, *, held: bool) -> bool:
         """Whether gradients can wait on the device."""
         return self.deferred and self.on_device and self.holds_gradients and (held or self.policy.kind == "static")
@@ -110,13 +127,13 @@ class Staging:
         """As many as `holding` has, without a list of subgroups, of which a large model has half a million."""
         if self.policy.kind != "auto":
             return self._owned_elements(units)
-        return {unit: trained_elements(unit) for unit in units if self.arrays(unit) is not None}
+        return {unit: self._elements(unit) for unit in units if self.arrays(unit) is not None}
 
     def _owned_elements(self, units: Iterable[Unit]) -> dict[Unit, int]:
         """The same for `owned`."""
         found, start = dict[Unit, int](), 0
         for unit in units:
-            total = trained_elements(unit) if self.arrays(unit) is not None else 0
+            total = self._elements(unit) if self.arrays(unit) is not None else 0
             if not total:
                 continue
             last = start + -(-total // self.subgroup) - 1  # the only one that may be shorter

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ferryman.data.tokens import Tokens
+from ferryman.ranks import Share
 
 Batch = dict[str, torch.Tensor]
 
@@ -51,14 +52,17 @@ class Windows:
         """How often the data has been seen."""
         return self._epoch + self._index / self.count
 
-    def batch(self, size: int) -> Batch:
-        """The next windows."""
-        return _batch([self._next() for _ in range(size)])
+    def batch(self, size: int, mine: slice = slice(None)) -> Batch | list[Any]:
+        """The next windows. Of several ranks each draws all of them and reads its own; without any, an empty list."""
+        starts = [self._next() for _ in range(size)][mine]
+        return _batch([self._tokens.read(at, at + self._length) for at in starts]) if starts else []
 
-    def in_order(self, size: int, most: int) -> Iterator[Batch]:
-        """At most so many windows from the start, always the same, in batches; the position stays."""
+    def in_order(self, size: int, most: int, share: Share | None = None) -> Iterator[Batch]:
+        """At most so many windows from the start, always the same, in batches; the position stays. Of several ranks,
+        each has its share of the batches."""
+        rank, ranks = share or Share()
         starts = [self._start + i * self._length for i in range(min(most, self.count))]
-        for i in range(0, len(starts), size):
+        for i in range(rank * size, len(starts), ranks * size):
             yield _batch([self._tokens.read(at, at + self._length) for at in starts[i : i + size]])
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,7 +84,8 @@ class Windows:
                 )
         self._seed, self._epoch, self._index = state["seed"], state["epoch"], state["index"]
 
-    def _next(self) -> torch.Tensor:
+    def _next(self) -> int:
+        """Where the next window begins."""
         draw = random.Random(f"{self._seed}/{self._epoch}")
         room = self._stop - self._start - self.count * self._length
         start = self._start + draw.randrange(min(room + 1, self._length))
@@ -88,7 +93,7 @@ class Windows:
         self._index += 1
         if self._index == self.count:
             self._epoch, self._index = self._epoch + 1, 0
-        return self._tokens.read(start, start + self._length)
+        return start
 
 
 def _batch(windows: list[torch.Tensor]) -> Batch:

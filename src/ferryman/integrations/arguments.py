@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.training_args import OptimizerNames, ParallelMode
+from transformers.training_args import OptimizerNames
 
 from ferryman.engine import Engine
 from ferryman.units import hint
@@ -29,7 +29,7 @@ _EVALUATION = ("device", "memory", "units", "resident", "stash", "slots", "held"
 _REFUSED = {
     "deepspeed": "it would move and cut the model itself",
     "fsdp": "it would cut the model itself",
-    "parallelism_config": "the engine trains on one device",
+    "parallelism_config": "the engine trains data parallel, by itself",
     "torch_compile": "the engine runs the model's blocks one by one, and a compiled model cannot be taken apart",
     "auto_find_batch_size": "the engine keeps to a budget by itself: give engine={'memory': '8GiB'}",
     "enable_jit_checkpoint": "it marks a checkpoint's directory first, and the engine writes directories as a whole",
@@ -50,11 +50,6 @@ def check(args: TrainingArguments) -> None:
     for name, reason in _REFUSED.items():
         if getattr(args, name):
             raise ValueError(f"TrainingArguments({name}=...) cannot be used with FerrymanTrainer: {reason}")
-    if args.parallel_mode == ParallelMode.DISTRIBUTED:
-        raise ValueError(
-            f"there are {args.world_size} processes, and FerrymanTrainer trains on one device; start it without "
-            "torchrun or accelerate launch"
-        )
     args._n_gpu = min(args.n_gpu, 1)  # or the trainer would put a copy of the model on each
 
 

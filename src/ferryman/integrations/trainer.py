@@ -41,6 +41,7 @@ class FerrymanTrainer(Trainer):
     which fetches each block once for all of them. `engine` has options of `ferryman.Engine`, as
     `engine={"memory": "8GiB"}`. The engine, which callbacks may use as `trainer.engine`, has the model while `train`
     runs; afterwards the model is the plain one, on the host. Evaluation streams it through the device at any time.
+    Under torchrun each rank has its own samples and its own device, as with any Trainer.
     """
 
     model: Any
@@ -89,7 +90,8 @@ class FerrymanTrainer(Trainer):
         self.optimizer = _EngineOptimizer(optimizer, self._update)
         self._held.callback(self._let_go, optimizer)
         self.create_scheduler(num_training_steps=max_steps)
-        self.model_wrapped = self.accelerator.prepare_model(self.model)
+        # As for evaluation: of several ranks, accelerate would wrap it to add up gradients, which the engine does.
+        self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         self.accelerator._optimizers.append(self.optimizer)
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -159,7 +161,9 @@ class FerrymanTrainer(Trainer):
         if not self._is_scaled(items):
             loss = loss / self.current_gradient_accumulation_steps
         self._losses[number] = loss.detach()
-        return loss  # type: ignore[no-any-return]
+        # The trainer has multiplied by the number of ranks what it divided by all that counts on them, or has divided
+        # by what counts here: for a mean of gradients. The engine adds up.
+        return loss / self.args.world_size  # type: ignore[no-any-return]
 
     def _is_scaled(self, items: Any) -> bool:
         """Whether the loss has been divided by all that counts in the step, or only by what its micro-batch has."""
@@ -233,15 +237,25 @@ class FerrymanTrainer(Trainer):
         finally:
             self._checkpointing = False
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self._checkpointing:
+            self._save(output_dir)  # on all ranks, of which each writes a part
+        else:
+            super().save_model(output_dir, _internal_call)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if not self._checkpointing:
             super()._save(output_dir, state_dict)
             return
         assert self.engine is not None
         assert output_dir is not None
-        if (Path(output_dir) / TRAINER_STATE_NAME).is_file() and not is_checkpoint(Path(output_dir)):
+        is_plain = (Path(output_dir) / TRAINER_STATE_NAME).is_file() and not is_checkpoint(Path(output_dir))
+        if is_plain and self.is_world_process_zero():
             _move_aside(Path(output_dir))
+        self.engine.agree(checkpoint=output_dir)  # also, all wait for what was moved
         path = self.engine.save(output_dir, objects=self._objects())
+        if not self.is_world_process_zero():
+            return
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(path)

@@ -62,6 +62,9 @@ class HeldWeights(WeightSlots):
         if unit in self._held:
             self._changed.setdefault(unit, {})["updated"] = mark
 
+    def renew(self, unit: Unit) -> None:
+        self._fresh.pop(unit, None)
+
     def close(self) -> None:
         super().close()
         self._fresh.clear()

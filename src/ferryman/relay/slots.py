@@ -138,6 +138,10 @@ class WeightSlots:
     def updated(self, unit: Unit, mark: Mark) -> None:
         """The device has, and has told the host."""
 
+    def renew(self, unit: Unit) -> None:
+        """Other ranks have; it is fetched when it is needed."""
+        self._held = [None if held is unit else held for held in self._held]
+
     def tensors(self, unit: Unit, slot: int) -> list[tuple[Item, torch.Tensor]]:
         """The unit's tensors in a slot, made once: parameters, so that autograd and modules take them for such."""
         if (unit, slot) not in self._bound:

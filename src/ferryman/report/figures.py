@@ -22,7 +22,11 @@ RESOURCES = {
     "link out": ("d2h", "stash out", "state out"),
     "device updates": ("update", "look"),
     "host": ("host", "checks"),
+    "other ranks": ("exchange", "share"),
 }
+
+# Busy with what others do, too: an exchange lasts until all ranks have come to it.
+_TOGETHER = "other ranks"
 
 # By kind of work, the first word of its label; visits have their direction at the end.
 _KINDS = {
@@ -35,6 +39,10 @@ _KINDS = {
     "update": "update",
     "look": "look",
     "check": "look",
+    "land": "gradients",
+    "send": "gradients",
+    "exchange": "exchange",
+    "share": "share",
 }
 _VISITS = ("forward", "turn", "backward")
 
@@ -43,7 +51,8 @@ BOUND = 0.75
 
 
 def kind_of(label: str) -> str:
-    """What sort of work it is: forward, turn, backward, weights, gradients, stash, state, update, look, other."""
+    """What sort of work it is: forward, turn, backward, weights, gradients, stash, state, update, look, exchange,
+    share, other."""
     if label.startswith("visit "):
         return next((visit for visit in _VISITS if label.endswith(f"({visit})")), "forward")
     if label.startswith("fetch gradients "):
@@ -193,9 +202,38 @@ def _stretch(name: str, start: float, end: float, spans: Sequence[Span]) -> Stre
     return Stretch(name, start, end, {r: busy_time(resources[r], start, end) for r in order if r in resources})
 
 
+def slowest(figures: Sequence[Figures]) -> Figures:
+    """The rank that the others wait for: who comes last waits least, over all steps but the first."""
+
+    def waited(of: Figures) -> float:
+        return sum(account.whole.busy.get(_TOGETHER, 0.0) for account in of.accounts[1:] or of.accounts)
+
+    return min(figures, key=waited)
+
+
+def together(figures: Sequence[Figures]) -> dict[str, Any]:
+    """Of all ranks: what they do in a second, the highest peak, and who is slowest."""
+    rates = {
+        "tokens_per_second": [of.tokens_rate for of in figures],
+        "samples_per_second": [of.samples_rate for of in figures],
+    }
+    peaks = [of.peak for of in figures if of.peak is not None]
+    return {
+        **{name: _sum(known) for name, known in rates.items()},
+        "device_peak": max(peaks, default=None),
+        "slowest_rank": slowest(figures).recording.rank,
+    }
+
+
+def _sum(rates: Iterable[float | None]) -> float | None:
+    """None if none is known; a rank may have had no data."""
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known else None
+
+
 def summary(figures: Sequence[Figures]) -> dict[str, Any]:
     """What `--json` prints: everything but the spans, as JSON can say it. Times are seconds."""
-    return {"ranks": [_rank(of) for of in figures]}
+    return {**together(figures), "ranks": [_rank(of) for of in figures]}
 
 
 def _rank(of: Figures) -> dict[str, Any]:

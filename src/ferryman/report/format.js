@@ -7,13 +7,15 @@ const byId = (id) => document.getElementById(id);
 const KINDS = {
   forward: "forward", turn: "turn, forward and backward", backward: "backward, with its forward again",
   weights: "weights in", gradients: "gradients", stash: "stash", state: "optimizer state", update: "update",
-  look: "norm and checks", other: "other",
+  look: "norm and checks", exchange: "exchange of gradients, with the wait for others", share: "updated weights, until all ranks have them",
+  other: "other",
 };
 const LANES = {
   compute: "visits of units", h2d: "weights to the device", "stash in": "stash, back to the device",
   "state in": "optimizer state for updates there", d2h: "gradients to the host", "stash out": "stash, to the host",
   "state out": "what was updated, to the host", update: "updates on the device", look: "norms on the device",
   host: "updates and norms on the host", checks: "are gradients finite",
+  exchange: "gradients to the ranks that own them", share: "updated weights to all ranks",
 };
 
 /** Digits enough for three that count, and no more. */

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from ferryman.files import replacing_file
-from ferryman.report.figures import RESOURCES, Account, Figures, account_figures, figures_of, kind_of, resource_of
+from ferryman.report.figures import (
+    RESOURCES,
+    Account,
+    Figures,
+    account_figures,
+    figures_of,
+    kind_of,
+    resource_of,
+    together,
+)
 from ferryman.report.recording import Recording, read
 
 _SCRIPTS = ("format.js", "charts.js", "timeline.js", "sections.js")
@@ -24,17 +33,24 @@ _UPDATES = ("device_share", "bytes_in", "bytes_out", "host_waited", "device_wait
 
 
 def write_report(
-    trace: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False
+    trace: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    target: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
 ) -> list[Figures]:
-    """Writes the report of a trace file, whole or not at all; returns the figures, of each rank."""
+    """Writes the report of a trace file, whole or not at all; returns the figures, of each rank.
+
+    Of several ranks, the first one's file will do where the others' are beside it (`trace_path`); or all of them.
+    """
+    traces = [trace] if isinstance(trace, str | os.PathLike) else list(trace)
     path = Path(target)
     if path.exists() and not overwrite:
         raise ValueError(f"{path} is there already; overwrite=True (--force) replaces it, or choose another name")
     if not path.parent.is_dir():
         raise ValueError(f"there is no directory {path.parent} to write {path.name} into; make it first")
-    figures = [figures_of(recording) for recording in read(trace)]
+    figures = [figures_of(recording) for recording in read(*traces)]
     with replacing_file(path) as file:
-        file.write_text(render(figures, Path(trace).name), encoding="utf-8")
+        file.write_text(render(figures, Path(traces[0]).name), encoding="utf-8")
     return figures
 
 
@@ -46,7 +62,7 @@ def render(figures: Sequence[Figures], name: str) -> str:
         return (files / file).read_text(encoding="utf-8")
 
     origin = min(min(of.recording.spans[0].start, of.accounts[0].step.start) for of in figures)
-    content = {"name": name, "ranks": [_rank(of, origin) for of in figures]}
+    content = {"name": name, "together": together(figures), "ranks": [_rank(of, origin) for of in figures]}
     # Within a script element nothing but "<" could end it.
     data = json.dumps(content, allow_nan=False, separators=(",", ":"))
     parts = {

@@ -1,15 +1,16 @@
-"""A trace file, read: for each rank its lanes, spans, steps, memory and facts."""
+"""Trace files, read: for each rank its lanes, spans, steps, memory and facts."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ferryman.trace import Sample, Span, Step
+from ferryman.trace import Sample, Span, Step, trace_path
 
 _UPDATES = "updates of step "  # as the server names its notes
 
@@ -27,10 +28,61 @@ class Recording:
     kept: set[int] = field(default_factory=set)  # positions in `steps` of those whose spans are there
     updates: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by the step's number
 
+    def ran_with(self, other: Recording) -> bool:
+        """Whether both are of the same run: as many ranks, at the same time."""
+        if self.facts.get("ranks") != other.facts.get("ranks"):
+            return False
+        (low, high), (begin, end) = self._times(), other._times()
+        return low < end and begin < high
 
-def read(path: str | os.PathLike[str]) -> list[Recording]:
-    """One recording for each rank; a ValueError that says what is wrong with the file, if it is no trace of ours."""
-    source = Path(path)
+    def _times(self) -> tuple[float, float]:
+        began = self.facts.get("began", 0.0)
+        return began + self.spans[0].start, began + max(span.end for span in self.spans)
+
+    def shift(self, seconds: float) -> None:
+        """To another rank's time."""
+        self.spans = [span._replace(start=span.start + seconds, end=span.end + seconds) for span in self.spans]
+        self.samples = [sample._replace(at=sample.at + seconds) for sample in self.samples]
+        self.steps = [replace(step, start=step.start + seconds, end=step.end + seconds) for step in self.steps]
+
+
+def read(*paths: str | os.PathLike[str]) -> list[Recording]:
+    """One recording for each rank, with times on one axis; a ValueError that says what is wrong with a file, if it is
+    no trace of ours.
+
+    Beside the first rank's trace those of the others are looked for, by their names, unless several are given.
+    """
+    if len(paths) == 1:
+        return _in_order(_with_others(Path(paths[0])))
+    return _in_order([(Path(path), recording) for path in paths for recording in _read(Path(path))])
+
+
+def _with_others(path: Path) -> list[tuple[Path, Recording]]:
+    """Of the same run: what was left there by another one has another time, or another number of ranks."""
+    found = [(path, recording) for recording in _read(path)]
+    lead = found[0][1]
+    for rank in range(1, lead.facts.get("ranks", 1) if len(found) == 1 and lead.rank == 0 else 0):
+        beside = trace_path(path, rank)
+        if beside.exists():
+            found += [(beside, other) for other in _read(beside) if other.ran_with(lead)]
+    return found
+
+
+def _in_order(found: list[tuple[Path, Recording]]) -> list[Recording]:
+    """By rank, all on the axis of the first."""
+    found = sorted(found, key=lambda pair: pair[1].rank)
+    for (path, one), (other, two) in itertools.pairwise(found):
+        if one.rank == two.rank:
+            raise ValueError(f"{path} and {other} are both of rank {one.rank}; give one trace for each rank of a run")
+    recordings = [recording for _, recording in found]
+    began = recordings[0].facts.get("began")
+    for recording in recordings[1:]:
+        if began is not None and (at := recording.facts.get("began")) is not None:
+            recording.shift(at - began)
+    return recordings
+
+
+def _read(source: Path) -> list[Recording]:
     content = _load(source)
     events = content.get("traceEvents") if isinstance(content, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):

@@ -1,6 +1,7 @@
 // Everything around the timeline: title, headline, where the time went, the updates, the course of the run.
 
 const lead = RANKS[0], facts = lead.facts, plan = facts.plan || {};
+const highestPeak = DATA.together.device_peak; // of all ranks
 
 // Title.
 
@@ -9,7 +10,7 @@ const lead = RANKS[0], facts = lead.facts, plan = facts.plan || {};
   const where = facts.virtual ? make("span", { class: "tag" }, `virtual accelerator (${facts.device})`)
     : facts.device ? make("span", {}, facts.device === "cpu" ? "CPU" : facts.device) : null;
   const parts = [
-    RANKS.length > 1 ? `${RANKS.length} ranks` : null,
+    RANKS.length > 1 || facts.ranks > 1 ? `${facts.ranks > RANKS.length ? `${RANKS.length} of ${facts.ranks}` : RANKS.length} ranks` : null,
     facts.budget ? `budget ${showBytes(facts.budget)}` : "no budget",
     facts.precision && facts.precision.length ? facts.precision.join(", ") : null,
     facts.optimizer || null,
@@ -23,7 +24,7 @@ const lead = RANKS[0], facts = lead.facts, plan = facts.plan || {};
 
 // Headline.
 
-const RESOURCE_NAMES = { compute: "compute", "link in": "link in", "link out": "link out", "device updates": "updates on the device", host: "host" };
+const RESOURCE_NAMES = { compute: "compute", "link in": "link in", "link out": "link out", "device updates": "updates on the device", host: "host", "other ranks": "rank exchange" };
 const resourceName = (resource) => RESOURCE_NAMES[resource] || resource;
 
 function figure(name, value, unit, more, share = null) {
@@ -37,17 +38,28 @@ function figure(name, value, unit, more, share = null) {
   const count = lead.steps.number.length;
   const thinned = facts.thinned ? `; of ${facts.thinned.steps} steps in all, older ones thinned to one in ${facts.thinned.every}` : "";
   const [time, unit] = lead.seconds === null ? ["–", ""] : showSeconds(lead.seconds).split(" ");
-  const rate = lead.tokens_rate !== null ? ["tokens", lead.tokens_rate] : lead.samples_rate !== null ? ["samples", lead.samples_rate] : null;
-  const peak = lead.peak === null ? ["–", "", facts.device === "cpu" ? "on the CPU the device is the host" : "was not recorded"]
-    : [...showBytes(lead.peak).split(" "), budget ? `${showPercent(lead.peak / budget)} of the budget of ${showBytes(budget)}` : "no budget was set"];
+  const all = DATA.together;
+  const rate = all.tokens_per_second !== null ? ["tokens", all.tokens_per_second] : all.samples_per_second !== null ? ["samples", all.samples_per_second] : null;
+  const several = RANKS.length > 1 ? "of rank 0, " : "";
+  const inStep = (name) => RANKS.reduce((sum, rank) => sum + (rank.accounts[rank.typical][name] || 0), 0);
+  const peak = highestPeak === null ? ["–", "", facts.device === "cpu" ? "on the CPU the device is the host" : "was not recorded"]
+    : [...showBytes(highestPeak).split(" "), budget ? `${showPercent(highestPeak / budget)} of the budget of ${showBytes(budget)}` : "no budget was set"];
   byId("headline").append(
     figure("Step time", time, unit, lead.seconds === null ? "no steps were recorded" : `median of ${count} step${count === 1 ? "" : "s"}${count > 1 ? ", without the first" : ""}${thinned}`),
     figure("Throughput", rate ? digits(rate[1]) : "–", rate ? `${rate[0]}/s` : "", rate
-      ? `${showCount(typical[rate[0]])} ${rate[0]} a step, ${typical.micro_batches} micro-batch${typical.micro_batches === 1 ? "" : "es"}` : "samples are not known"),
-    figure("Device memory, peak", peak[0], peak[1], peak[2], lead.peak !== null && budget ? lead.peak / budget : null),
+      ? `${showCount(inStep(rate[0]))} ${rate[0]} a step, ${inStep("micro_batches")} micro-batch${inStep("micro_batches") === 1 ? "" : "es"}${RANKS.length > 1 ? ", all ranks" : ""}` : "samples are not known"),
+    figure(RANKS.length > 1 ? "Device memory, highest peak" : "Device memory, peak", peak[0], peak[1], peak[2], highestPeak !== null && budget ? highestPeak / budget : null),
     figure(bound ? "Bounded by" : "Busiest", busiest ? resourceName(busiest) : "–", "", busiest
-      ? `busy for ${showPercent(share)} of the ${lead.has_steps ? "step" : "trace"}${bound ? "" : "; nothing fills it"}` : "nothing ran", busiest ? share : null),
+      ? `${several}busy for ${showPercent(share)} of the ${lead.has_steps ? "step" : "trace"}${bound ? "" : "; nothing fills it"}${besides()}` : "nothing ran", busiest ? share : null),
   );
+  /** Of the rank that the others wait for. */
+  function besides() {
+    const slow = RANKS.find((rank) => rank.rank === all.slowest_rank);
+    if (RANKS.length === 1) return "";
+    if (slow === lead) return "; the others wait for it";
+    const { busiest: what, share: much } = slow.accounts[slow.typical].whole;
+    return `; the others wait for rank ${slow.rank}: ${resourceName(what)} ${showPercent(much)}`;
+  }
 }
 
 // Steps.
@@ -60,8 +72,9 @@ function choose(index) {
   byId("previous").disabled = chosen === 0;
   byId("next").disabled = chosen === lead.accounts.length - 1;
   pointed = cursor = null;
-  if (hasMemory) byId("memory-title").replaceChildren("Device memory", ...levels().map(({ name, bytes, ink, dash }) =>
-    make("span", { class: "key" }, make("i", { style: { borderColor: `var(--${ink})`, borderTopStyle: dash } }), `${name} ${showBytes(bytes)}`)));
+  const each = RANKS.length > 1 ? RANKS.map((rank, place) => ({ name: `rank ${rank.rank}`, ink: levelInk(place), dash: "solid" })) : [];
+  if (hasMemory) byId("memory-title").replaceChildren("Device memory", ...[...each, ...levels()].map(({ name, bytes, ink, dash }) =>
+    make("span", { class: "key" }, make("i", { style: { borderColor: `var(--${ink})`, borderTopStyle: dash } }), bytes === undefined ? name : `${name} ${showBytes(bytes)}`)));
   wholeStep();
   showWhere();
   showSplitOf();
@@ -91,19 +104,19 @@ function legend(entries) {
       ? "None to show: on the CPU the device is the host." : "This trace has no samples of it.";
   } else {
     memoryCanvas.setAttribute("role", "img");
-    memoryCanvas.setAttribute("aria-label", `Device memory over time; peak ${showBytes(lead.peak || 0)}${budget ? `, budget ${showBytes(budget)}` : ""}`);
+    memoryCanvas.setAttribute("aria-label", `Device memory over time; peak ${showBytes(highestPeak || 0)}${budget ? `, budget ${showBytes(budget)}` : ""}`);
   }
 }
-if (account && lead.peak) {
+if (account && highestPeak) {
   const inks = { "weight slots": "weights", "gradient slots": "gradients", residents: "stash", "update staging": "update",
     "state on the device": "state", "gradients on the device": "look" };
   const parts = Object.entries(account).map(([name, bytes]) => [inks[name] || "other", name, bytes]).filter(([, , bytes]) => bytes);
-  parts.push(["forward", "micro-batches, at the peak", Math.max(0, lead.peak - fixed)]);
-  const whole = Math.max(budget || 0, lead.peak);
+  parts.push(["forward", "micro-batches, at the peak", Math.max(0, highestPeak - fixed)]);
+  const whole = Math.max(budget || 0, highestPeak);
   const strip = make("div", { class: "strip" }, ...parts.map(([ink, name, bytes]) =>
     make("i", { title: name, style: { width: `${(bytes / whole) * 100}%`, background: `var(--${ink})` } })));
   const entries = legend(parts.map(([ink, name, bytes]) => [ink, `${name} ${showBytes(bytes)}`]));
-  if (budget > lead.peak) entries.push(...legend([["row", `free ${showBytes(budget - lead.peak)}`]]));
+  if (budget > highestPeak) entries.push(...legend([["row", `free ${showBytes(budget - highestPeak)}`]]));
   byId("holds").append(make("div", { class: "holds" }, make("h3", {}, "What fills it"), strip, make("ul", { class: "legend" }, ...entries)));
 }
 
@@ -114,6 +127,7 @@ const ADVICE = {
   "link in": "What comes in does not keep up with compute. More micro-batches a step make each fetch serve more work; more device memory keeps more units there; bf16 halves the bytes.",
   "link out": "What goes out does not keep up. More micro-batches a step make each flush serve more work; more device memory keeps the stash on the device; bf16 halves the bytes.",
   "device updates": "Updates on the device are the slowest part: another policy (updates=\"host\", \"stride:K\") would leave more of them to the host.",
+  "other ranks": "It exchanges gradients with other ranks, or waits for them: look whether another rank has more to do. If none has, more micro-batches a step make each exchange serve more work, and bf16 halves the bytes.",
   host: "The host's updates do not keep up. updates=\"auto\" lets the device take part; more host threads, or more micro-batches a step, help too.",
 };
 const WAITING = "No resource fills the step: lanes wait for one another. Look for gaps in the compute lane, and for what ends where they end.";
@@ -124,8 +138,10 @@ function showWhere() {
   for (const rank of RANKS) {
     const account = accountOf(rank);
     if (!account) continue;
-    if (RANKS.length > 1) target.append(make("h3", {}, `rank ${rank.rank}`));
-    target.append(verdict(account), phases(account), make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Lanes" }, table(rank, account)));
+    const what = [verdict(account), phases(account), make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Lanes" }, table(rank, account))];
+    const slow = rank.rank === DATA.together.slowest_rank;
+    if (RANKS.length === 1) target.append(...what);
+    else target.append(make("details", rank === lead || slow ? { open: "" } : {}, make("summary", {}, `rank ${rank.rank}${slow ? ", for which the others wait" : ""}`), ...what));
   }
 }
 function verdict(account) {
@@ -165,11 +181,11 @@ function table(rank, account) {
       strip.append(make("i", { title: `${KINDS[kind]}: ${showSeconds(used.kinds[kind])}`,
         style: { width: `${(used.kinds[kind] / length) * 100}%`, background: `var(--${kind})` } }));
     }
-    const crosses = lane.resource.startsWith("link") && used.bytes > 0;
+    const crosses = lane.resource.startsWith("link") && used.bytes > 0, moves = crosses || (lane.resource === "other ranks" && used.bytes > 0);
     body.push(make("tr", { class: before !== null && before !== lane.resource ? "first" : "" },
       make("td", { class: "lane" }, lane.name), make("td", { class: "about" }, LANES[lane.name] || ""), make("td", { class: "use" }, strip),
       make("td", { class: "number" }, used.busy ? showSeconds(used.busy) : "–"), make("td", { class: "number" }, showPercent(used.busy / length)),
-      make("td", { class: "number" }, crosses ? showTraffic(used.bytes) : "–"),
+      make("td", { class: "number" }, moves ? showTraffic(used.bytes) : "–"),
       make("td", { class: "number" }, crosses && used.busy ? showRate(used.bytes / used.busy) : "–")));
     before = lane.resource;
   }

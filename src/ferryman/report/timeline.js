@@ -218,7 +218,7 @@ const DASHES = { solid: [], dashed: [6, 4], dotted: [2, 3] };
 function levels() {
   return [
     { name: "budget", bytes: budget, ink: "warn", dash: "solid" },
-    { name: "peak of the step", bytes: RANKS[0].accounts[chosen].peak, ink: "accent", dash: "dashed" },
+    { name: RANKS.length > 1 ? "highest peak of the step" : "peak of the step", bytes: Math.max(...RANKS.map((rank) => (accountOf(rank) || {}).peak || 0)), ink: "accent", dash: "dashed" },
     { name: "always there", bytes: fixed, ink: "soft", dash: "dotted" },
   ].filter(({ bytes }) => bytes);
 }
@@ -240,7 +240,7 @@ function paintMemory() {
   }
   context.save();
   context.beginPath(); context.rect(gutter, 0, plotWidth, height); context.clip();
-  for (const rank of RANKS) paintLevel(context, rank.memory, y);
+  RANKS.forEach((rank, place) => paintLevel(context, rank.memory, y, levelInk(place)));
   for (const { bytes, ink, dash } of levels()) {
     const at = Math.round(y(bytes)) + 0.5;
     context.strokeStyle = colour(ink);
@@ -255,7 +255,11 @@ function paintMemory() {
   context.restore();
 }
 
-function paintLevel(context, { at, bytes }, y) {
+/** One rank's memory is an area; several are lines, each in its colour. */
+const LEVEL_INKS = ["turn", "weights", "state", "exchange", "gradients", "stash"];
+const levelInk = (place) => LEVEL_INKS[place % LEVEL_INKS.length];
+
+function paintLevel(context, { at, bytes }, y, ink) {
   if (!at.length) return;
   const first = Math.max(0, lastBefore({ start: at }, view.from));
   const path = () => {
@@ -271,9 +275,10 @@ function paintLevel(context, { at, bytes }, y) {
   context.beginPath();
   const last = path();
   context.lineTo(xOf(at[last]), y(0)); context.lineTo(xOf(at[first]), y(0));
-  context.fillStyle = colour("forward"); context.globalAlpha = 0.22; context.fill(); context.globalAlpha = 1;
+  context.fillStyle = colour(RANKS.length > 1 ? ink : "forward"); context.globalAlpha = RANKS.length > 1 ? 0.08 : 0.22;
+  context.fill(); context.globalAlpha = 1;
   context.beginPath(); path();
-  context.strokeStyle = colour("turn"); context.lineWidth = 1.5; context.stroke(); context.lineWidth = 1;
+  context.strokeStyle = colour(ink); context.lineWidth = 1.5; context.stroke(); context.lineWidth = 1;
 }
 
 // What the pointer and the keys do.

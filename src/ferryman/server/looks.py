@@ -18,6 +18,8 @@ from ferryman.units import GRADIENT, Item, Subgroup, Unit, overlap, trained_offs
 class NonFiniteError(ValueError):
     """A gradient or a loss is inf or NaN."""
 
+    agreed = False  # whether all ranks have found it together, and can go on
+
 
 Consequence = Callable[[], str]  # what has changed already, for an error
 
@@ -129,9 +131,11 @@ class Looks:
             self._sums[item, subgroup.start] = total
 
 
-def non_finite(item: Item, then: str) -> NonFiniteError:
+def non_finite(item: Item | None, then: str) -> NonFiniteError:
+    """None: another rank knows which it is."""
+    which = "a parameter, which another rank names," if item is None else repr(item.name)
     return NonFiniteError(
-        f"the gradient of {item.name!r} is not finite (inf or NaN). {then}. Lower the learning rate, look at the data, "
+        f"the gradient of {which} is not finite (inf or NaN). {then}. Lower the learning rate, look at the data, "
         "or pass such steps over: on_nonfinite='skip'"
     )
 

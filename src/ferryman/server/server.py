@@ -5,8 +5,7 @@ buffers are enough. *Deferred*: gradients wait until all have landed and their n
 updated in forward order, beside the next forward, each before it is fetched again. Where nothing needs the whole
 gradient first, updates are eager.
 
-Either way each subgroup is updated on the host or on the device: `split.py` says where, `device_updates.py` does the
-device's part.
+Either way each subgroup is updated on the host or on the device; `updates.py` carries that out.
 
 Gradients may also be *kept*: `forward_backward` by itself leaves them in float32 for the user to read, edit or add to,
 and `update` takes them from there.
@@ -14,28 +13,29 @@ and `update` takes them from there.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from ferryman.cost.staging import Staging
 from ferryman.lanes import Lanes
 from ferryman.marks import Mark
-from ferryman.server import calibration
-from ferryman.server.device_updates import Berth, DeviceUpdates, Done
-from ferryman.server.landing import Landing
+from ferryman.ranks import Ranks
+from ferryman.server.device_updates import Berth
+from ferryman.server.exchange import Exchange
+from ferryman.server.landing import Buffer, Landing
 from ferryman.server.looks import Looks, non_finite, squares
 from ferryman.server.panel import Panel
 from ferryman.server.precision import Scale
-from ferryman.server.settings import Settings, is_eager
-from ferryman.server.split import Split
-from ferryman.server.state import Order, Run, is_whole
-from ferryman.server.stats import Record, Stats
+from ferryman.server.settings import Settings
+from ferryman.server.state import Order, bounds, is_whole
+from ferryman.server.stats import Stats
 from ferryman.server.store import RamStore
+from ferryman.server.updates import DeviceWeights, Updates
 from ferryman.units import (
     GRADIENT,
     Item,
@@ -47,32 +47,14 @@ from ferryman.units import (
 )
 
 
-class DeviceWeights(Protocol):
-    """The relay's weights on the device, where updates concern them."""
-
-    def memory(self, unit: Unit) -> torch.Tensor | None:
-        """Of a unit whose weights stay there."""
-
-    def forget(self) -> None:
-        """Weights may have been changed on the host."""
-
-    def settle(self, unit: Unit) -> list[Mark]:
-        """After which they can be updated there: they are the host's, and nothing uses them any more."""
-
-    def refresh(self, unit: Unit, runs: Sequence[Run], after: Mark) -> Mark | None:
-        """The host has updated these; where they stay on the device they are copied there, until the mark."""
-
-    def updated(self, unit: Unit, mark: Mark) -> None:
-        """The device has; they are there after the mark."""
-
-
 @dataclass(frozen=True)
 class _Source:
     """The gradients of one unit, on the host; of some subgroups, instead, on the device."""
 
     flat: torch.Tensor
-    items: tuple[Item, ...]  # those that have a gradient
+    items: Collection[Item]  # those that have a gradient
     scale: float  # by which they are too large
+    low: int = 0  # the element that it begins with
     is_kept: bool = False  # from `forward_backward`, for the user to see
 
 
@@ -88,55 +70,35 @@ class Server:
         settings: Settings,
         scale: Scale,
         staging: Staging,
+        ranks: Ranks,
     ) -> None:
         self.store = store
+        self._ranks = ranks
         self.scale = scale
-        self.split = Split()
         self._panel = panel
-        self._device = device
         self._host = lanes.host("host")
         self.looks = Looks(self._host, lanes.host("checks"), device, settings.threads)
         self._settings = settings
         self._staging = staging
-        self._device_updates: DeviceUpdates | None = None
-        self._lanes = lanes
-        self._weights: DeviceWeights | None = None
-        self._ready: dict[Unit, dict[str, Mark]] = {}  # the ends of the unit's last updates, on the host, on the device
-        self._updated: dict[Subgroup, Mark] = {}  # the end of its last update
-        self._returned: dict[Subgroup, Mark] = {}  # what the host has updated is on the device
-        self._fetched: dict[Unit, Mark] = {}  # the end of the last copy to the device
+        self._updates = Updates(store, lanes, self._host, device, staging, settings.threads, alone=ranks.alone)
         self._landing = Landing(device)
+        self._exchange: Exchange | None = None
+        if not ranks.alone and panel is not None:
+            self._exchange = Exchange(ranks, lanes, device, store, panel, self._arrived, self._exchanged)
+        self._units: Sequence[Unit] = ()  # in forward order
         # Of the step that runs.
         self._orders: dict[Unit, list[Order]] = {}
         self._sources: dict[Unit, _Source] = {}  # gradients that have landed, or are on their way
         self._on_hold: dict[Subgroup, tuple[Berth, torch.Tensor]] = {}  # gradients that wait on the device
-        self._begun: set[Unit] = set()  # units whose updates were carried out, or begun
-        self._record = self._new_record(0)
         # Of the last one.
         self._last_orders: dict[Unit, list[Order]] = {}  # those that waited for all gradients
         self._last_begun: set[Unit] = set()
         self._norm: float | None = None
-        self._last: Record | None = None
-        self.has_stepped = False
 
     def serve(self, units: Sequence[Unit], weights: DeviceWeights, staging: Staging, *, held: bool) -> None:
         """These are the units from now on, in forward order; when no lane has work."""
-        if self._last is not None:
-            self._last.predicted_rate = self.split.predicted_rate(self._last.rates)
-        self._weights, self._staging = weights, staging
-        if self.updates and staging.on_device:
-            if self._device_updates is None:
-                self._device_updates = DeviceUpdates(self.store, staging, self._lanes, self._device, weights.memory)
-            self._device_updates.make_room_for(units, staging, held=held)
-            if self.split.rates is None:
-                threads = self._settings.threads
-                self.split.start_from(calibration.measure(self._device_updates, staging, units, self._panel, threads))
-        elif self._device_updates is not None:
-            self._device_updates.bring_home()
-            self._device_updates.release()
-        self._forget_marks()
-        self.split.serve(units, staging, held=held)
-        self._record = self._new_record(self._record.step)
+        self._staging, self._units = staging, units
+        self._updates.serve(units, weights, staging, self._panel, held=held)
 
     @property
     def updates(self) -> bool:
@@ -145,90 +107,97 @@ class Server:
 
     @property
     def is_eager(self) -> bool:
-        return self.updates and is_eager(self._settings, self.scale)
+        return self.updates and not self._staging.deferred
 
     @property
     def steps(self) -> int:
         """That were finished."""
-        return self._record.step
+        return self._updates.steps
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether any weight has been updated, or is about to be."""
+        return self._updates.has_begun
 
     def restart(self, steps: int) -> None:
         """Everything has been loaded, as it was after this many steps; no lane has work."""
-        self._norm = self._last = None
-        self._record = self._new_record(steps)
+        self._norm = None
+        self._updates.restart(steps)
 
     def ready(self, unit: Unit) -> list[Mark]:
         """After which the unit's weights, on the host, are those of the last update."""
-        return list(self._ready.get(unit, {}).values())
+        return self._updates.ready(unit)
 
     def settle(self) -> None:
         """Blocks until all updates are done."""
-        self._host.wait()
-        if self._device_updates is not None:
-            self._device_updates.wait()
-        self._note_last()
+        self._updates.settle()
+        if self._exchange is not None:
+            self._exchange.wait()
 
     def bring_home(self) -> None:
         """Blocks until the host has all of the optimizer's state."""
         self.settle()
-        if self._device_updates is not None:
-            self._device_updates.bring_home()
+        self._updates.bring_home()
 
     def follow_user(self, panel: Panel) -> None:
         """What has been changed since the last update: groups, weights in place, the optimizer's state."""
         panel.look()
         if panel.optimizer.state or self.store.edited:
             self.bring_home()
-        if self._weights is not None:
-            self._weights.forget()
+        self._updates.forget_weights()
         self.store.follow_edits()
 
     @property
     def stats(self) -> Stats | None:
         """Of the last step; waits for its updates, and for weights that return to the device."""
         self.settle()
-        if self._last is None:
-            return None
-        for mark in self._last.returned:
-            mark.wait()
-        return self._stats_of(self._last)
+        return self._updates.stats
 
     @property
     def update_rates(self) -> tuple[float | None, float | None]:
         """Parameters a second: as predicted, and as they were in the last step, if that is over."""
-        last = self._last
-        achieved = None if last is None or not last.is_over else last.stats().achieved_rate
-        return self.split.predicted_rate(self.split.rates), achieved
+        return self._updates.rates
 
     # Gradients come in.
 
     def subgroups(self, unit: Unit) -> list[Subgroup]:
-        total = trained_elements(unit)
-        whole = self._panel is not None and is_whole(unit, self._panel)
-        return cut_into_subgroups(unit, max(total, 1) if whole else self._staging.subgroup)
+        """Of all ranks."""
+        if self._panel is None:
+            return cut_into_subgroups(unit, self._staging.subgroup)
+        size = max(trained_elements(unit), 1) if is_whole(unit, self._panel) else self._staging.subgroup
+        cuts = itertools.pairwise(bounds(unit, self._panel, self._ranks.share))
+        return [subgroup for low, high in cuts for subgroup in cut_into_subgroups(unit, size, low, high)]
+
+    def begin_step(self, *, kept: bool = False) -> None:
+        """Gradients will come, of this rank or of another; `kept`: those that were left in float32, and only they."""
+        if self._exchange is not None:
+            self._sources.clear()  # this rank's own, that were kept: what counts comes from all ranks
+            order = [*reversed(self._units[1:]), self._units[0]]
+            self._exchange.begin(order, self.subgroups, (lambda _: GRADIENT) if kept else landing_dtype)
 
     def stays(self, subgroup: Subgroup) -> bool:
         """Whether the subgroup's gradient is used on the device, or waits there, and does not cross."""
-        if self._device_updates is None:
+        split, on_device = self._updates.split, self._updates.on_device
+        if on_device is None or self._exchange is not None:
             return False
-        self._observe()
+        self._updates.observe()
         if self.is_eager:
-            return self.split.at_once(subgroup)
-        has_hold = subgroup in self._device_updates.holds
-        return has_hold and self.split.among_all(subgroup, self.split.waiting_bytes)
+            return split.at_once(subgroup)
+        return subgroup in on_device.holds and split.among_all(subgroup, split.waiting_bytes)
 
     def use(self, subgroup: Subgroup, gradient: torch.Tensor, items: Collection[Item], after: Collection[Mark]) -> Mark:
         """A gradient on the device that stays there; the mark after which its memory may be used again."""
-        assert self._device_updates is not None, "it stays only if the device can use it"
+        on_device = self._updates.on_device
+        assert on_device is not None, "it stays only if the device can use it"
         if self.is_eager:
             self._check_losses()
-            look = self._device_updates.look(subgroup, gradient, items, after, None)
+            look = on_device.look(subgroup, gradient, items, after, None)
             checked = self.looks.on_device(subgroup, look, self.what_has_changed)
             orders, before = self._orders_of(subgroup.unit, items), [*after, *self.looks.losses_checked, checked]
-            return self._update_on_device(subgroup, orders, gradient, 1.0, before).used
-        hold = self._device_updates.holds[subgroup]
+            return self._updates.make_on_device(subgroup, orders, gradient, 1.0, before).used
+        hold = on_device.holds[subgroup]
         before = [] if hold.free is None else [hold.free]
-        look = self._device_updates.look(subgroup, gradient, items, [*after, *before], hold)
+        look = on_device.look(subgroup, gradient, items, [*after, *before], hold)
         self.looks.on_device(subgroup, look)
         self._on_hold[subgroup] = hold, hold.memory[: gradient.nbytes].view(gradient.dtype)
         self._add_source(subgroup.unit, gradient.dtype, items)
@@ -237,6 +206,8 @@ class Server:
     def receive(self, subgroup: Subgroup) -> tuple[torch.Tensor, list[Mark]]:
         """Where a subgroup lands, and what must be over before."""
         unit, dtype = subgroup.unit, landing_dtype(subgroup.unit)
+        if self._exchange is not None:
+            return self._exchange.receive(subgroup)
         if self.is_eager:
             nbytes = subgroup.size * dtype.itemsize
             buffer = self._landing.next(nbytes)
@@ -247,8 +218,10 @@ class Server:
 
     def landed(self, subgroup: Subgroup, target: torch.Tensor, mark: Mark, items: Collection[Item]) -> None:
         """A subgroup is on its way; its copy ends with the mark."""
-        self._saw_link("out", mark, target.nbytes)
-        self._record.bytes_out += target.nbytes
+        self._updates.landed(mark, target.nbytes)
+        if self._exchange is not None:
+            self._exchange.send(subgroup, items, [mark])
+            return
         if not self.is_eager:
             self._add_source(subgroup.unit, target.dtype, items)
             self.looks.on_host(subgroup, target, items, [mark])
@@ -256,8 +229,57 @@ class Server:
         self._check_losses()
         orders = self._orders_of(subgroup.unit, items)
         seen = self.looks.on_host(subgroup, target, items, [mark], self.what_has_changed)
-        self.split.host.add(seen, 0)  # its time counts
-        self._landing.latest.free = self._update_on_host(subgroup, orders, target, 1.0)
+        self._updates.split.host.add(seen, 0)  # its time counts
+        self._landing.latest.free = self._updates.make_on_host(subgroup, orders, target, 1.0)
+
+    def _arrived(
+        self, subgroup: Subgroup, buffer: Buffer, gradient: torch.Tensor, mark: Mark, items: list[Item]
+    ) -> None:
+        """The sum of all ranks' gradients, which is this one's to use; of the tensors that are listed by then."""
+        unit = subgroup.unit
+        if self.is_eager:
+            self._check_losses()
+            orders = self._orders_of(unit, unit.trained)
+            self.looks.on_host(subgroup, gradient, items, [mark], self.what_has_changed)
+            buffer.free = self._updates.make_on_host(subgroup, orders, gradient, 1.0, only=items)
+            return
+        source = self._add_source(unit, gradient.dtype, items)
+        waits = source.flat[subgroup.start - source.low : subgroup.stop - source.low]
+        seen = self.looks.on_host(subgroup, gradient, items, [mark, *self.ready(unit)])
+        buffer.free = self._host.submit(
+            lambda: waits.copy_(gradient), after=[seen], label=f"land {unit.name}", reads=[gradient], writes=[waits]
+        )
+
+    def _exchanged(self, unit: Unit) -> None:
+        if self.is_eager:
+            self._share(unit)
+
+    def _share(self, unit: Unit) -> None:
+        """Its updates have been asked for; other ranks update other parts of it."""
+        assert self._exchange is not None
+        self._updates.shared(unit, self._exchange.share(unit, self.subgroups(unit), self.ready(unit)))
+
+    def send_rest(self, kept: Mapping[Unit, Collection[Item]]) -> None:
+        """No backward of this rank follows: to others goes what none has sent, gradients that were kept, or nothing."""
+        if self._exchange is None:
+            return
+        for unit in self._exchange.missing():
+            flat = self.store.gradients(unit).view(GRADIENT) if unit in kept else None
+            for subgroup in self.subgroups(unit):
+                target, before = self._exchange.receive(subgroup)
+                if flat is not None:
+                    factor = 1.0 if target.dtype == GRADIENT else self.scale.value
+                    source = flat[subgroup.start : subgroup.stop]
+                    before = [
+                        self._host.submit(
+                            functools.partial(_narrow, source, factor, target),
+                            after=before,
+                            label=f"send {unit.name}",
+                            reads=[source],
+                            writes=[target],
+                        )
+                    ]
+                self._exchange.send(subgroup, kept.get(unit, ()), before)
 
     def keep(self, unit: Unit, items: Collection[Item]) -> None:
         """The unit's gradients were added up in float32 and left for the user."""
@@ -265,8 +287,7 @@ class Server:
 
     def saw_fetch(self, unit: Unit, mark: Mark, nbytes: int) -> None:
         """The unit's weights are read until the mark."""
-        self._fetched[unit] = mark
-        self._saw_link("in", mark, nbytes)
+        self._updates.fetched(unit, mark, nbytes)
 
     # Updates.
 
@@ -276,28 +297,43 @@ class Server:
         `kept`: units whose gradients were left in float32 and are used now.
         """
         self._check_losses()
-        for unit, items in kept.items():
-            self.keep(unit, items)
-            flat = self._sources[unit].flat
-            for subgroup in self.subgroups(unit):
-                self.looks.on_host(subgroup, flat[subgroup.start : subgroup.stop], items, [])
+        if self._exchange is None:
+            for unit, items in kept.items():
+                self.keep(unit, items)
+                flat = self._sources[unit].flat
+                for subgroup in self.subgroups(unit):
+                    self.looks.on_host(subgroup, flat[subgroup.start : subgroup.stop], items, [])
         self.looks.wait()
         scales = {item: source.scale for source in self._sources.values() for item in source.items}
-        broken, self._norm = self.looks.broken(), self.looks.norm(scales)
-        if broken is not None and not self.scale.moves and self._settings.on_nonfinite == "raise":
-            raise non_finite(broken, self.what_has_changed())
-        self.scale.went(finite=broken is None)
-        if broken is None:
-            self._observe()
+        broken = self.looks.broken()
+        finite, self._norm = self._of_all(broken, self.looks.norm(scales))
+        if not finite and not self.scale.moves and self._settings.on_nonfinite == "raise":
+            error = non_finite(broken, self.what_has_changed())
+            error.agreed = True
+            raise error
+        self.scale.went(finite=finite)
+        if finite:
+            self._updates.observe()
             clip = self._clip_factor(self._norm)
-            self._last_orders, self._last_begun = {}, self._begun
+            self._last_orders, self._last_begun = {}, self._updates.begun
             for unit in units:
                 if (source := self._sources.get(unit)) is not None:
                     orders = self._last_orders[unit] = self.store.state(unit).order(source.items)
-                    for subgroup in self.subgroups(unit):
+                    for subgroup in self._own_subgroups(unit):
                         self._update(subgroup, orders, source, clip / source.scale)
-        self._last, self._record = self._record, self._new_record(self._record.step + 1)
+                if self._exchange is not None and not self.is_eager and unit.trained:
+                    self._share(unit)
+        self._updates.end_step()
         self.forget_gradients()
+
+    def _own_subgroups(self, unit: Unit) -> list[Subgroup]:
+        every = self.subgroups(unit)
+        return every if self._exchange is None else [s for s in every if self._exchange.owner(s) == self._ranks.rank]
+
+    def _of_all(self, broken: Item | None, norm: float) -> tuple[bool, float]:
+        """Whether gradients are finite on all ranks, and the norm of all."""
+        said = self._ranks.count([float(broken is None), norm])
+        return all(finite for finite, _ in said), math.sqrt(math.fsum(theirs * theirs for _, theirs in said))
 
     @property
     def grad_norm(self) -> float | None:
@@ -314,71 +350,45 @@ class Server:
         """In the step that runs, for an error that ends it."""
         if lost := [unit for unit in self._last_orders if any(mark.failed() for mark in self.ready(unit))]:
             return f"It was the step before whose update failed: {len(lost)} of {len(self._last_orders)} units lack it"
-        if not self._begun:
+        if not self._updates.begun:
             return "No weight was changed"
-        return f"{len(self._begun)} units had been updated already, eagerly; deferred=True waits for all gradients"
+        return (
+            f"{len(self._updates.begun)} units had been updated already, eagerly; deferred=True waits for all gradients"
+        )
 
     def forget_unit(self, unit: Unit) -> None:
         """It has left the model."""
-        for by_unit in (self._sources, self._ready, self._last_orders):
+        self._updates.forget_unit(unit)
+        for by_unit in (self._sources, self._last_orders):
             by_unit.pop(unit, None)
 
     def recover(self) -> None:
         """After a failure, when no lane has work any more: what was not done is not waited for, and does not count."""
-        for asked, begun in ((self._orders, self._begun), (self._last_orders, self._last_begun)):
+        for asked, begun in ((self._orders, self._updates.begun), (self._last_orders, self._last_begun)):
             for unit, orders in asked.items():
                 if unit not in begun:
                     self.store.state(unit).undo(orders)
         self._last_orders, self._last_begun = {}, set()
         self.forget_gradients()
-        self._record = self._new_record(self._record.step)
-        self._forget_marks()
-        self.split.forget()
+        self._updates.recover()
         self._landing.recover()
-        if self._device_updates is not None:
-            self._device_updates.recover()
+        if self._exchange is not None:
+            self._exchange.recover()
 
     def close(self) -> None:
         """When no lane has work."""
-        self._note_last()
         self._landing.close()
+        if self._exchange is not None:
+            self._exchange.close()
         self.looks.close()
-        if self._device_updates is not None:
-            self._device_updates.release()
+        self._updates.close()
 
     def forget_gradients(self) -> None:
         self._orders.clear()
-        self._begun = set()  # another one: updates that are still under way belong to the step that asked for them
+        self._updates.begin_again()
         self._sources.clear()
         self._on_hold.clear()
         self.looks.forget()
-
-    def _forget_marks(self) -> None:
-        """No lane has work: there is nothing to wait for."""
-        for marks in (self._ready, self._updated, self._returned, self._fetched):
-            marks.clear()
-
-    def _new_record(self, step: int) -> Record:
-        return Record(step, str(self._staging.policy), self.is_eager, self.split.rates)
-
-    def _note_last(self) -> None:
-        """The last step's updates, if they are over, go into the trace."""
-        trace, last = self._lanes.trace, self._last
-        if trace is not None and last is not None and not last.noted and last.is_over:
-            last.noted = True
-            trace.note(last.step, f"updates of step {last.step}", dataclasses.asdict(self._stats_of(last)))
-
-    def _stats_of(self, record: Record) -> Stats:
-        if record.predicted_rate is None:
-            record.predicted_rate = self.split.predicted_rate(record.rates)
-        return record.stats()
-
-    def _observe(self) -> None:
-        """Once a step, as late as can be: the updates of the last one may have ended only now."""
-        if not self._record.observed:
-            self._note_last()
-            self.split.observe()
-            self._record.observed, self._record.rates = True, self.split.rates
 
     def _orders_of(self, unit: Unit, items: Collection[Item]) -> list[Order]:
         if unit not in self._orders:
@@ -387,8 +397,12 @@ class Server:
 
     def _add_source(self, unit: Unit, dtype: torch.dtype, items: Collection[Item]) -> _Source:
         if unit not in self._sources:
-            scale = self.scale.value if dtype != GRADIENT else 1.0
-            self._sources[unit] = _Source(self.store.gradients(unit, dtype).view(dtype), tuple(items), scale)
+            scale, low = self.scale.value if dtype != GRADIENT else 1.0, 0
+            if self._exchange is None:
+                flat = self.store.gradients(unit, dtype).view(dtype)
+            else:
+                flat, low = self.store.sums(unit, dtype).view(dtype), self.store.state(unit).low
+            self._sources[unit] = _Source(flat, items, scale, low=low)
         return self._sources[unit]
 
     def _clip_factor(self, norm: float) -> float:
@@ -400,80 +414,22 @@ class Server:
         """With gradients that have waited."""
         if subgroup in self._on_hold:
             hold, gradient = self._on_hold[subgroup]
-            hold.free = self._update_on_device(subgroup, orders, gradient, factor, []).used
+            hold.free = self._updates.make_on_device(subgroup, orders, gradient, factor, []).used
             return
-        gradient = source.flat[subgroup.start : subgroup.stop]
-        waited = GRADIENT.itemsize if source.is_kept else self.split.waiting_bytes
-        if self._device_updates is not None and self.split.among_all(subgroup, waited):
-            self._update_on_device(subgroup, orders, gradient, factor, [])
+        gradient = source.flat[subgroup.start - source.low : subgroup.stop - source.low]
+        split = self._updates.split
+        waited = GRADIENT.itemsize if source.is_kept else split.waiting_bytes
+        if self._updates.on_device is not None and split.among_all(subgroup, waited):
+            self._updates.make_on_device(subgroup, orders, gradient, factor, [])
         else:
-            self._update_on_host(subgroup, orders, gradient, factor)
-
-    def _update_on_host(
-        self, subgroup: Subgroup, orders: Sequence[Order], gradients: torch.Tensor, factor: float
-    ) -> Mark:
-        unit = subgroup.unit
-        state, threads, begun = self.store.state(unit), self._settings.threads, self._begun
-        spans = state.spans(subgroup, self.store.weights(unit))
-        self.has_stepped = True
-
-        def update() -> None:
-            begun.add(unit)
-            state.update(orders, gradients, subgroup.start, factor, threads)
-
-        mark = self._host.submit(
-            update,
-            after=self._before_update(subgroup),
-            label=f"update {unit.name}",
-            nbytes=gradients.nbytes,
-            reads=[gradients],
-            writes=spans.tensors(),
-        )
-        self._ready.setdefault(unit, {})["host"] = self._updated[subgroup] = mark
-        self.split.host.add(mark, subgroup.size)
-        self._record.by_host(mark, subgroup.size)
-        if self._weights is not None and (back := self._weights.refresh(unit, spans.weights, mark)) is not None:
-            nbytes = sum(run.host.nbytes for run in spans.weights)
-            self._returned[subgroup] = back
-            self._saw_link("in", back, nbytes)
-            self._record.bytes_in += nbytes
-            self._record.returned.append(back)
-        return mark
-
-    def _update_on_device(
-        self,
-        subgroup: Subgroup,
-        orders: Sequence[Order],
-        gradient: torch.Tensor,
-        factor: float,
-        after: Collection[Mark],
-    ) -> Done:
-        assert self._device_updates is not None
-        assert self._weights is not None
-        unit, begun = subgroup.unit, self._begun
-        self.has_stepped = True
-        before = [*after, *self._before_update(subgroup)]
-        done = self._device_updates.update(subgroup, orders, gradient, factor, before, lambda: begun.add(unit))
-        self._ready.setdefault(unit, {})["device"] = self._updated[subgroup] = done.ended
-        self._weights.updated(unit, done.used)
-        self.split.device.add(done.used, subgroup.size)
-        for mark in done.came:
-            self._saw_link("in", mark, done.bytes_in)
-        self._saw_link("out", done.ended, done.bytes_out)
-        self._record.by_device(done, subgroup.size)
-        return done
-
-    def _before_update(self, subgroup: Subgroup) -> list[Mark]:
-        """Its last update may have been made elsewhere, and its weights may still be on their way to the device."""
-        settled = [] if self._weights is None else self._weights.settle(subgroup.unit)  # may fetch it
-        last = [self._updated.get(subgroup), self._returned.get(subgroup), self._fetched.get(subgroup.unit)]
-        return [*settled, *(mark for mark in last if mark is not None)]
-
-    def _saw_link(self, direction: str, mark: Mark, nbytes: int) -> None:
-        """Something crosses the link, which shows how fast it is, and what is queued there."""
-        if self.split.rates is not None:
-            (self.split.link_in if direction == "in" else self.split.link_out).add(mark, nbytes)
+            self._updates.make_on_host(subgroup, orders, gradient, factor)
 
     def _check_losses(self) -> None:
+        if self._exchange is not None and not self.is_eager:
+            return  # all ranks find out together, from the gradients
         if self._settings.on_nonfinite == "raise" and not self.scale.moves:
             self.looks.check_losses()
+
+
+def _narrow(source: torch.Tensor, factor: float, into: torch.Tensor) -> None:
+    torch.mul(source, factor, out=into) if factor != 1 else into.copy_(source)

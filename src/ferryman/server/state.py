@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,12 +12,14 @@ import torch
 from torch import nn
 
 from ferryman.pinned import PinnedMemory
+from ferryman.ranks import Share
 from ferryman.server import kernels
 from ferryman.server.kernels import Piece
 from ferryman.server.panel import Panel
 from ferryman.server.rules import Group, Numbers, Rule
 from ferryman.units import (
     GRADIENT,
+    GRAIN,
     Item,
     Subgroup,
     Unit,
@@ -41,12 +44,29 @@ class Order:
     group: Group
 
 
-def master_bytes(unit: Unit) -> int:
-    return trained_elements(unit) * master_itemsize(unit)
+def bounds(unit: Unit, panel: Panel, share: Share) -> list[int]:
+    """Where each rank's part of a unit's trained elements begins; and, at the end, where the last one ends."""
+    total = trained_elements(unit)
+    if not is_whole(unit, panel):
+        return share.bounds(total, GRAIN)
+    owner = zlib.crc32(unit.name.encode()) % share.size  # one has it all
+    return [0] * (owner + 1) + [total] * (share.size - owner)
 
 
-def state_bytes(unit: Unit, panel: Panel) -> int:
-    return arrays(unit, panel) * trained_elements(unit) * GRADIENT.itemsize
+def part(unit: Unit, panel: Panel, share: Share) -> tuple[int, int]:
+    """This rank's."""
+    every = bounds(unit, panel, share)
+    return every[share.rank], every[share.rank + 1]
+
+
+def part_elements(unit: Unit, panel: Panel, share: Share) -> int:
+    low, high = part(unit, panel, share)
+    return high - low
+
+
+def state_itemsize(unit: Unit, panel: Panel) -> int:
+    """Bytes that a rule keeps of each element."""
+    return arrays(unit, panel) * GRADIENT.itemsize
 
 
 def arrays(unit: Unit, panel: Panel) -> int:
@@ -78,23 +98,40 @@ class Spans(NamedTuple):
         return [*(run.host for run in self.weights), *self.rest]
 
 
-class UnitState:
-    """The optimizer's memory of one unit."""
+class _Part(NamedTuple):
+    """Of a tensor, what is this rank's."""
 
-    def __init__(self, unit: Unit, panel: Panel, device: torch.device) -> None:
+    elements: slice
+    at: int  # where it begins in this rank's memories
+
+    @property
+    def size(self) -> int:
+        return int(self.elements.stop - self.elements.start)
+
+
+class UnitState:
+    """The optimizer's memory of one unit, as far as it is this rank's."""
+
+    def __init__(self, unit: Unit, panel: Panel, device: torch.device, share: Share) -> None:
         self._panel = panel
         self._offsets = trained_offsets(unit)
-        self._masters = PinnedMemory(master_bytes(unit), device)
+        self.low, high = part(unit, panel, share)
+        self._masters = PinnedMemory((high - self.low) * master_itemsize(unit), device)
         count = arrays(unit, panel)
-        self._states = [PinnedMemory(trained_elements(unit) * GRADIENT.itemsize, device) for _ in range(count)]
+        self._states = [PinnedMemory((high - self.low) * GRADIENT.itemsize, device) for _ in range(count)]
+        self._parts: dict[Item, _Part] = {}
+        for item, begin in self._offsets.items():
+            shared = overlap(item, begin, self.low, high - self.low)
+            self._parts[item] = _Part(slice(0, 0), 0) if shared is None else _Part(shared[0], shared[1].start)
         self._steps = dict.fromkeys(unit.trained, 0)
+        self._in_vain: set[Item] = set()  # of the last orders, those for tensors without a gradient
         self._versions: dict[Item, int] = {}
         self._torch: dict[Item, torch.optim.Optimizer] = {}  # of tensors that are left to torch
         self._theirs: dict[Item, dict[str, Any]] = {}  # what torch's optimizer had of a tensor when it was taken
         self._master: dict[Item, torch.Tensor | None] = {}
-        for item, begin in self._offsets.items():
-            dtype, at = master_dtype(item.dtype), begin * master_itemsize(unit)
-            end = at if dtype is None else at + item.tensor.numel() * dtype.itemsize
+        for item, mine in self._parts.items():
+            dtype, at = master_dtype(item.dtype), mine.at * master_itemsize(unit)
+            end = at if dtype is None else at + mine.size * dtype.itemsize
             self._master[item] = None if dtype is None else self._masters.bytes[at:end].view(dtype)
             if (rule := panel.rule(item)) is not None:
                 for state in self._states_of(item, rule):
@@ -112,13 +149,19 @@ class UnitState:
             rule = self._panel.rule(item)
             if rule is not None and all(isinstance(theirs.get(name), torch.Tensor) for name in rule.states):
                 for name, state in zip(rule.states, self._states_of(item, rule), strict=True):
-                    state.copy_(theirs[name].reshape(-1))
+                    state.copy_(theirs[name].reshape(-1)[self._parts[item].elements])
                 self._steps[item] = int(theirs.get("step", 1))
 
     def undo(self, orders: Sequence[Order]) -> None:
         """These were not carried out."""
         for order in orders:
             self._steps[order.item] -= 1
+
+    def give_back_states(self) -> None:
+        """To torch's optimizer, what it had before, of tensors that have not been updated since."""
+        for item, theirs in self._theirs.items():
+            if self._steps[item] == int(theirs.get("step", 1)):
+                self._panel.optimizer.state[item.tensor] = theirs
 
     def give_states(self) -> None:
         """To torch's optimizer: for its state_dict, and to go on without an engine."""
@@ -159,12 +202,23 @@ class UnitState:
         if theirs is not None:
             self._theirs[item] = theirs
 
-    def take(self, item: Item, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Stores a tensor's weights, given in any dtype: the working copy and its master."""
-        flat, weights, master = values.detach().reshape(-1), into.view(-1), self._master[item]
-        for start in range(0, flat.numel(), _CHUNK):  # what is needed in between is small
-            at = slice(start, start + _CHUNK)
-            kernels.split(flat[at].to(torch.float32), weights[at], None if master is None else master[at])
+    def part(self, item: Item) -> slice:
+        """Which of a tensor's elements are this rank's."""
+        return self._parts[item].elements
+
+    def owns(self, item: Item) -> bool:
+        """Whether any of it is this rank's, or it is nobody's, being empty."""
+        return self._parts[item].size > 0 or not item.tensor.numel()
+
+    def take(self, item: Item, values: torch.Tensor, into: torch.Tensor, start: int = 0) -> None:
+        """Stores a tensor's weights, or those from the element `start` on, given in any dtype: the working copy and its
+        master; this rank's part of both."""
+        mine, master, flat = self.part(item), self._master[item], values.detach().reshape(-1)
+        low, high = max(mine.start, start), min(mine.stop, start + flat.numel())
+        for begin in range(low, high, _CHUNK):  # what is needed in between is small
+            end = min(begin + _CHUNK, high)
+            rest = None if master is None else master[begin - mine.start : end - mine.start]
+            kernels.split(flat[begin - start : end - start].to(torch.float32), into.view(-1)[begin:end], rest)
 
     def taken(self, item: Item) -> None:
         self._versions[item] = item.tensor._version
@@ -182,12 +236,14 @@ class UnitState:
             self.taken(item)
 
     def in_float32(self, item: Item) -> torch.Tensor:
+        """This rank's part, flat."""
         # Through `.data`: what is written there does not count as an edit of the user's.
-        return kernels.join(item.tensor.data.view(-1), self._master[item]).view(item.tensor.shape)
+        return kernels.join(item.tensor.data.view(-1)[self._parts[item].elements], self._master[item])
 
     def order(self, items: Collection[Item]) -> list[Order]:
         """One step for these tensors: counts it, and reads the groups as they are now."""
         orders = []
+        self._in_vain = set()
         for item in items:
             self._steps[item] += 1
             rule, group = self._panel.rule(item), self._panel.group(item)
@@ -197,7 +253,15 @@ class UnitState:
         return orders
 
     def spans(self, subgroup: Subgroup, weights: torch.Tensor) -> Spans:
-        """`weights` is the unit's memory."""
+        """`weights` is the unit's memory; the subgroup is this rank's."""
+        lacking = master_itemsize(subgroup.unit)
+        low, high = subgroup.start - self.low, subgroup.stop - self.low
+        rest = [self._masters.bytes[low * lacking : high * lacking]] if lacking else []
+        rest += [memory.bytes[low * 4 : high * 4] for memory in self._states]
+        return Spans(self.runs(subgroup, weights), rest)
+
+    def runs(self, subgroup: Subgroup, weights: torch.Tensor) -> list[Run]:
+        """Of any rank's subgroup."""
         width, runs = weight_itemsize(subgroup.unit), list[Run]()
         before: Item | None = None  # in the unit
         for item in subgroup.unit.items:
@@ -215,47 +279,64 @@ class UnitState:
                 runs[-1] = Run(weights[last.offset : end], last.offset, last.at)
             else:
                 runs.append(Run(weights[offset:end], offset, at))
-        lacking = master_itemsize(subgroup.unit)
-        rest = [self._masters.bytes[subgroup.start * lacking : subgroup.stop * lacking]] if lacking else []
-        rest += [memory.bytes[subgroup.start * 4 : subgroup.stop * 4] for memory in self._states]
-        return Spans(runs, rest)
+        return runs
 
     def update(
-        self, orders: Sequence[Order], gradients: torch.Tensor, start: int, factor: float, threads: int | None
+        self,
+        orders: Sequence[Order],
+        gradients: torch.Tensor,
+        start: int,
+        factor: float,
+        threads: int | None,
+        only: Collection[Item] | None = None,
     ) -> None:
-        """Carries out the part of the orders whose gradients are given: flat, from the element `start` on."""
+        """Carries out the part of the orders whose gradients are given: flat, from the element `start` on.
+
+        `only`: those tensors have one; the others were asked for in vain.
+        """
         ruled: dict[str, tuple[Rule, list[Piece]]] = {}
         for order in orders:
             shared = overlap(order.item, self._offsets[order.item], start, gradients.numel())
+            if only is not None and order.item not in only:
+                if order.item not in self._in_vain:
+                    self._in_vain.add(order.item)
+                    self._steps[order.item] -= 1
+                continue
             if shared is None:
                 continue
             at, gradient = shared[0], gradients[shared[1]]
             if order.rule is None:
                 self._update_by_torch(order, gradient, factor)
                 continue
-            master = self._master[order.item]
+            master, before = self._master[order.item], self._parts[order.item].elements.start
+            own = slice(at.start - before, at.stop - before)
             piece = Piece(
                 gradient,
                 order.item.tensor.data.view(-1)[at],
-                None if master is None else master[at],
-                [state[at] for state in self._states_of(order.item, order.rule)],
+                None if master is None else master[own],
+                [state[own] for state in self._states_of(order.item, order.rule)],
                 (factor, *order.numbers[1:]),
             )
             ruled.setdefault(order.rule.name, (order.rule, []))[1].append(piece)
         for rule, pieces in ruled.values():
             kernels.update(rule, pieces, threads=threads)
 
+    @property
+    def memories(self) -> list[PinnedMemory]:
+        return [self._masters, *self._states]
+
     def close(self) -> None:
-        for memory in (self._masters, *self._states):
+        for memory in self.memories:
             memory.close()
 
     def _states_of(self, item: Item, rule: Rule) -> list[torch.Tensor]:
-        begin, count = self._offsets[item], item.tensor.numel()
-        return [memory.bytes.view(GRADIENT)[begin : begin + count] for memory in self._states[: len(rule.states)]]
+        mine = self._parts[item]
+        memories = self._states[: len(rule.states)]
+        return [memory.bytes.view(GRADIENT)[mine.at : mine.at + mine.size] for memory in memories]
 
     def _update_by_torch(self, order: Order, gradient: torch.Tensor, factor: float) -> None:
         item, optimizer = order.item, self._torch.get(order.item)
-        values = self.in_float32(item)
+        values = self.in_float32(item).view(item.tensor.shape)
         if optimizer is None:
             kind: Any = type(self._panel.optimizer)
             parameter = nn.Parameter(values)
@@ -271,6 +352,17 @@ class UnitState:
         parameter.grad = None
         if item.dtype != torch.float32:
             self.take(item, values, item.tensor.data)
+
+
+def fill(values: torch.Tensor, weights: torch.Tensor, start: int) -> None:
+    """Stores a tensor's weights as `UnitState.take` does, those of other ranks too, without a master."""
+    flat = values.detach().reshape(-1)
+    into = weights.view(-1)[start : start + flat.numel()]
+    dtype = master_dtype(into.dtype)
+    for begin in range(0, flat.numel(), _CHUNK):
+        at = slice(begin, begin + _CHUNK)
+        master = None if dtype is None else torch.empty(into[at].numel(), dtype=dtype)
+        kernels.split(flat[at].to(torch.float32), into[at], master)
 
 
 def _for_constructor(group: Group, kind: type) -> dict[str, Any]:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
 from ferryman.pinned import PinnedMemory
+from ferryman.ranks import Ranks, Share
 from ferryman.server.panel import Panel
-from ferryman.server.state import UnitState, master_bytes, state_bytes
-from ferryman.units import GRADIENT, Item, Unit, gradient_bytes, landing_bytes, trained_elements
+from ferryman.server.state import UnitState, bounds, fill, part_elements, state_itemsize
+from ferryman.units import (
+    GRADIENT,
+    Item,
+    Unit,
+    gradient_bytes,
+    landing_dtype,
+    master_itemsize,
+    overlap,
+    trained_elements,
+    trained_offsets,
+)
 
 _NOTHING = 0xFF  # each byte of what came without values: in any floating-point format not a number
 
@@ -19,54 +30,69 @@ class RamStore:
 
     The model's own tensors become views of the first, so the model always shows what the server has. Memory for
     gradients is made when it is first asked for.
+
+    Of several ranks, those of a node have one memory for the weights of units in common. What stays on each device has
+    its own on each host, since a model may write there (a count, a running mean). Values are those of the first rank.
     """
 
-    def __init__(self, units: Iterable[Unit], device: torch.device, panel: Panel | None = None) -> None:
+    def __init__(
+        self, units: Iterable[Unit], device: torch.device, panel: Panel | None = None, ranks: Ranks | None = None
+    ) -> None:
         self._device = device
         self._panel = panel
+        self._ranks = Ranks() if ranks is None else ranks
         self._weights: dict[Unit, PinnedMemory] = {}
         self._states: dict[Unit, UnitState] = {}
         self._gradients: dict[tuple[Unit, torch.dtype], PinnedMemory] = {}
+        self._sums: dict[tuple[Unit, torch.dtype], PinnedMemory] = {}
         self.trained: dict[Item, bool] = {}  # whether it did when it came
         self._came_as: dict[Item, torch.dtype] = {}
         self._empty: dict[Item, int] = {}  # tensors that came without values, and their version then
+        self._late: set[Item] = set()  # those, until values have been taken
         for unit in units:
             self.add(unit)
 
     def add(self, unit: Unit) -> None:
-        memory = self._weights[unit] = PinnedMemory(unit.nbytes, self._device)
-        state = None if self._panel is None else UnitState(unit, self._panel, self._device)
+        ranks = self._ranks
+        common = ranks.shared_bytes(unit.nbytes) if self._is_common(unit) else None
+        memory = self._weights[unit] = PinnedMemory(unit.nbytes, self._device, common)
+        state = None if self._panel is None else UnitState(unit, self._panel, self._device, ranks.share)
         if state is not None:
             self._states[unit] = state
         for item in unit.items:
             self._came_as[item] = item.tensor.dtype
             self.trained[item] = item.trains
             view = item.view(memory.bytes)
-            trained = state if item.trains else None
             if item.tensor.is_meta:
-                memory.bytes[item.offset : item.offset + item.nbytes].fill_(_NOTHING)
+                if self.writes(unit):
+                    memory.bytes[item.offset : item.offset + item.nbytes].fill_(_NOTHING)
                 _give_memory(item.tensor, view)
                 self._empty[item] = item.tensor._version
+                self._late.add(item)
             else:
-                if trained is not None:
-                    trained.take(item, item.tensor, view)
-                else:
-                    view.copy_(item.tensor.detach())
+                values = item.tensor.detach()
+                self._put(unit, item, values if ranks.alone else ranks.broadcast(values.clone()), view)
                 item.tensor.data = view
-            if trained is not None:
-                trained.taken(item)
+            if state is not None and item.trains:
+                state.taken(item)
+        ranks.tell("taking weights")  # all have written their parts
 
-    def remove(self, unit: Unit) -> None:
-        """Its tensors keep their values, in memory that is no longer pinned."""
+    def remove(self, unit: Unit, *, together: bool = True) -> None:
+        """Its tensors keep their values, in memory that is no longer pinned, nor shared."""
         self._empty = {item: version for item, version in self._empty.items() if item not in unit.items}
         if unit in self._states:
             self._states[unit].follow_edits()
-        self._give_back(unit)
-        mine = [key for key in self._gradients if key[0] is unit]
-        for memory in (self._weights.pop(unit), *(self._gradients.pop(key) for key in mine)):
+        self._give_back(unit, together=together)
+        memories = [self._weights.pop(unit)]
+        for of_unit in (self._gradients, self._sums):
+            memories += [of_unit.pop(key) for key in list(of_unit) if key[0] is unit]
+        for memory in memories:
             memory.close()
         if (state := self._states.pop(unit, None)) is not None:
-            state.give_states()
+            if self._ranks.alone:
+                state.give_states()
+            else:  # it has a part
+                state.give_back_states()
             state.close()
 
     def weights(self, unit: Unit) -> torch.Tensor:
@@ -75,14 +101,31 @@ class RamStore:
     def state(self, unit: Unit) -> UnitState:
         return self._states[unit]
 
-    def take(self, unit: Unit, item: Item, values: torch.Tensor) -> None:
-        """A tensor's values from elsewhere, in any dtype; no lane uses them."""
-        target = item.tensor.data
+    def take(self, unit: Unit, item: Item, values: torch.Tensor, start: int = 0) -> None:
+        """A tensor's values, or those from the element `start` on, from elsewhere, in any dtype, the same on all ranks;
+        no lane uses them."""
+        self._put(unit, item, values, item.tensor.data, start)
+        self._late.discard(item)
         if unit in self._states and item.trains:
-            self._states[unit].take(item, values, target)
             self._states[unit].taken(item)
-        else:
-            target.copy_(values.view(target.shape))
+
+    def _put(self, unit: Unit, item: Item, values: torch.Tensor, into: torch.Tensor, start: int = 0) -> None:
+        """Values into the unit's memory, and what they lack there into that of this rank."""
+        if unit not in self._states or not item.trains:
+            if self.writes(unit):
+                into.view(-1)[start : start + values.numel()].copy_(values.reshape(-1))
+            return
+        if self.writes(unit) and not self._ranks.alone:
+            fill(values, into, start)  # also what ranks elsewhere update
+        self._states[unit].take(item, values, into, start)
+
+    def _is_common(self, unit: Unit) -> bool:
+        """Whether its memory is that of all ranks of the node."""
+        return len(self._ranks.node) > 1 and bool(unit.modules)
+
+    def writes(self, unit: Unit) -> bool:
+        """Whether what is no rank's own is this one's to write."""
+        return self._ranks.leads or not self._is_common(unit)
 
     def gradients(self, unit: Unit, dtype: torch.dtype = GRADIENT) -> torch.Tensor:
         """Flat memory for the unit's gradients."""
@@ -90,6 +133,14 @@ class RamStore:
             memory = PinnedMemory(trained_elements(unit) * dtype.itemsize, self._device)
             self._gradients[unit, dtype] = memory
         return self._gradients[unit, dtype].bytes
+
+    def sums(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
+        """Flat memory for the gradients of all ranks, of what is this one's."""
+        assert self._panel is not None
+        if (unit, dtype) not in self._sums:
+            nbytes = part_elements(unit, self._panel, self._ranks.share) * dtype.itemsize
+            self._sums[unit, dtype] = PinnedMemory(nbytes, self._device)
+        return self._sums[unit, dtype].bytes
 
     @property
     def edited(self) -> bool:
@@ -99,11 +150,23 @@ class RamStore:
     def follow_edits(self) -> None:
         """The user may have changed weights in place, or the optimizer's state, between steps."""
         for state in self._states.values():
+            if not self._ranks.alone and (changed := [item for item in state.edited if item not in self._late]):
+                raise ValueError(
+                    f"{changed[0].name!r} was changed in place while an engine of {self._ranks.size} ranks has it: "
+                    "ranks share weights, and each would have made the change. Change weights before the engine is "
+                    "made, or load them: engine.load_weights(directory)"
+                )
             state.follow_edits()
             state.take_states()
+        self._late.clear()
 
     def show_states(self) -> None:
         """Puts the optimizer's state where torch looks for it."""
+        if not self._ranks.alone:
+            raise ValueError(
+                f"optimizer.state_dict(): each of {self._ranks.size} ranks has a part of the optimizer's state; "
+                "engine.save(directory) writes all of it, and engine.load(directory) reads it on any number of ranks"
+            )
         for state in self._states.values():
             state.give_states()
 
@@ -123,31 +186,56 @@ class RamStore:
                 "(model.load_state_dict(...), not assign=True). Buffers that no state_dict has need some, too"
             )
 
-    def close(self) -> None:
+    def close(self, *, together: bool = True) -> None:
+        """`together`: all ranks are here."""
         for unit in list(self._weights):
-            self.remove(unit)
+            self.remove(unit, together=together)
 
-    def _give_back(self, unit: Unit) -> None:
+    def _give_back(self, unit: Unit, *, together: bool) -> None:
         """Tensors get the dtype back that they came in."""
         for item in unit.items:
             dtype = self._came_as.pop(item)
             if dtype != item.dtype:
-                master = self._states[unit].in_float32(item) if item.trains and unit in self._states else item.tensor
+                values = item.tensor
+                if item.trains and unit in self._states and (together or self._ranks.alone):
+                    values = self._in_float32(unit, item)
                 item.tensor.grad = None
-                item.tensor.data = master.detach().to(dtype)
+                item.tensor.data = values.detach().to(dtype)
+            elif self._is_common(unit):
+                item.tensor.data = item.tensor.detach().clone()
+
+    def _in_float32(self, unit: Unit, item: Item) -> torch.Tensor:
+        """From the ranks that have its parts."""
+        assert self._panel is not None
+        mine, ranks = self._states[unit].in_float32(item), self._ranks
+        if ranks.alone:
+            return mine.view(item.tensor.shape)
+        cuts, begin = bounds(unit, self._panel, ranks.share), trained_offsets(unit)[item]
+        whole = torch.empty(item.tensor.numel())
+        for owner in range(ranks.size):
+            if (both := overlap(item, begin, cuts[owner], cuts[owner + 1] - cuts[owner])) is not None:
+                ranks.broadcast(whole[both[0]].copy_(mine) if owner == ranks.rank else whole[both[0]], owner)
+        return whole.view(item.tensor.shape)
 
 
-def account(units: Iterable[Unit], panel: Panel | None, *, landing: bool) -> dict[str, int]:
-    """Bytes of host memory, by what they are for; `landing`: gradients of all units are there at once."""
+def account(
+    units: Iterable[Unit], panel: Panel | None, *, landing: bool, shares: Collection[Share] = (Share(),)
+) -> dict[str, int]:
+    """Bytes of host memory, by what they are for; `landing`: gradients of all units are there at once.
+
+    Of several ranks, what these have, which are of one node: they have the weights of units in common.
+    """
     units = list(units)
-    found = {"weights": sum(unit.nbytes for unit in units)}
-    if panel is not None:
-        found["the float32 master's rest"] = sum(master_bytes(unit) for unit in units)
-        found["optimizer state"] = sum(state_bytes(unit, panel) for unit in units)
-        if landing:
-            found["gradients"] = sum(landing_bytes(unit) for unit in units)
-    else:
-        found["gradients"] = sum(gradient_bytes(unit) for unit in units)
+    common = sum(unit.nbytes for unit in units if unit.modules)
+    found = {"weights": common + len(shares) * sum(unit.nbytes for unit in units if not unit.modules)}
+    if panel is None:
+        found["gradients"] = len(shares) * sum(gradient_bytes(unit) for unit in units)
+        return found
+    parts = {unit: sum(part_elements(unit, panel, share) for share in shares) for unit in units}
+    found["the float32 master's rest"] = sum(part * master_itemsize(unit) for unit, part in parts.items())
+    found["optimizer state"] = sum(part * state_itemsize(unit, panel) for unit, part in parts.items())
+    if landing:
+        found["gradients"] = sum(part * landing_dtype(unit).itemsize for unit, part in parts.items())
     return found
 
 

@@ -1,0 +1,122 @@
+"""The machine that a plan is for: described by options, and measured where it is this one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ferryman import measure
+from ferryman.cli.defaults import budget
+from ferryman.cli.device import find_device
+from ferryman.cost.exchange import Crew
+from ferryman.cost.rates import Rates
+from ferryman.cost.sizes import parse_bytes, parse_rate
+from ferryman.outlook import Machine, Training
+from ferryman.server import memory as host_memory
+from ferryman.server.precision import PRECISIONS
+
+
+@dataclass(frozen=True)
+class Described:
+    """The machine, and how each of its figures is known."""
+
+    machine: Machine
+    device: torch.device
+    known: dict[str, str]
+
+
+def described(
+    device: str | None,
+    device_memory: str | None,
+    host_memory_given: str | None,
+    link: str | None,
+    link_in: str | None,
+    link_out: str | None,
+    device_flops: str | None,
+    host_updates: str | None,
+    devices: int,
+    nodes: int,
+    loopback: str | None,
+    network: str | None,
+    training: Training,
+) -> Described:
+    """What is not described is measured here, where there is something to measure."""
+    _check_ranks(devices, nodes, loopback, network, training)
+    known: dict[str, str] = {}
+    described = any(given is not None for given in (device_memory, link, link_in, link_out, device_flops))
+    here = find_device(device)
+    elsewhere = described and here.type == "cpu"  # a device that this machine does not have
+    kind = torch.device("meta") if elsewhere else here
+
+    def of(name: str, text: str | None, parse: Any, otherwise: Any) -> Any:
+        """Given, or measured, or not known."""
+        if text is not None:
+            known[name] = "given"
+            return parse(text)
+        value = otherwise()
+        known[name] = "not known" if value is None else "measured here"
+        return value
+
+    memory = of("device memory", device_memory, lambda text: parse_bytes(text, "--device-memory"),
+                lambda: _free_on(kind))  # fmt: skip
+    ram = of("host memory", host_memory_given, lambda text: parse_bytes(text, "--host-memory"), host_memory.available)
+    measured: tuple[float, ...] = (math.inf, math.inf)
+    if here.type != "cpu" and None in (link_in or link, link_out or link):
+        measured = measure.link(here)
+    rates = {}
+    for name, option, own, found in (
+        ("link in", "--link-in", link_in, measured[0]),
+        ("link out", "--link-out", link_out, measured[1]),
+    ):
+        text, option = (own, option) if own is not None else (link, "--link")
+        rates[name] = of(
+            name, text, lambda text, option=option: parse_rate(text, option, "bytes"), lambda found=found: found
+        )
+        if elsewhere and text is None:
+            raise ValueError(
+                f"{option} is needed for a machine that is not this one: the rate between host and device, like "
+                "--link 12GB/s (PCIe 4.0 gives about 25GB/s, PCIe 3.0 about 12GB/s)"
+            )
+    dtype = PRECISIONS[training.precision or "fp32"]
+    operations = of("device FLOP/s", device_flops, lambda text: parse_rate(text, "--device-flops", "operations"),
+                    lambda: None if elsewhere else measure.operations(here, dtype))  # fmt: skip
+    host = of("host updates", host_updates, lambda text: parse_rate(text, "--host-updates", "parameters"),
+              measure.host_updates)  # fmt: skip
+    within = across = math.inf
+    if devices > 1:
+        within = of("loopback", loopback, lambda text: parse_rate(text, "--loopback", "bytes"), measure.loopback)
+    if network is not None:
+        across = of("network", network, lambda text: parse_rate(text, "--network", "bytes"), None)
+    crew = Crew(devices, nodes, within, across)
+    speeds = Rates(host, math.inf, rates["link in"], rates["link out"])
+    return Described(Machine(speeds, memory, ram, operations, crew), kind, known)
+
+
+def _check_ranks(devices: int, nodes: int, loopback: str | None, network: str | None, training: Training) -> None:
+    for option, count, what in (("--devices", devices, "a node has"), ("--nodes", nodes, "a job has")):
+        if count < 1:
+            raise ValueError(f"{option} {count}: {what} at least one")
+    if nodes > 1 and network is None:
+        raise ValueError(
+            f"--network is needed with --nodes {nodes}: the rate between nodes in each direction, like --network 10GB/s"
+        )
+    if devices == 1 and loopback is not None:
+        raise ValueError(
+            f"--loopback {loopback} has no meaning with one device on a node: --devices says how many there are"
+        )
+    if nodes == 1 and network is not None:
+        raise ValueError(f"--network {network} has no meaning with one node: --nodes says how many there are")
+    if training.samples < devices * nodes:
+        raise ValueError(
+            f"--batch {training.samples}: a step's samples are shared out over {devices * nodes} devices ({nodes} x "
+            f"{devices}), and some would have none. Give --batch {devices * nodes} or more, or fewer --devices"
+        )
+
+
+def _free_on(device: torch.device) -> int | None:
+    if device.type == "meta":
+        raise ValueError("--device-memory is needed for a machine that is not this one, like --device-memory 16GiB")
+    return budget(device, None)

@@ -1,0 +1,111 @@
+"""A step that several ranks make together: what each has to say before it, and what follows for all."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ferryman.batch import Part, samples_in
+from ferryman.cost.plan import Need
+from ferryman.ranks import Ranks
+from ferryman.relay.fit import Choice
+
+
+def facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Mapping[str, Any]) -> dict[str, str]:
+    """What must be the same on all ranks, in words."""
+    found = {f"{name}=": repr(value) for name, value in settings.items()}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        trains = "" if tensor.requires_grad else ", which does not train"
+        found[f"the model's {name!r}"] = f"{tuple(tensor.shape)} in {tensor.dtype}{trains}"
+    if optimizer is not None:
+        found["the optimizer"] = type(optimizer).__name__
+        found["the number of parameter groups"] = str(len(optimizer.param_groups))
+        for number, group in enumerate(optimizer.param_groups):
+            options = {name: value for name, value in group.items() if name != "params"}
+            found[f"the optimizer's group {number}"] = f"{len(group['params'])} tensors with {options}"
+    return found
+
+
+class Word(NamedTuple):
+    """What a rank says before a step."""
+
+    error: str | None  # why it cannot make one
+    wanted: Need | None  # what its micro-batches take, if that is more than there is room for
+    parts: int  # micro-batches
+    samples: int | None  # None: they cannot be counted
+    seed: int
+    digest: int | None  # of what it was given
+
+
+def speak(
+    ranks: Ranks, found: Choice | Need | ValueError, parts: Sequence[Part], seed: int, *, first: bool
+) -> list[Word]:
+    """What all say, in the order of ranks; a ValueError on each if one of them cannot go on.
+
+    Before the first step they are also warned if they were all given the same: then nobody has shared the data out.
+    """
+    if ranks.alone and isinstance(found, ValueError):
+        raise found
+    mine = Word(
+        error=str(found) if isinstance(found, ValueError) else None,
+        wanted=found if isinstance(found, Need) else None,
+        parts=len(parts),
+        samples=_count_samples(parts),
+        seed=seed,
+        digest=_digest(parts) if first and not ranks.alone else None,
+    )
+    words = [Word(error, wanted and Need(*wanted), *rest) for error, wanted, *rest in ranks.tell("making a step", mine)]
+    if isinstance(found, ValueError):
+        raise found
+    for rank, word in enumerate(words):
+        if word.error is not None:
+            raise ValueError(f"rank {rank} cannot make this step: {word.error}")
+    if not any(word.parts or word.wanted for word in words):
+        raise ValueError("no rank has a micro-batch for this step: at least one must")
+    if not ranks.alone and mine.digest is not None and all(word.digest == mine.digest for word in words):
+        warnings.warn(
+            f"all {ranks.size} ranks were given the same batch, so each sample counts {ranks.size} times. Give each "
+            "rank its own: engine.share says which it is, torch.utils.data.DistributedSampler shares a dataset out",
+            stacklevel=4,
+        )
+    return words
+
+
+def most_wanted(words: Sequence[Word]) -> Need | None:
+    """What the smaller plan that some rank asks for must leave room for."""
+    return max((word.wanted for word in words if word.wanted is not None), key=lambda need: need.nbytes, default=None)
+
+
+def is_nothing(batch: Any) -> bool:
+    """What a rank gives that has no data where others have some."""
+    return batch is None or (isinstance(batch, Sequence | Mapping) and not batch)
+
+
+def weigh(parts: Sequence[Part], words: Sequence[Word], rank: int, reduction: str) -> list[Part]:
+    """Micro-batches by their share of the samples of all ranks; where those cannot be counted, of micro-batches."""
+    if reduction == "sum":
+        return list(parts)
+    counted = all(word.samples is not None for word in words)
+    amounts = [(word.samples if counted else word.parts) or 0 for word in words]
+    return [Part(part.content, part.weight * amounts[rank] / sum(amounts)) for part in parts]
+
+
+def _digest(parts: Sequence[Part]) -> int | None:
+    """Of the tensors that are on the host."""
+    leaves = pytree.tree_leaves([part.content for part in parts])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.numel()]
+    found = 0
+    for tensor in tensors:
+        found = zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+    return found if tensors else None
+
+
+def _count_samples(parts: Sequence[Part]) -> int | None:
+    sizes = [samples_in(part.content) for part in parts]
+    return None if None in sizes else sum(size for size in sizes if size is not None)

@@ -1,0 +1,80 @@
+"""Ranks for tests: processes that stay, with a process group, and do one job after the other."""
+
+import contextlib
+import multiprocessing as mp
+import os
+import socket
+import traceback
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Ranks:
+    """`nodes`: how many of equal size they pretend to be on."""
+
+    def __init__(self, size, nodes=1, timeout="120"):
+        context, port = mp.get_context("spawn"), free_port()
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "GROUP_RANK": rank * nodes // size}
+            around = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "FERRYMAN_TIMEOUT": timeout, **place}
+            process = context.Process(target=_serve, args=(theirs, {k: str(v) for k, v in around.items()}), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def start(self, job, *args, **options):
+        for pipe in self.pipes:
+            pipe.send((job, args, options))
+
+    def answers(self, timeout=120):
+        """Of each rank what the job returned, or its exception."""
+        found = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(timeout):
+                raise TimeoutError(f"rank {rank} does not answer")
+            try:
+                found.append(pipe.recv())
+            except (EOFError, ConnectionResetError):
+                found.append(ProcessLookupError(f"rank {rank} has died"))
+        return found
+
+    def run(self, job, *args, **options):
+        """A function of a module, on each rank; what each returned."""
+        self.start(job, *args, **options)
+        answers = self.answers()
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    def close(self):
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+            process.join(10)
+            process.kill()
+
+
+def _serve(pipe, around):
+    os.environ.update(around)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    while (asked := pipe.recv()) is not None:
+        job, args, options = asked
+        try:
+            answer = job(*args, **options)
+        except BaseException as error:
+            error.add_note(traceback.format_exc())
+            answer = error
+        pipe.send(answer)
+    os._exit(0)  # without waiting for each other

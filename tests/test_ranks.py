@@ -1,0 +1,259 @@
+"""Several ranks train as one process does that has all of their micro-batches."""
+
+import math
+import os
+import signal
+import time
+
+import pytest
+import rank_jobs
+import torch
+from models import CASES, build
+from ranks import Ranks
+from updates import WAYS, adamw
+
+from ferryman.cost.exchange import Crew
+from ferryman.cost.rates import Rates
+from ferryman.outlook import Machine, Training, look_ahead
+from ferryman.ranks import RankError
+from ferryman.units import trained_elements, weight_itemsize
+
+
+@pytest.fixture(scope="module")
+def two():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+def compare(ranks, *args, **options):
+    found = ranks.run(rank_jobs.train, *args, **options)
+    losses, norms, weights = rank_jobs.train_alone(*args, **options)
+    for theirs in found:
+        assert theirs[0] == pytest.approx(losses, rel=1e-5)
+        assert theirs[1] == pytest.approx(norms, rel=1e-4)
+        for name, value in weights.items():
+            assert torch.allclose(theirs[2][name], value, atol=2e-6), name
+    for name, value in found[0][2].items():
+        assert all(torch.equal(value, theirs[2][name]) for theirs in found), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("device", ["cpu", "virtual"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_two_ranks(name, device, way, two):
+    compare(two, name, device, (2, 2), **WAYS[way])
+
+
+@pytest.mark.parametrize("counts", [(3, 1), (2, 0), (0, 2)])
+@pytest.mark.parametrize("way", ["eager", "clipped"])
+@pytest.mark.parametrize("device", ["cpu", "virtual"])
+def test_ranks_with_fewer_micro_batches_or_none(device, way, counts, two):
+    compare(two, "gpt2", device, counts, **WAYS[way])
+
+
+@pytest.mark.parametrize("way", ["eager", "clipped"])
+@pytest.mark.parametrize("updates", ["stride:2", "static:0.5", "auto", "host"])
+@pytest.mark.parametrize("held", [False, True])
+def test_all_policies(held, updates, way, two):
+    compare(two, "llama", "virtual", (1, 1), updates=updates, subgroup=64, held=held, **WAYS[way])
+
+
+@pytest.mark.parametrize("name", ["t5", "mixtral", "skipping", "frozen", "reused", "two losses"])
+def test_models(name, two):
+    compare(two, name, "virtual", (2, 1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "virtual"])
+def test_gradients_that_were_kept(device, two):
+    found = two.run(rank_jobs.in_two_parts, "llama", device, (2, 1))
+    losses, _, weights = rank_jobs.in_two_parts("llama", device, (2, 1))
+    for theirs in found:
+        assert theirs[0] == pytest.approx(losses, rel=1e-5)
+        assert all(torch.allclose(theirs[2][name], value, atol=2e-6) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("way", ["eager", "clipped"])
+def test_precisions(way, precision, two):
+    options = {"precision": precision, **WAYS[way]}
+    found = two.run(rank_jobs.train, "llama", "virtual", (2, 2), **options)
+    losses, norms, weights = rank_jobs.train_alone("llama", "virtual", (2, 2), **options)
+    for theirs in found:
+        assert theirs[0] == pytest.approx(losses, rel=2e-3)
+        assert theirs[1] == pytest.approx(norms, rel=2e-2)
+        for name, value in weights.items():
+            assert torch.allclose(theirs[2][name], value, atol=2e-3), name
+
+
+def test_optimizers_that_are_left_to_torch(two):
+    compare(two, "llama", "cpu", (1, 1), make=rank_jobs.rmsprop)
+
+
+@pytest.mark.parametrize("about", ["model", "frozen", "lr", "max_grad_norm", "agree"])
+def test_ranks_that_disagree_are_told_by_name(about, two):
+    names = {"model": "the model's '", "frozen": "lm_head", "lr": "the optimizer's group 0", "agree": "steps"}
+    two.start(rank_jobs.disagreeing, about)
+    for answer in two.answers():
+        assert isinstance(answer, ValueError)
+        assert f"the ranks do not agree on {'' if about != 'frozen' else 'the model'}" in str(answer)
+        assert names.get(about, about) in str(answer)
+
+
+def test_ranks_that_make_different_numbers_of_steps_are_told_so(two):
+    two.start(rank_jobs.disagreeing, "steps")
+    for answer in two.answers():
+        assert "rank 0 is closing the engine, rank 1 is making a step" in str(answer)
+
+
+def test_a_rank_that_fails_tells_the_others_why(two):
+    two.start(rank_jobs.failing, "virtual")
+    first, second = two.answers(30)
+    assert isinstance(second, KeyError)
+    assert "rank 1 has failed: KeyError: 'no such thing'" in str(first)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("options", [{"deferred": True}, {"on_nonfinite": "skip"}, {"precision": "fp16"}])
+def test_an_overflow_anywhere_skips_or_raises_everywhere(options, bad_rank, two):
+    found = two.run(rank_jobs.with_infinite_gradients, "virtual", bad_rank, **options)
+    for seen in found:
+        errors = [error for error, _, _ in seen]
+        assert [changed for _, changed, _ in seen] == [True, False, True]
+        assert errors[0] is errors[2] is None
+        assert (errors[1] or "").startswith("NonFiniteError" if "deferred" in options else "")
+        assert (seen[1][2] < seen[0][2]) == ("precision" in options)
+    assert [scale for _, _, scale in found[0]] == [scale for _, _, scale in found[1]]
+
+
+def test_a_budget_is_one_plan_for_all_ranks(two):
+    compare(two, "llama", "virtual", (2, 1), memory="44KiB", max_grad_norm=0.3)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("way", ["eager", "clipped"])
+def test_a_rank_that_is_late_changes_nothing(way, late, two):
+    compare(two, "llama", "virtual", (2, 2), late=late, **WAYS[way])
+
+
+def test_ranks_that_were_given_the_same_are_warned_once(two):
+    for told in two.run(rank_jobs.the_same_data):
+        assert len(told) == 1
+        assert "all 2 ranks were given the same batch" in told[0]
+
+
+def test_the_others_stop_when_one_is_killed(tmp_path):
+    ranks = Ranks(2)
+    ranks.start(rank_jobs.for_ever, tmp_path / "sign")
+    while not (tmp_path / "sign").exists():
+        time.sleep(0.1)
+    os.kill(ranks.processes[1].pid, signal.SIGKILL)
+    first, second = ranks.answers(60)
+    assert isinstance(first, RankError)
+    assert "has stopped or does not answer" in str(first)
+    assert isinstance(second, ProcessLookupError)
+    ranks.close()
+
+
+def test_ranks_of_a_node_have_one_copy_together(two):
+    found = two.run(rank_jobs.one_copy, "virtual")
+    parameters = found[0][3]
+    assert all(inside for _, _, inside, _ in found), "units' weights are in the memory that is shared"
+    assert sum(own for own, _, _, _ in found) + found[0][1] == pytest.approx(12 * parameters, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    ranks = Ranks(2, nodes=2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "virtual"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_share_no_memory(way, device, nodes):
+    compare(nodes, "llama", device, (2, 1), **WAYS[way])
+
+
+CREWS = {"two": Crew(2, 1, loopback=1.0), "nodes": Crew(1, 2, network=1.0)}
+
+
+def planned_for(crew, **options):
+    """At a byte a second for everything: times are bytes."""
+    with torch.device("meta"):
+        model = build(CASES["llama"])
+    length = CASES["llama"].batch(1)["input_ids"].shape[1]
+    optimizer, _ = adamw(model)
+    training = Training(2 * crew.size, length, **options)
+    return look_ahead(
+        model, optimizer, training, Machine(Rates(1e9, math.inf, 1.0, 1.0), crew=crew), torch.device("virtual", 0)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "fp32", "held": True},
+        {"precision": "bf16", "max_grad_norm": 1.0, "held": False},
+        {"precision": "bf16", "updates": "host", "held": False},
+    ],
+)
+@pytest.mark.parametrize("crew", CREWS)
+def test_what_ranks_take_and_move_is_what_was_planned(crew, options, request):
+    ranks, crew = request.getfixturevalue(crew), CREWS[crew]
+    outlook = planned_for(crew, **options)
+    found = ranks.run(rank_jobs.what_is_taken, **options)
+    node = found[-crew.devices :]
+    taken = node[0][2]["common"] + sum(of[2]["own"] for of in node)
+    planned = {part: outlook.host[part] for part in found[0][0]}
+    assert sum(planned.values()) == pytest.approx(taken, rel=0.02)
+    for account, plan, *_ in found:
+        assert plan == {part: outlook.device[part] for part in plan}
+        account["weights"] += (crew.devices - 1) * outlook.plan.residents.nbytes  # of each rank's own
+        for part, nbytes in account.items():
+            share = planned[part] if part == "weights" else planned[part] / crew.devices
+            assert nbytes == pytest.approx(share, rel=0.02), part
+    forward, backward = outlook.forecast.forward.named, outlook.forecast.backward.named
+    for _, _, _, moved in found:
+        link_in, link_out = (
+            sum(moved.get(lane, 0) for lane in lanes) for lanes in (("h2d", "state in"), ("d2h", "state out"))
+        )
+        assert forward["link in"] + backward["link in"] == pytest.approx(link_in, rel=0.1)
+        assert forward["link out"] + backward["link out"] == pytest.approx(link_out, rel=0.1)
+    weights = [trained_elements(unit) * weight_itemsize(unit) for unit in outlook.plan.in_forward_order]
+    gone_round = 0 if outlook.plan.staging.deferred else weights[0] if crew.nodes == 1 else sum(weights)
+    crossed = backward["exchange"] if crew.nodes == 1 else 2 * backward["network"]
+    assert crossed - gone_round == pytest.approx(found[0][3]["exchange"], rel=0.05)
+
+
+@pytest.mark.parametrize("crew", CREWS)
+def test_ranks_look_at_a_nodes_memory_together(crew, request):
+    """Each would fit by itself, but not all of them: all refuse, or none."""
+    ranks, outlook = request.getfixturevalue(crew), planned_for(CREWS[crew], precision="fp32")
+    needed = sum(outlook.host[part] for part in ("weights", "optimizer state"))
+    for refused in ranks.run(rank_jobs.with_host_memory, needed - 1, precision="fp32"):
+        assert "the host cannot hold this" in refused
+    assert ranks.run(rank_jobs.with_host_memory, needed, precision="fp32") == [None] * 2
+
+
+@pytest.fixture(scope="module")
+def four():
+    ranks = Ranks(4, nodes=2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1), (2, 1, 0, 1)])
+@pytest.mark.parametrize("device", ["cpu", "virtual"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "skipping"])
+def test_four_ranks_on_two_nodes(name, way, device, counts, four):
+    compare(four, name, device, counts, **WAYS[way])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("updates", ["stride:2", "static:0.5", "auto", "host"])
+@pytest.mark.parametrize("held", [False, True])
+def test_all_policies_on_four_ranks(held, updates, four):
+    compare(four, "llama", "virtual", (1, 1, 1, 1), updates=updates, subgroup=64, held=held)

@@ -1,0 +1,73 @@
+"""FerrymanTrainer on several ranks: the run of one process that has all of their micro-batches."""
+
+import pytest
+import rank_jobs
+import torch
+from ranks import Ranks
+from trainers import assert_near
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture(scope="module")
+def two():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+def assert_near_runs(ours, theirs):
+    assert len(ours[0]) == len(theirs[0])
+    for mine, other in zip(ours[0], theirs[0], strict=True):
+        assert mine == {key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in other.items()}
+    assert_near(ours[1], theirs[1], 2e-5)
+
+
+def compare(ranks, size, tmp_path, device):
+    arguments = {"model": "llama", "device": device, "rows": 32}
+    alone = rank_jobs.fit(directory=tmp_path / "one", gradient_accumulation_steps=2 * size, **arguments)
+    found = ranks.run(rank_jobs.fit, directory=tmp_path / "all", gradient_accumulation_steps=2, **arguments)
+    for theirs in found:
+        assert_near_runs(theirs, alone)
+    for name, value in found[0][1].items():
+        assert all(torch.equal(value, theirs[1][name]) for theirs in found), name
+
+
+@pytest.mark.parametrize("device", ["cpu", "virtual"])
+def test_two_ranks(device, two, tmp_path):
+    compare(two, 2, tmp_path, device)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_a_plain_trainer_on_two_ranks(average, two, tmp_path):
+    """Whatever losses are divided by; and where an epoch does not come out even."""
+    arguments = {"rows": 22, "average_tokens_across_devices": average, "num_train_epochs": 2, "max_steps": -1}
+    found = two.run(rank_jobs.fit, "llama", tmp_path / "ours", device="virtual", **arguments)
+    plain = two.run(rank_jobs.fit, "llama", tmp_path / "plain", **arguments)
+    for ours, theirs in zip(found, plain, strict=True):
+        assert_near_runs(ours, theirs)
+
+
+@pytest.mark.slow
+def test_four_ranks(four, tmp_path):
+    compare(four, 4, tmp_path, "virtual")
+
+
+def test_saved_and_resumed(two, tmp_path):
+    arguments = {"model": "llama", "device": "virtual", "rows": 32, "save_strategy": "steps", "save_steps": 2}
+    whole = two.run(rank_jobs.fit, directory=tmp_path / "run", **arguments)
+    path = tmp_path / "run" / "checkpoint-4"
+    resumed = two.run(rank_jobs.fit, directory=tmp_path / "again", resume=str(path), **arguments)
+    assert resumed[0][0] == whole[0][0]
+    for (_, weights), (_, expected) in zip(resumed, whole, strict=True):
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    saved = AutoModelForCausalLM.from_pretrained(path)
+    assert saved.config.model_type == "llama"
+    alone = rank_jobs.fit(directory=tmp_path / "alone", resume=str(path), gradient_accumulation_steps=8, **arguments)
+    assert_near(alone[1], whole[0][1], 2e-5)

@@ -1,0 +1,46 @@
+"""Real jobs of torchrun, whose ranks can be sent signals."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ranks import free_port
+
+
+class Torchrun:
+    """`ferryman train` on so many ranks, begun."""
+
+    def __init__(self, *arguments, ranks=2, restarts=0):
+        how = ["--nproc-per-node", ranks, "--max-restarts", restarts, "--master-port", free_port()]
+        command = [sys.executable, "-m", "torch.distributed.run", *how, "-m", "ferryman.cli.main", "train", *arguments]
+        around = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=around
+        )
+
+    def after(self, steps, run):
+        """Waits until so many have been made."""
+        file = run / "metrics.jsonl"
+        while self.process.poll() is None and not (file.exists() and file.read_text().count("\n") >= steps):
+            time.sleep(0.01)
+
+    def send(self, number, rank=None):
+        """To a rank, or to torchrun itself."""
+        os.kill(self.process.pid if rank is None else self._ranks()[rank], number)
+
+    def end(self):
+        """Its exit code, and what was shown on stdout and on stderr."""
+        shown = self.process.communicate(timeout=120)
+        return self.process.returncode, *shown
+
+    def _ranks(self):
+        found = {}
+        for file in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            for process in file.read_text().split():
+                around = dict(
+                    word.partition("=")[::2] for word in Path(f"/proc/{process}/environ").read_text().split("\0")
+                )
+                found[int(around["RANK"])] = int(process)
+        return found
