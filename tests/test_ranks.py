@@ -33,7 +33,7 @@ def compare(ranks, *args, **options):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("device", ["cpu", "virtual"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_two_ranks(name, device, way, two):
     compare(two, name, device, (2, 2), **WAYS[way])
 
@@ -116,7 +116,7 @@ def test_a_rank_that_fails_tells_the_others_why(two):
     assert "rank 1 has failed: KeyError: 'no such thing'" in str(first)
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("bad_rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("options", [{"deferred": True}, {"on_nonfinite": "skip"}, {"precision": "fp16"}])
 def test_an_overflow_anywhere_skips_or_raises_everywhere(options, bad_rank, two):
     found = two.run(rank_jobs.with_infinite_gradients, "virtual", bad_rank, **options)
