@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch_virtual
 from playwright.sync_api import sync_playwright
+from ranks import Ranks
 
 from ferryman.report import write_report
 
@@ -68,3 +69,27 @@ def show(browser, tmp_path):
         page.close()
     assert wrong == []
     assert {url for url in asked if not url.startswith("data:")} == {(tmp_path / "report.html").as_uri()}
+
+
+@pytest.fixture(scope="session")
+def two():
+    """Two ranks of one machine."""
+    yield from _ranks(2, nodes=1)
+
+
+@pytest.fixture(scope="session")
+def nodes():
+    """Two ranks that share no memory."""
+    yield from _ranks(2, nodes=2)
+
+
+@pytest.fixture(scope="session")
+def four():
+    """Two ranks on each of two machines."""
+    yield from _ranks(4, nodes=2)
+
+
+def _ranks(size, nodes):
+    ranks = Ranks(size, nodes)
+    yield ranks
+    ranks.close()

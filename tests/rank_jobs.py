@@ -352,3 +352,41 @@ def fit(model, directory, *, device=None, resume=None, **arguments):
         assert abs(mine.predictions - theirs.predictions).max() < 1e-4
         assert abs(mine.metrics["test_loss"] - theirs.metrics["test_loss"]) < 1e-4
     return steps, weights(made)
+
+
+def rmsprop_again(directory):
+    """Saved, loaded, trained on and saved again: the state of tensors that torch's own optimizer updates, loaded."""
+    batches = [CASES["llama"].batch(2, seed=seed) for seed in range(8)]
+    found = []
+    for turn in range(3):
+        model = build(CASES["llama"])
+        optimizer, _ = rmsprop(model)
+        with Engine(model, optimizer, device="cpu") as engine:
+            if turn:
+                engine.load(directory / str(turn - 1))
+            for _ in range(2):
+                rank = engine.share.rank
+                engine.step({name: rows[rank :: engine.share.size] for name, rows in batches[engine.steps].items()})
+            engine.save(directory / str(turn))
+        found = {name: value.clone() for name, value in model.state_dict().items()}
+    return found
+
+
+def other_rates():
+    model = build(CASES["llama"])
+    optimizer, _ = rmsprop(model)
+    with Engine(model, optimizer, device="cpu") as engine:
+        for number in range(2):
+            engine.step(CASES["llama"].batch(2, seed=dist.get_rank()))
+            optimizer.param_groups[0]["lr"] = 1e-3 * (1 + number * dist.get_rank())
+        engine.step(CASES["llama"].batch(2, seed=dist.get_rank()))
+
+
+def no_rows(device):
+    """The last batch is smaller than the number of ranks."""
+    model = build(CASES["llama"])
+    with Engine(model, adamw(model)[0], device=device) as engine:
+        rank, size = engine.share
+        for samples in (4, 1):
+            loss = engine.step({name: rows[rank::size] for name, rows in CASES["llama"].batch(samples).items()})
+    return loss.item()

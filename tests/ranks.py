@@ -14,14 +14,15 @@ def free_port():
 
 
 class Ranks:
-    """`nodes`: how many of equal size they pretend to be on."""
+    """`nodes`: how many of equal size they pretend to be on; or `homes`: on which of them each is."""
 
-    def __init__(self, size, nodes=1, timeout="120"):
+    def __init__(self, size, nodes=1, timeout="120", homes=None):
         context, port = mp.get_context("spawn"), free_port()
         self.pipes, self.processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()
-            place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "GROUP_RANK": rank * nodes // size}
+            home = homes[rank] if homes else rank * nodes // size
+            place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "GROUP_RANK": home}
             around = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "FERRYMAN_TIMEOUT": timeout, **place}
             process = context.Process(target=_serve, args=(theirs, {k: str(v) for k, v in around.items()}), daemon=True)
             process.start()

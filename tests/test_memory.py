@@ -75,7 +75,7 @@ def steady_peak_of(engine, batch, micro_batches=None):
     """Of a step in which no thread waited for a core: then what copies hold comes back late, which adds up
     where there are many.
     """
-    return min(peaks_of(engine, batch, micro_batches, steps=5))
+    return min(peaks_of(engine, batch, micro_batches, steps=3))
 
 
 def activations(width, content):
@@ -96,7 +96,7 @@ _MANY = pytest.param(6, 64, 64, 256, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize(
     ("layers", "micro_batches", "width", "length"),
-    [(6, 2, 64, 256), (6, 8, 64, 1024), (24, 8, 128, 64), (96, 2, 64, 256), _MANY],
+    [(6, 2, 64, 256), (6, 8, 64, 1024), (24, 8, 128, 64), pytest.param(96, 2, 64, 256, marks=pytest.mark.slow), _MANY],
 )
 def test_the_peak_is_the_formula(layers, micro_batches, width, length, virtual):
     batch = numbers(micro_batches, width, length)
@@ -123,8 +123,9 @@ def test_with_the_stash_on_the_device_the_formula_has_one_more_term(stash, virtu
             return steady_peak_of(engine, numbers(micro_batches), micro_batches)
 
     boundary = numbers(1)["x"].nbytes
-    more = peak(24, 8) - peak(6, 8), peak(6, 16) - peak(6, 8)
-    expected = (18 * 8, 6 * 8) if stash == "device" else (0, 0)  # an input for each block and micro-batch
+    base = peak(6, 8)
+    more = peak(12, 8) - base, peak(6, 16) - base
+    expected = (6 * 8, 6 * 8) if stash == "device" else (0, 0)  # an input for each block and micro-batch
     for grown, inputs in zip(more, expected, strict=True):
         assert grown == pytest.approx(inputs * boundary, rel=0.05, abs=1.5 * boundary)
 
@@ -135,7 +136,7 @@ def test_the_peak_does_not_depend_on_depth_or_on_micro_batches(virtual):
             return steady_peak_of(engine, tokens(micro_batches), micro_batches)
 
     first = peak(6, 4)
-    for layers, micro_batches in ((24, 4), (6, 2), (6, 32)):
+    for layers, micro_batches in ((12, 4), (6, 16)):
         assert peak(layers, micro_batches) == pytest.approx(first, rel=0.02), (layers, micro_batches)
 
 
@@ -246,12 +247,14 @@ def few_tokens(samples, length):
 
 
 @pytest.mark.parametrize("stash", ["auto", "host", "device"])
-@pytest.mark.parametrize("kib", [300, 352, 448, 484, 556, 900])
+@pytest.mark.parametrize(
+    "kib", [300, 448, 900, *(pytest.param(kib, marks=pytest.mark.slow) for kib in (352, 484, 556))]
+)
 def test_small_budgets_are_kept_in_every_step_or_refused(kib, stash, around, virtual):
     torch_virtual.set_capacity(around + 64 * kib * 1024, DEVICE)
     try:
         with Engine(gpt2(), device=DEVICE, memory=f"{kib}KiB", stash=stash) as engine:
-            for _ in range(3):
+            for _ in range(2):
                 assert peak_of(engine, few_tokens(8, 16)) <= kib * 1024
     except ValueError as error:
         assert stash == "device" or kib < 350, error  # noqa: PT017 - that it is refused is one of two right answers
@@ -264,7 +267,7 @@ def test_memory_between_fine_units_does_not_grow_with_depth_either(virtual):
         with Engine(gpt2(layers), device=DEVICE, **options) as engine:
             return steady_peak_of(engine, few_tokens(4, 64), 4)
 
-    assert peak(16) == pytest.approx(peak(4), rel=0.05)
+    assert peak(10) == pytest.approx(peak(4), rel=0.05)
 
 
 def test_a_trial_stays_within_the_budget_if_a_step_does(around, virtual):

@@ -67,7 +67,7 @@ def adamw(parameters):
 
 
 @pytest.mark.parametrize("way", [{}, {"deferred": True}, {"max_grad_norm": 0.5}], ids=str)
-@pytest.mark.parametrize("name", ["llama", "toy"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "toy"])
 def test_bfloat16(name, way, device):
     model = build(CASES[name])
     reference = Reference(model, torch.bfloat16, adamw)

@@ -7,21 +7,6 @@ import rank_jobs
 import torch
 import transformers as hf
 from models import CASES, build
-from ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def four():
-    ranks = Ranks(4, nodes=2)
-    yield ranks
-    ranks.close()
 
 
 def assert_equal(weights, others):
@@ -44,6 +29,15 @@ def test_the_same_number_of_ranks_goes_on_to_the_last_bit(way, two, tmp_path):
     for rank in range(2):
         assert first[rank][0] + second[rank][0] == whole[rank][0]
         assert_equal(second[rank][1], whole[rank][1])
+
+
+def test_state_that_is_torchs_own_is_saved_by_who_has_it(two, tmp_path):
+    (tmp_path / "two").mkdir()
+    (tmp_path / "one").mkdir()
+    alone = rank_jobs.rmsprop_again(tmp_path / "one")
+    for weights in two.run(rank_jobs.rmsprop_again, tmp_path / "two"):
+        for name, value in alone.items():
+            assert torch.allclose(weights[name], value, atol=2e-6), name
 
 
 def test_transformers_loads_it(two, tmp_path):

@@ -19,13 +19,6 @@ from ferryman.ranks import RankError
 from ferryman.units import trained_elements, weight_itemsize
 
 
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
-
-
 def compare(ranks, *args, **options):
     found = ranks.run(rank_jobs.train, *args, **options)
     losses, norms, weights = rank_jobs.train_alone(*args, **options)
@@ -40,21 +33,21 @@ def compare(ranks, *args, **options):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("device", ["cpu", "virtual"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_two_ranks(name, device, way, two):
     compare(two, name, device, (2, 2), **WAYS[way])
 
 
 @pytest.mark.parametrize("counts", [(3, 1), (2, 0), (0, 2)])
 @pytest.mark.parametrize("way", ["eager", "clipped"])
-@pytest.mark.parametrize("device", ["cpu", "virtual"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "virtual"])
 def test_ranks_with_fewer_micro_batches_or_none(device, way, counts, two):
     compare(two, "gpt2", device, counts, **WAYS[way])
 
 
 @pytest.mark.parametrize("way", ["eager", "clipped"])
 @pytest.mark.parametrize("updates", ["stride:2", "static:0.5", "auto", "host"])
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("held", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_all_policies(held, updates, way, two):
     compare(two, "llama", "virtual", (1, 1), updates=updates, subgroup=64, held=held, **WAYS[way])
 
@@ -100,6 +93,16 @@ def test_ranks_that_disagree_are_told_by_name(about, two):
         assert names.get(about, about) in str(answer)
 
 
+def test_rates_that_differ_are_refused(two):
+    two.start(rank_jobs.other_rates)
+    for answer in two.answers():
+        assert "the optimizer's group 0 is" in str(answer)
+
+
+def test_a_batch_without_rows_is_none(two):
+    assert len(set(two.run(rank_jobs.no_rows, "cpu"))) == 1
+
+
 def test_ranks_that_make_different_numbers_of_steps_are_told_so(two):
     two.start(rank_jobs.disagreeing, "steps")
     for answer in two.answers():
@@ -113,7 +116,7 @@ def test_a_rank_that_fails_tells_the_others_why(two):
     assert "rank 1 has failed: KeyError: 'no such thing'" in str(first)
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("bad_rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("options", [{"deferred": True}, {"on_nonfinite": "skip"}, {"precision": "fp16"}])
 def test_an_overflow_anywhere_skips_or_raises_everywhere(options, bad_rank, two):
     found = two.run(rank_jobs.with_infinite_gradients, "virtual", bad_rank, **options)
@@ -160,13 +163,6 @@ def test_ranks_of_a_node_have_one_copy_together(two):
     parameters = found[0][3]
     assert all(inside for _, _, inside, _ in found), "units' weights are in the memory that is shared"
     assert sum(own for own, _, _, _ in found) + found[0][1] == pytest.approx(12 * parameters, rel=0.05)
-
-
-@pytest.fixture(scope="module")
-def nodes():
-    ranks = Ranks(2, nodes=2)
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize("device", ["cpu", "virtual"])
@@ -236,10 +232,12 @@ def test_ranks_look_at_a_nodes_memory_together(crew, request):
     assert ranks.run(rank_jobs.with_host_memory, needed, precision="fp32") == [None] * 2
 
 
-@pytest.fixture(scope="module")
-def four():
-    ranks = Ranks(4, nodes=2)
-    yield ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("homes", [(0, 0, 1), (0, 1, 0, 1)])
+@pytest.mark.parametrize("way", WAYS)
+def test_nodes_of_any_size_and_order(way, homes):
+    ranks = Ranks(len(homes), homes=homes)
+    compare(ranks, "llama", "cpu", (1,) * len(homes), **WAYS[way])
     ranks.close()
 
 

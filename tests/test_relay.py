@@ -67,7 +67,8 @@ def test_gradients_go_to_the_slot_whose_flush_is_longest_ago(virtual):
     with Lanes(virtual) as lanes:
         units, _ = find_units(Toy())
         staging = Staging(Policy("host"), 1024, lambda unit: None, deferred=False)
-        server = Server(RamStore(units, virtual), None, lanes, virtual, Settings(), Scale(), staging, Ranks())
+        store = RamStore(units, virtual, None, Ranks())
+        server = Server(store, None, lanes, virtual, Settings(), Scale(), staging, Ranks())
         slots = GradientSlots(virtual, 2, server, lanes.device("h2d"), lanes.device("d2h"))
         slots.make_room_for(units)
         used = []

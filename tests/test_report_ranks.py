@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import rank_jobs
-from ranks import Ranks
 from reports import command, place_of
 
 from ferryman.report.figures import figures_of, summary
@@ -14,12 +13,10 @@ from ferryman.trace import trace_path
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory):
+def several(tmp_path_factory, two):
     """Two ranks, of which the second has most to do: the first one's trace, beside which is the other's."""
     path = tmp_path_factory.mktemp("several") / "trace.json"
-    ranks = Ranks(2)
-    ended = ranks.run(rank_jobs.record, path, (1, 5), memory="256KiB", max_grad_norm=1.0, held=False, stash="host")
-    ranks.close()
+    ended = two.run(rank_jobs.record, path, (1, 5), memory="256KiB", max_grad_norm=1.0, held=False, stash="host")
     return path, ended
 
 

@@ -7,25 +7,10 @@ import signal
 import pytest
 import rank_jobs
 from commands import EXACT, GPT, losses, metrics, sending, trained
-from ranks import Ranks
 from torchrun import Torchrun
 
 from ferryman.cli.options import Options
 from ferryman.cli.run import new_run, restarted
-
-
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def four():
-    ranks = Ranks(4, nodes=2)
-    yield ranks
-    ranks.close()
 
 
 def near(found):

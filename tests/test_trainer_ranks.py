@@ -3,23 +3,8 @@
 import pytest
 import rank_jobs
 import torch
-from ranks import Ranks
 from trainers import assert_near
 from transformers import AutoModelForCausalLM
-
-
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def four():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 def assert_near_runs(ours, theirs):
@@ -44,7 +29,7 @@ def test_two_ranks(device, two, tmp_path):
     compare(two, 2, tmp_path, device)
 
 
-@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("average", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_plain_trainer_on_two_ranks(average, two, tmp_path):
     """Whatever losses are divided by; and where an epoch does not come out even."""
     arguments = {"rows": 22, "average_tokens_across_devices": average, "num_train_epochs": 2, "max_steps": -1}

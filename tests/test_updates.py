@@ -32,7 +32,8 @@ def slow_link(device):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama", "bert", pytest.param("t5", marks=pytest.mark.slow), "skipping", "frozen"]
+    "name",
+    ["gpt2", "frozen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bert", "t5", "skipping"))],
 )
 def test_twenty_steps(name, way, device):
     slow_link(device)
@@ -58,7 +59,7 @@ def test_twenty_steps(name, way, device):
     assert_near(model, plain)
 
 
-@pytest.mark.parametrize("stash", ["host", "device"])
+@pytest.mark.parametrize("stash", [pytest.param("host", marks=pytest.mark.slow), "device"])
 @pytest.mark.parametrize("way", WAYS)
 def test_under_delays_longer_than_a_visit(way, stash, virtual):
     """Nothing is fetched before its update, and nothing lands on gradients that are still being used."""

@@ -59,9 +59,10 @@ class Assembly:
         self.server = Server(self.store, panel, self.lanes, device, settings, scale, plan.staging, ranks)
         try:
             self.relay = Relay(plan, device, self.server, self.lanes)
-        except BaseException:  # out of memory, on the device
+        except BaseException as error:  # out of memory, on the device
+            ranks.fail(error)
             self.lanes.close()
-            self.store.close()
+            self.store.close(together=ranks.alone)
             raise
         self.gradients = Gradients(self.relay, self.store, self.server.settle, wide=panel is not None)
         self._takeover = Takeover(self.server.settle)

@@ -105,6 +105,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         checks.interleave_arguments(optimizer, self.device, slots, held, updates, subgroup)
         self._model, self._loss, self._reduction = model, loss, reduction
         self._stash, self._updates = stash, updates
+        self._panel = None if optimizer is None else Panel(optimizer, model)
         self._ranks.agree(
             facts(model, optimizer, {
                 "device": self.device.type, "memory": self._budget, "precision": precision, "updates": updates,
@@ -113,7 +114,6 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 "subgroup": subgroup,
             })
         )  # fmt: skip
-        self._panel = None if optimizer is None else Panel(optimizer, model)
         self._dtype_of = dtype_of(model, precision)
         self._settings = Settings(
             max_grad_norm, on_nonfinite, deferred, host_threads or self._ranks.threads(default_threads())
@@ -167,8 +167,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of all gradients, before clipping: of those that `forward_backward` has left, as they are now, else
-        of the last update; None before the first."""
+        """The norm of all gradients, before clipping: of those that `forward_backward` has left, as they are now (of
+        several ranks, of this one's own), else of the last update; None before the first."""
         return self._parts.server.grad_norm
 
     @property
@@ -203,7 +203,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def set_updates(self, updates: str) -> None:
         """From the next step on this is who updates the weights; nothing else changes."""
         self._need_optimizer()
-        plan = self._planner.change(self._parts.plan, updates, self._sizing.needed)
+        self._ranks.agree({"updates=": updates})
+        needed = int(max(count for (count,) in self._ranks.count([self._sizing.needed])))
+        plan = self._planner.change(self._parts.plan, updates, needed)
         self._updates = updates
         self._parts.serve(plan)
         self._sizing = self._size()
@@ -402,7 +404,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         if together and not (self._closed or self._ranks.has_failed):
             self._ranks.tell("closing the engine")
         self._closed = True
-        self._parts.close(together=together and not self._ranks.has_failed)
+        together = together and not self._ranks.has_failed
+        self._parts.close(together=together)
+        if together:
+            self._ranks.close()
 
     def _assemble(self, plan: Plan) -> Assembly:
         scale, trace = self._planner.scale(), self._recorder.trace
@@ -430,7 +435,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             except ValueError as failed:
                 found = failed
             seed = int(torch.randint(0, 2**62, ()).item()) if isinstance(found, Choice) else 0
-            words = speak(self._ranks, found, parts, seed, first=not self._has_begun())
+            optimizer = None if self._panel is None else self._panel.optimizer
+            words = speak(self._ranks, found, parts, seed, optimizer, first=not self._has_begun())
             if (needed := most_wanted(words)) is not None:
                 self._rebuild(self._sizing.smaller(needed))
                 continue
@@ -451,7 +457,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._parts.close()
         self._parts = self._assemble(plan)
         self._sizing = self._size()
-        self._loaded.load_again(self._contents())
+        contents = self._contents()
+        self._ranks.jointly("loading again", lambda: self._loaded.load_again(contents))
         self._parts.server.scale.restore(scale)
         self._parts.server.restart(steps)
 

@@ -26,10 +26,14 @@ def facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: M
     if optimizer is not None:
         found["the optimizer"] = type(optimizer).__name__
         found["the number of parameter groups"] = str(len(optimizer.param_groups))
-        for number, group in enumerate(optimizer.param_groups):
-            options = {name: value for name, value in group.items() if name != "params"}
+        for number, (group, options) in enumerate(zip(optimizer.param_groups, _groups(optimizer), strict=True)):
             found[f"the optimizer's group {number}"] = f"{len(group['params'])} tensors with {options}"
     return found
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The options of each."""
+    return [str({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
 
 
 class Word(NamedTuple):
@@ -41,10 +45,17 @@ class Word(NamedTuple):
     samples: int | None  # None: they cannot be counted
     seed: int
     digest: int | None  # of what it was given
+    groups: list[str]  # of the optimizer: their options
 
 
 def speak(
-    ranks: Ranks, found: Choice | Need | ValueError, parts: Sequence[Part], seed: int, *, first: bool
+    ranks: Ranks,
+    found: Choice | Need | ValueError,
+    parts: Sequence[Part],
+    seed: int,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    first: bool,
 ) -> list[Word]:
     """What all say, in the order of ranks; a ValueError on each if one of them cannot go on.
 
@@ -59,6 +70,7 @@ def speak(
         samples=_count_samples(parts),
         seed=seed,
         digest=_digest(parts) if first and not ranks.alone else None,
+        groups=[] if optimizer is None or ranks.alone else _groups(optimizer),
     )
     words = [Word(error, wanted and Need(*wanted), *rest) for error, wanted, *rest in ranks.tell("making a step", mine)]
     if isinstance(found, ValueError):
@@ -66,6 +78,14 @@ def speak(
     for rank, word in enumerate(words):
         if word.error is not None:
             raise ValueError(f"rank {rank} cannot make this step: {word.error}")
+    for rank, word in enumerate(words):
+        for number, (one, other) in enumerate(zip(words[0].groups, word.groups, strict=True)):
+            if one != other:
+                raise ValueError(
+                    f"the optimizer's group {number} is {one} on rank 0 and {other} on rank {rank}, and each rank "
+                    "updates a part of every tensor; have schedulers follow what is the same on all ranks, such as the "
+                    "loss that engine.step returns"
+                )
     if not any(word.parts or word.wanted for word in words):
         raise ValueError("no rank has a micro-batch for this step: at least one must")
     if not ranks.alone and mine.digest is not None and all(word.digest == mine.digest for word in words):
@@ -84,7 +104,9 @@ def most_wanted(words: Sequence[Word]) -> Need | None:
 
 def is_nothing(batch: Any) -> bool:
     """What a rank gives that has no data where others have some."""
-    return batch is None or (isinstance(batch, Sequence | Mapping) and not batch)
+    if batch is None or (isinstance(batch, Sequence | Mapping) and not batch):
+        return True
+    return not isinstance(batch, list) and samples_in(batch) == 0
 
 
 def weigh(parts: Sequence[Part], words: Sequence[Word], rank: int, reduction: str) -> list[Part]:

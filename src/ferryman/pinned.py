@@ -28,7 +28,7 @@ class PinnedMemory:
         if _register(self.bytes, device):
             self._unregister = end = weakref.finalize(self, _unregister, self.bytes, device)
             end.atexit = False
-        else:
+        elif memory is None:  # what others have too stays where it is, and is copied more slowly
             self.bytes = self.bytes.pin_memory()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -60,6 +60,9 @@ class Ranks:
         self.share = Share()
         self.node = [0]  # the ranks that share memory with this one
         self.leaders = [0]  # the first of each node
+        self._homes = [0]
+        self._routes: list[Any] = []
+        self._groups: list[Any] = []
         self.has_failed = False
         self._firsts = itertools.count()
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:
@@ -78,8 +81,14 @@ class Ranks:
             dist.new_group(backend="gloo", timeout=self._patience) for _ in range(3)
         )
         where = self.tell("making an engine", [socket.gethostname(), os.environ.get("GROUP_RANK", "0")])
-        self.node = [rank for rank, place in enumerate(where) if place == where[self.rank]]
-        self.leaders = sorted({where.index(place) for place in where})
+        self._homes = [where.index(place) for place in where]  # the first rank of each one's node
+        self.node = [rank for rank, home in enumerate(self._homes) if home == self._homes[self.rank]]
+        self.leaders = sorted(set(self._homes))
+        # Of what each owner updates, to the nodes that do not share its memory: a group for each, made by all.
+        routes = [[owner, *self.elsewhere(owner)] for owner in range(self.size)] if len(self.leaders) > 1 else []
+        self._routes = [dist.new_group(sorted(route), backend="gloo", timeout=self._patience) for route in routes]
+        mine = [group for group in self._routes if group is not dist.GroupMember.NON_GROUP_MEMBER]
+        self._groups = [self.main, self.gradients, self.weights, *mine]
 
     @property
     def rank(self) -> int:
@@ -106,6 +115,11 @@ class Ranks:
     def leads(self) -> bool:
         """Whether it is the first of its node."""
         return self.rank == self.node[0]
+
+    @property
+    def share_memory(self) -> bool:
+        """Whether any do; all must say the same."""
+        return len(self.leaders) < self.size
 
     # Between steps.
 
@@ -236,16 +250,12 @@ class Ranks:
         assert (into is not None) == (owner == self.rank)
         self._do(lambda: dist.gather(values, into, dst=owner, group=self.gradients, async_op=True))
 
-    def pass_on(self, values: torch.Tensor, owner: int, to: Collection[int]) -> None:
-        """The owner's values, in place, to these ranks."""
-        try:
-            if self.rank == owner:
-                for other in sorted(to):
-                    dist.send(values, other, group=self.weights)
-            elif self.rank in to:
-                dist.recv(values, owner, group=self.weights)
-        except RuntimeError as error:
-            raise self._lost(str(error)) from error
+    def pass_on(self, values: torch.Tensor, owner: int, *, to_all: bool) -> None:
+        """The owner's values, in place, to all ranks, or to the nodes that do not share its memory."""
+        if to_all:
+            self._do(lambda: dist.broadcast(values, owner, group=self.weights, async_op=True))
+        elif self._routes and (self.rank == owner or self.rank in self.elsewhere(owner)):
+            self._do(lambda: dist.broadcast(values, owner, group=self._routes[owner], async_op=True))
 
     def all_here(self) -> None:
         """Blocks until all have come to this point of the order of weights."""
@@ -253,8 +263,7 @@ class Ranks:
 
     def elsewhere(self, owner: int) -> list[int]:
         """The first ranks of nodes that do not share the owner's memory."""
-        home = max(leader for leader in self.leaders if leader <= owner)
-        return [leader for leader in self.leaders if leader != home]
+        return [leader for leader in self.leaders if leader != self._homes[owner]]
 
     # Failures.
 
@@ -273,6 +282,11 @@ class Ranks:
         except RuntimeError:  # the store may have gone with its process
             return True
 
+    def close(self) -> None:
+        """All ranks have ended what they do together."""
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+
     def _do(self, begin: Callable[[], Any]) -> None:
         """A collective, to its end."""
         waited = timedelta()
@@ -284,8 +298,9 @@ class Ranks:
                     work.wait(_LOOK)
                     return
                 except RuntimeError:
-                    if work.is_completed():
-                        raise
+                    if work.is_completed():  # by now, or with an error, which this raises
+                        work.wait()
+                        return
                 waited += timedelta(seconds=time.monotonic() - started)
                 if waited > self._patience:
                     raise self._lost(f"no answer for {waited.total_seconds():.0f} s; FERRYMAN_TIMEOUT sets how long")
@@ -302,7 +317,7 @@ class Ranks:
         except RuntimeError:  # the store may have gone with its process
             told = ""
         mine = f"one of the {self.size} ranks has stopped or does not answer, as rank {self.rank} finds"
-        reason = told or f"{mine} ({_GLOO.sub('', why.splitlines()[0])})"
+        reason = told or f"{mine} ({_GLOO.sub('', (why.splitlines() or [''])[0])})"
         return RankError(
             f"rank {self.rank} cannot go on without the others: {reason}. Look at what the rank that stopped first has "
             "printed; under torchrun --max-restarts a script that loads its last checkpoint goes on from there",

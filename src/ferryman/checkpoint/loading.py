@@ -76,7 +76,7 @@ class Checkpoint:
     def _of_rank(self) -> dict[str, Any]:
         """What each rank has saved for itself; where there were more of them, or fewer, that of the first."""
         rank, size = self._contents.ranks.share
-        others = self.manifest["others"]
+        others = self.manifest.get("others", [])
         return others[rank - 1] if rank and size == 1 + len(others) else self.manifest
 
     def load_training(self) -> dict[str, torch.Tensor]:
@@ -170,8 +170,10 @@ class Checkpoint:
         saved = self.manifest["optimizer"]
         for name, item in self._names.items():
             if item.trains:
-                theirs = plain.decode(saved["torch"][name], rest) if name in saved["torch"] else None
-                self._contents.store.state(self._units[item]).restore(item, saved["steps"][name], theirs)
+                state = self._contents.store.state(self._units[item])
+                has = name in saved["torch"] and state.owns(item)
+                theirs = plain.decode(saved["torch"][name], rest) if has else None
+                state.restore(item, saved["steps"][name], theirs)
 
     def _read(
         self, what: str, target: Callable[[Entry], torch.Tensor], done: Callable[[Entry], None] | None = None

@@ -21,10 +21,13 @@ def fill_missing(contents: Contents) -> None:
     empty, in_files = set(contents.store.empty()), contents.names()
     owners = {place.module for item in empty for place in item.places}
     items: dict[int, Item] = {id(item.tensor): item for unit in contents.units for item in unit.items}
+    units = contents.unit_of()
     for module in owners:
         own = [items[id(t)] for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
         if any(item in in_files for item in own if item in empty):
             continue  # weights that a file should have are not made up
+        if not all(contents.store.writes(units[item]) for item in own):
+            continue  # in memory that another rank fills
         before = [(item, item.tensor.detach().clone()) for item in own if item not in empty]
         with torch.no_grad():
             initialise(module)

@@ -207,7 +207,7 @@ def _describe_optimizer(
         state = contents.store.state(unit)
         for item in unit.trained:
             steps[names[item]] = state.steps(item)
-            if kept := state.kept_by_torch(item):
+            if state.owns(item) and (kept := state.kept_by_torch(item)):
                 theirs[names[item]] = plain.encode(kept, f"{names[item]}/torch", tensors)
     groups = []
     for number, group in enumerate(panel.optimizer.param_groups):

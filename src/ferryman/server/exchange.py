@@ -2,8 +2,8 @@
 
 A subgroup's gradients are gathered by its owner and added up in the order of ranks. Collectives are matched by their
 order, so units are exchanged in one that all ranks know: from the last to the first, residents at the end, whatever
-order a rank's own backward takes. A unit that comes early waits; of one that a rank has nothing of, it sends nothing.
-With each part goes a byte for each tensor of the unit that says whether it has a gradient here: ranks may differ.
+order a rank's own backward takes. A unit that comes early waits. With each part goes a byte for each tensor of the unit
+that says whether it has a gradient here: ranks may differ, and what one lacks is not added up.
 
 Weights that an owner has updated lie in memory that the ranks of its node share; other nodes are sent them (and of what
 stays on the devices, which has no common memory, every rank). Then all ranks say that they are done with the unit, and
@@ -12,6 +12,7 @@ from there on it can be fetched.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -70,6 +71,7 @@ class Exchange:
         self._lane, self._sharing = lanes.host("exchange"), lanes.host("share")
         self._turns: list[_Turn] = []
         self._expected: dict[Subgroup, Buffer] = {}
+        self._cuts: weakref.WeakKeyDictionary[Unit, list[int]] = weakref.WeakKeyDictionary()
         self._messages, self._sums = Landing(device), Landing(device)
         self._room = torch.empty(0, dtype=torch.uint8)  # what comes from all ranks
 
@@ -114,7 +116,9 @@ class Exchange:
         return [turn.unit for turn in self._turns if turn.left and not turn.waiting]
 
     def owner(self, subgroup: Subgroup) -> int:
-        cuts = bounds(subgroup.unit, self._panel, self._ranks.share)
+        if subgroup.unit not in self._cuts:
+            self._cuts[subgroup.unit] = bounds(subgroup.unit, self._panel, self._ranks.share)
+        cuts = self._cuts[subgroup.unit]
         return next(rank for rank in range(self._ranks.size) if cuts[rank] <= subgroup.start < cuts[rank + 1])
 
     def share(self, unit: Unit, subgroups: Sequence[Subgroup], after: Sequence[Mark]) -> Mark:
@@ -124,9 +128,8 @@ class Exchange:
         def share() -> None:
             for subgroup in subgroups:
                 owner = self.owner(subgroup)
-                if to := self._needing(unit, owner):
-                    for run in state.runs(subgroup, weights):
-                        self._ranks.pass_on(run.host, owner, to)
+                for run in state.runs(subgroup, weights):
+                    self._ranks.pass_on(run.host, owner, to_all=not unit.modules)
             self._ranks.all_here()
 
         return self._sharing.submit(share, after=after, label=f"share {unit.name}")
@@ -146,12 +149,6 @@ class Exchange:
     def close(self) -> None:
         self._messages.close()
         self._sums.close()
-
-    def _needing(self, unit: Unit, owner: int) -> list[int]:
-        """The ranks that are sent what the owner has updated."""
-        if unit.modules:
-            return self._ranks.elsewhere(owner)
-        return [rank for rank in range(self._ranks.size) if rank != owner]
 
     def _turn_of(self, unit: Unit) -> _Turn:
         return next(turn for turn in self._turns if turn.unit is unit)

@@ -239,6 +239,9 @@ class Server:
         unit = subgroup.unit
         if self.is_eager:
             self._check_losses()
+            if unit not in self._orders:
+                for last in self.ready(unit):
+                    last.wait()  # which tensors the last step's were for is known when they have been made
             orders = self._orders_of(unit, unit.trained)
             self.looks.on_host(subgroup, gradient, items, [mark], self.what_has_changed)
             buffer.free = self._updates.make_on_host(subgroup, orders, gradient, 1.0, only=items)

@@ -35,12 +35,10 @@ class RamStore:
     its own on each host, since a model may write there (a count, a running mean). Values are those of the first rank.
     """
 
-    def __init__(
-        self, units: Iterable[Unit], device: torch.device, panel: Panel | None = None, ranks: Ranks | None = None
-    ) -> None:
+    def __init__(self, units: Iterable[Unit], device: torch.device, panel: Panel | None, ranks: Ranks) -> None:
         self._device = device
         self._panel = panel
-        self._ranks = Ranks() if ranks is None else ranks
+        self._ranks = ranks
         self._weights: dict[Unit, PinnedMemory] = {}
         self._states: dict[Unit, UnitState] = {}
         self._gradients: dict[tuple[Unit, torch.dtype], PinnedMemory] = {}
@@ -121,7 +119,7 @@ class RamStore:
 
     def _is_common(self, unit: Unit) -> bool:
         """Whether its memory is that of all ranks of the node."""
-        return len(self._ranks.node) > 1 and bool(unit.modules)
+        return self._ranks.share_memory and bool(unit.modules)
 
     def writes(self, unit: Unit) -> bool:
         """Whether what is no rank's own is this one's to write."""

@@ -114,6 +114,7 @@ class Updates:
 
     def shared(self, unit: Unit, mark: Mark) -> None:
         """Until the mark other ranks update parts of it, and may still be at it."""
+        self.has_begun = True
         self._ready.setdefault(unit, {})["shared"] = mark
         if self._weights is not None:
             self._weights.renew(unit)
