@@ -30,7 +30,7 @@ from ferryman.engine import Engine
 from ferryman.server.memory import trim
 
 RANKS = (1, 2, 4)
-LINK = 60e6  # bytes a second, each way
+LINK = 20e6  # bytes a second, each way
 MICRO_BATCHES = 2
 CONTEXT = 8
 STEPS = 4  # the first is not counted
@@ -66,6 +66,7 @@ def steps() -> dict[str, float]:
     torch_virtual.set_link(VIRTUAL, h2d=LINK, d2h=LINK)
     seconds = []
     with engine_of(make(layers=12, width=192)) as engine:
+        torch.manual_seed(engine.share.rank)  # each has its own data
         for _ in range(STEPS):
             with torch_virtual.watch(VIRTUAL) as seen:
                 started = time.perf_counter()
@@ -83,6 +84,7 @@ def memory(weights: Path) -> dict[str, float]:
         model = make(layers, WIDE)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with engine_of(model) as engine:
+        torch.manual_seed(engine.share.rank)
         engine.load_weights(weights)
         for _ in range(2):
             engine.step(batch(), MICRO_BATCHES)

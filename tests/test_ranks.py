@@ -52,7 +52,10 @@ def test_all_policies(held, updates, way, two):
     compare(two, "llama", "virtual", (1, 1), updates=updates, subgroup=64, held=held, **WAYS[way])
 
 
-@pytest.mark.parametrize("name", ["t5", "mixtral", "skipping", "frozen", "reused", "two losses"])
+@pytest.mark.parametrize(
+    "name",
+    ["skipping", "frozen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "mixtral", "reused"))],
+)
 def test_models(name, two):
     compare(two, name, "virtual", (2, 1))
 
