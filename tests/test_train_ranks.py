@@ -152,6 +152,7 @@ def test_killed_and_started_again_it_is_the_same_run(two, corpus, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # eight processes start, on few cores
 @pytest.mark.parametrize("victim", [0, 2])
 def test_killed_and_started_again_on_four_ranks(victim, four, corpus, tmp_path):
     arguments = [GPT, "--data", corpus, "--device", "cpu", "--batch", 7, *EXACT, "--no-trace"]
