@@ -107,7 +107,7 @@ class Checkpoint:
             if values is not None and self._differs(entry.name):
                 self._take(self._names[entry.name], values)
 
-        self._read("weights", target, done)
+        self._read("weights", target, done if self._reads_beside() else None)
         for item in self._trained():
             self._contents.store.state(self._units[item]).taken(item)
 
@@ -143,7 +143,12 @@ class Checkpoint:
                 item = self._names[stretch.name]
                 self._contents.store.take(self._units[item], item, wide, stretch.start)
 
-        self._read("state", target, done)
+        self._read("state", target, done if self._reads_beside() else None)
+
+    def _reads_beside(self) -> bool:
+        """Whether any tensor cannot be read straight into its place. Each that cannot is waited for."""
+        pieces = any(parse_stretch(name).start for name in self._state)
+        return not self._contents.ranks.alone or pieces or any(map(self._differs, self._names))
 
     def _trained(self) -> list[Item]:
         """What the optimizer keeps something of."""
