@@ -56,35 +56,24 @@ def _after_a_while(real):
     return late
 
 
-def _train(name, device, counts, steps, samples, make, options):
-    torch.manual_seed(dist.get_rank())  # the first one's weights, and random numbers, count
-    case = CASES[name]
-    model = build(case, seed=dist.get_rank())
-    optimizer, scheduler = make(model)
-    losses, norms = [], []
-    with Engine(model, optimizer, device=device, **options) as engine:
-        for seed in range(steps):
-            torch.manual_seed(seed)
-            batch = case.batch(sum(counts) * samples, seed=seed)
-            count = counts[dist.get_rank()]
-            losses.append(engine.step(my_part(batch, counts, samples), count or None).item())
-            norms.append(engine.grad_norm)
-            scheduler.step()
-    return losses, norms, {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def train_alone(name, device, counts, steps=3, samples=2, make=adamw, late=None, **options):
     """The same in one process."""
-    torch.manual_seed(0)
-    case = CASES[name]
-    model = build(case)
+    return _train(name, device, counts, steps, samples, make, options)
+
+
+def _train(name, device, counts, steps, samples, make, options):
+    alone = not dist.is_initialized()
+    case, rank = CASES[name], 0 if alone else dist.get_rank()
+    torch.manual_seed(rank)  # the first one's weights, and random numbers, count
+    model = build(case, seed=rank)
     optimizer, scheduler = make(model)
     losses, norms = [], []
     with Engine(model, optimizer, device=device, **options) as engine:
         for seed in range(steps):
             torch.manual_seed(seed)
             batch = case.batch(sum(counts) * samples, seed=seed)
-            losses.append(engine.step(batch, sum(counts)).item())
+            mine, count = (batch, sum(counts)) if alone else (my_part(batch, counts, samples), counts[rank])
+            losses.append(engine.step(mine, count or None).item())
             norms.append(engine.grad_norm)
             scheduler.step()
     return losses, norms, copy.deepcopy(model.state_dict())

@@ -153,7 +153,15 @@ def small_things(engine):
     return 8 * sum(_tensors_in(subgroup) for subgroup in every) + 64
 
 
-@pytest.mark.parametrize(("updates", "way", "held"), [("static:1", "eager", True), *MIX[::3]])
+@pytest.mark.parametrize(
+    ("updates", "way", "held"),
+    [
+        ("static:1", "eager", True),
+        MIX[0],
+        MIX[3],
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("host", "clipped", False), *MIX[1:3])),
+    ],
+)
 def test_the_plan_has_all_that_is_allocated(updates, way, held, virtual):
     before = allocated(virtual)
     with Pair(virtual, BROAD, updates=updates, held=held, subgroup=4096, **WAYS[way]) as pair:

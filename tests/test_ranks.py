@@ -54,7 +54,11 @@ def test_all_policies(held, updates, way, two):
 
 @pytest.mark.parametrize(
     "name",
-    ["skipping", "frozen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "mixtral", "reused"))],
+    [
+        "skipping",
+        "frozen",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "mixtral", "reused", "two losses")),
+    ],
 )
 def test_models(name, two):
     compare(two, name, "virtual", (2, 1))

@@ -18,6 +18,7 @@ from ferryman.cli.options import Options
 from ferryman.cli.run import Run, new_run
 from ferryman.cli.words import in_words
 from ferryman.data.text import as_bytes
+from ferryman.ranks import Ranks
 
 
 @pytest.mark.parametrize(
@@ -225,5 +226,5 @@ def test_when_nobody_listens_any_more_it_saves_and_ends(corpus, tmp_path):
             raise OSError("the terminal is gone")
 
     options, run = new_run(Options(GPT, [corpus], steps=30, output=tmp_path / "run", device="cpu", trace=False))
-    Training(options, run, tell).train()
+    Training(options, run, tell, Ranks()).train()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]

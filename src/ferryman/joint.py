@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
@@ -79,7 +80,7 @@ def speak(
         if word.error is not None:
             raise ValueError(f"rank {rank} cannot make this step: {word.error}")
     for rank, word in enumerate(words):
-        for number, (one, other) in enumerate(zip(words[0].groups, word.groups, strict=True)):
+        for number, (one, other) in enumerate(itertools.zip_longest(words[0].groups, word.groups)):
             if one != other:
                 raise ValueError(
                     f"the optimizer's group {number} is {one} on rank 0 and {other} on rank {rank}, and each rank "

@@ -75,10 +75,12 @@ def save(contents: Contents, directory: Path, objects: Objects) -> None:
 
         partial = Path(ranks.jointly(doing, begin)[0])
         written = ranks.jointly(doing, lambda: parts[0].write(partial))
-        if ranks.rank == 0:
-            ranks.jointly(doing, lambda: _seal(contents, directory, partial, parts[0].files, _joined(written)))
-        else:
-            ranks.jointly(doing, lambda: None)
+
+        def seal() -> None:
+            if ranks.rank == 0:
+                _seal(contents, directory, partial, parts[0].files, _joined(written))
+
+        ranks.jointly(doing, seal)
         ranks.jointly(doing, stack.close)  # it takes its place
 
 

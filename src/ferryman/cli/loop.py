@@ -45,9 +45,9 @@ class DivergedError(ValueError):
 class Training:
     """One run of `ferryman train`, from its options to its last checkpoint."""
 
-    def __init__(self, options: Options, run: Run, tell: Tell, ranks: Ranks | None = None) -> None:
+    def __init__(self, options: Options, run: Run, tell: Tell, ranks: Ranks) -> None:
         assert options.model is not None
-        self._ranks = Ranks() if ranks is None else ranks
+        self._ranks = ranks
         self._leads = self._ranks.rank == 0  # and so tells, and writes what is one for all
         self.options = options
         self.run = run

@@ -125,11 +125,13 @@ class Exchange:
         """This rank's part of the unit is updated after these marks; the mark after which all of it is."""
         state, weights = self._store.state(unit), self._store.weights(unit)
 
+        to_all = not unit.modules  # each rank has its own copy of what stays on the devices
+        passed = subgroups if to_all or len(self._ranks.leaders) > 1 else ()
+
         def share() -> None:
-            for subgroup in subgroups:
-                owner = self.owner(subgroup)
+            for subgroup in passed:
                 for run in state.runs(subgroup, weights):
-                    self._ranks.pass_on(run.host, owner, to_all=not unit.modules)
+                    self._ranks.pass_on(run.host, self.owner(subgroup), to_all=to_all)
             self._ranks.all_here()
 
         return self._sharing.submit(share, after=after, label=f"share {unit.name}")
