@@ -30,6 +30,7 @@ from ferryman.cli.options import Options
 from ferryman.cli.rule import make_optimizer
 from ferryman.cli.run import new_run
 from ferryman.cost.sizes import parse_bytes, show_bytes
+from ferryman.ranks import Ranks
 
 SMALL, LARGE = "virtual:0", "virtual:1"  # two devices: one of small memory, one with plenty
 COMPARED = 8  # steps of both, one after the other
@@ -187,7 +188,7 @@ def main() -> None:
     options = dataclasses.replace(options, steps=steps, eval_every=-(-steps // 3))
     events: list[dict] = []
     with open_display(console=console) as display:
-        Training(options, run, lambda event: (events.append(dict(event)), display.show(event))).train()
+        Training(options, run, lambda event: (events.append(dict(event)), display.show(event)), Ranks()).train()
 
     console.print("", table(options, where, compared, events))
     console.print(

@@ -21,6 +21,7 @@ from ferryman.cli.model import SIZES
 from ferryman.cli.options import ENGINE, OPTIONAL, Options
 from ferryman.cli.run import new_run
 from ferryman.engine import Engine
+from ferryman.ranks import Ranks
 
 # What it is.
 
@@ -102,7 +103,7 @@ def test_the_live_display(corpus, tmp_path):
     options = Options(GPT, [corpus], steps=3, output=tmp_path / "run", device="virtual", memory="400KiB")
     screen = io.StringIO()
     with open_display(console=Console(file=screen, force_terminal=True, width=120)) as display:
-        Training(*new_run(options), display.show).train()
+        Training(*new_run(options), display.show, Ranks()).train()
     shown = screen.getvalue()
     for expected in ("3 of 3", "tokens/s", "at its peak of 400.00KiB", "compute", "h2d", "host", "learning rate"):
         assert expected in shown

@@ -368,7 +368,7 @@ lanesCanvas.addEventListener("dblclick", () => {
   lookAt(start - length * 0.2, start + length * 1.2);
 });
 
-let wheeled = 0; // when the wheel last turned outside: the page that is being scrolled goes on
+let wheeled = -Infinity; // when the wheel last turned outside: the page that is being scrolled goes on
 addEventListener("wheel", (event) => { if (!event.target.closest || !event.target.closest("#plots canvas")) wheeled = event.timeStamp; }, { passive: true });
 plots.addEventListener("wheel", (event) => {
   if (event.target.tagName !== "CANVAS") return;
