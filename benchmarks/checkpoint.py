@@ -8,7 +8,8 @@ end with fsync, on both sides. Reads are made twice: *cold*, after the system wa
 from its cache. All ways run in turn, round after round, and medians are compared, so that a busy disk disturbs them
 alike. Then, each once more, for the host memory that they take: the highest resident size over that before.
 
-Checksums are computed beside, on a second core. Where none is free, they are in the way of reads from the cache.
+Checksums are in `save` and `load`, and a second core helps with both. Where none is free, they are in the way of reads
+from the cache.
 """
 
 import os

@@ -335,7 +335,7 @@ def test_an_io_error_names_the_file(tmp_path, monkeypatch):
 
     with Run() as run:
         run.engine.save(tmp_path / "saved")
-        for call, act in (("readv", run.engine.load), ("writev", run.engine.save)):
+        for call, act in (("preadv", run.engine.load), ("pwritev", run.engine.save)):
             with monkeypatch.context() as broken:
                 broken.setattr(os, call, fail)
                 with pytest.raises(OSError, match=r"Input/output error: .*\.safetensors"):

@@ -1,5 +1,6 @@
 """Files in the safetensors format, against the library of that name; and their checksums, against zlib's."""
 
+import itertools
 import os
 import zlib
 
@@ -9,7 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ferryman.checkpoint import checksum, tensor_file
-from ferryman.checkpoint.checksum import Follower, crc32
+from ferryman.checkpoint.checksum import Follower, combine, crc32
+from ferryman.checkpoint.stream import DamagedError, Reader
 
 DTYPES = [dtype for dtype in tensor_file._NAMES if dtype != torch.complex64]
 
@@ -68,16 +70,38 @@ def test_nothing_is_written_over(tmp_path):
         tensor_file.write(tmp_path / "file", [])
 
 
-@pytest.mark.parametrize("with_library", [True, False])
-def test_checksums_are_those_of_zlib(with_library, monkeypatch):
+@pytest.mark.parametrize("width", range(checksum._width() + 1))
+def test_checksums_are_those_of_zlib(width, monkeypatch):
     monkeypatch.setattr(checksum, "_SHORT", 0)
-    if not with_library:
-        monkeypatch.setattr(checksum, "_is_native", lambda: False)
-    for length in (*range(200), 4096, 65537, 1_000_003):
+    monkeypatch.setattr(checksum, "_width", lambda: width)
+    for length in (*range(300), 4096, 65537, 1_000_003):
         data = memoryview(os.urandom(length + 3))
         for piece in (data[:length], data[3:]):
             for start in (0, 1, 0xDEADBEEF):
                 assert crc32(piece, start) == zlib.crc32(piece, start)
+
+
+def test_checksums_of_pieces_are_put_together():
+    for first, second in itertools.product((0, 1, 9, 70000), (0, 1, 16, 12345, 1 << 20)):
+        one, other = os.urandom(first), os.urandom(second)
+        assert combine(zlib.crc32(one), zlib.crc32(other), second) == zlib.crc32(one + other)
+
+
+def test_a_file_is_read_in_its_order_by_several_threads(tmp_path):
+    content = os.urandom(1_000_003)
+    (tmp_path / "file").write_bytes(content)
+    memory = bytearray(len(content))
+    with (tmp_path / "file").open("rb", buffering=0) as file, Reader(file) as reader:
+        for number, start in enumerate(range(0, len(memory), 30_000)):
+            piece = memoryview(memory)[start : start + 30_000]
+            reader.read([piece[:number], piece[number:]])
+            if number == 7:
+                assert reader.value() == zlib.crc32(content[: reader.place])
+        assert (reader.value(), reader.place) == (zlib.crc32(content), len(content))
+        assert memory == content
+        reader.read([memoryview(bytearray(1))])
+        with pytest.raises(DamagedError, match="truncated"):
+            reader.value()
 
 
 def test_a_stream_is_followed():

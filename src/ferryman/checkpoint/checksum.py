@@ -12,22 +12,50 @@ import numpy as np
 
 from ferryman import native
 
+_POLYNOMIAL = 0xEDB88320
 _SHORT = 4096  # bytes, below which a call into the library costs more than it gains
 
 
 def crc32(data: memoryview, crc: int = 0) -> int:
-    if len(data) < _SHORT or not _is_native():
+    if len(data) < _SHORT or not _width():
         return zlib.crc32(data, crc)
     library = native.library()
     assert library is not None
-    found: int = library.ferryman_crc32(np.frombuffer(data, np.uint8).ctypes.data, len(data), crc)
+    found: int = library.ferryman_crc32(np.frombuffer(data, np.uint8).ctypes.data, len(data), crc, _width())
     return found
 
 
 @functools.cache
-def _is_native() -> bool:
+def _width() -> int:
+    """How much the library takes at a time; 0 without it."""
     library = native.library()
-    return library is not None and bool(library.ferryman_has_crc32())
+    return 0 if library is None else int(library.ferryman_crc32_width())
+
+
+def combine(first: int, second: int, length: int) -> int:
+    """Of two pieces one after the other, from the checksum of each; the second has `length` bytes."""
+    return _times(_power(8 * length), first) ^ second
+
+
+def _times(a: int, b: int) -> int:
+    """Of polynomials modulo that of the checksum. As everywhere here, the highest bit is that of x to the 0."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@functools.lru_cache(64)
+def _power(exponent: int) -> int:
+    """Of x."""
+    result, square = 1 << 31, 1 << 30
+    while exponent:
+        if exponent & 1:
+            result = _times(result, square)
+        square, exponent = _times(square, square), exponent >> 1
+    return result
 
 
 class Follower:

@@ -10,7 +10,8 @@ from typing import Any
 
 from ferryman.checkpoint import directory as directories
 from ferryman.checkpoint import tensor_file
-from ferryman.checkpoint.tensor_file import DamagedError, Sum
+from ferryman.checkpoint.stream import DamagedError
+from ferryman.checkpoint.tensor_file import Sum
 
 FORMAT = 1
 

@@ -20,7 +20,8 @@ from ferryman.checkpoint import tensor_file
 from ferryman.checkpoint.contents import Contents
 from ferryman.checkpoint.loading import compare
 from ferryman.checkpoint.missing import fill_missing
-from ferryman.checkpoint.tensor_file import DamagedError, Entry
+from ferryman.checkpoint.stream import DamagedError
+from ferryman.checkpoint.tensor_file import Entry
 from ferryman.server import memory
 from ferryman.units import Item
 

@@ -2,7 +2,7 @@
 
 The format is eight bytes with the length of a header, the header (JSON: each tensor's dtype, shape and place) and the
 tensors' bytes without gaps. The library of that name copies all tensors of a file before it writes them, which a host
-that is full of a model cannot spare; here nothing is copied. Checksums are computed beside, by a thread of their own.
+that is full of a model cannot spare; here nothing is copied. Checksums are computed beside, by threads of their own.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ferryman.checkpoint.checksum import Follower, crc32
+from ferryman.checkpoint.stream import DamagedError, Reader, begin_writing, move_all
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -61,10 +61,6 @@ class Entry(NamedTuple):
     stop: int
 
 
-class DamagedError(ValueError):
-    """A file is not what was written."""
-
-
 def check_dtypes(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     for name, tensor in tensors:
         if tensor.dtype not in _NAMES:
@@ -93,11 +89,13 @@ def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Sum:
 
 def write_bytes(path: Path, parts: Sequence[memoryview]) -> Sum:
     with path.open("xb", buffering=0) as file, Follower() as checksum:
+        end = 0
         for pieces in _chunks(parts):
             checksum.add(pieces)
-            _move_all(file, os.writev, pieces)
+            start, end = end, move_all(file, os.pwritev, pieces, end)
+            begin_writing(file, start, end - start)
         os.fsync(file.fileno())
-        return Sum(file.tell(), checksum.value())
+        return Sum(end, checksum.value())
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -134,30 +132,25 @@ def read(path: Path, target: Callable[[Entry], torch.Tensor], done: Callable[[En
     """Reads the whole file: each tensor into the memory that `target` gives for it; `done` when it is there, from when
     on that memory may be changed."""
     entries = list(read_header(path).values())
-    with path.open("rb", buffering=0) as file, Follower() as checksum:
+    with path.open("rb", buffering=0) as file, Reader(file) as reader:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        head = memoryview(bytearray(entries[0].start if entries else file.seek(0, os.SEEK_END)))
-        file.seek(0)
-        _move_all(file, os.readv, [head])
-        checksum.add([head])
+        reader.read([memoryview(bytearray(entries[0].start if entries else path.stat().st_size))])
         for some in _together(entries):
             targets = [target(entry) for entry in some]
             for pieces in _chunks([as_bytes(tensor) for tensor in targets]):
-                _move_all(file, os.readv, pieces)
-                checksum.add(pieces)
+                reader.read(pieces)
             if done is not None:
-                checksum.value()
+                reader.value()
                 for entry in some:
                     done(entry)
-        return Sum(file.tell(), checksum.value())
+        return Sum(reader.place, reader.value())
 
 
 def read_tensor(path: Path, entry: Entry) -> torch.Tensor:
     """One of a file."""
     tensor = torch.empty(entry.shape, dtype=entry.dtype)
     with path.open("rb", buffering=0) as file:
-        file.seek(entry.start)
-        _move_all(file, os.readv, [as_bytes(tensor)])
+        move_all(file, os.preadv, [as_bytes(tensor)], entry.start)
     return tensor
 
 
@@ -200,23 +193,6 @@ def _chunks(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
                 pieces, room = [], _CHUNK
     if pieces:
         yield pieces
-
-
-def _move_all(file: FileIO, move: Callable[[int, Sequence[memoryview]], int], pieces: Sequence[memoryview]) -> None:
-    """A system call may do less than it was asked for."""
-    left = [piece for piece in pieces if len(piece)]
-    while left:
-        try:
-            count = move(file.fileno(), left)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(file.name)) from error
-        if not count:
-            raise DamagedError(f"{file.name} is truncated: it ended too soon")
-        while count:
-            taken = min(count, len(left[0]))
-            left[0], count = left[0][taken:], count - taken
-            if not len(left[0]):
-                left.pop(0)
 
 
 def shard(tensors: Sequence[tuple[str, torch.Tensor]], limit: int) -> list[list[tuple[str, torch.Tensor]]]:

@@ -15,7 +15,7 @@ from torch import nn
 from ferryman.checkpoint.contents import Files, Stateful
 from ferryman.checkpoint.directory import series, step_of
 from ferryman.checkpoint.manifest import is_whole
-from ferryman.checkpoint.tensor_file import DamagedError
+from ferryman.checkpoint.stream import DamagedError
 from ferryman.cli.batch import check_batch, my_part
 from ferryman.cli.corpus import Corpus, open_corpus
 from ferryman.cli.defaults import budget
