@@ -10,7 +10,6 @@ from updates import OPTIMIZERS, adamw, assert_near
 from ferryman.engine import Engine
 from ferryman.server import split
 
-POLICIES = ("host", "static:0.5", "static:1", "stride:2", "stride:3", "auto")
 ON_DEVICE = ("static:0.5", "static:1", "stride:2", "stride:3")
 
 # A few of all: policies, ways to update, and whether weights are held on the device.

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
+from slow import slow
 from torch import nn
 from transformers import DynamicCache
 
@@ -144,7 +145,7 @@ def test_exceptions_of_the_model_come_out_as_themselves(wrong, device):
     assert caught.traceback[-1].path.name == "test_bad_input.py"
 
 
-@pytest.mark.parametrize("at", [0, 2, 3])
+@pytest.mark.parametrize("at", [2, *slow(0, 3)])
 @pytest.mark.parametrize("error", [KeyError("loss"), KeyboardInterrupt()], ids=["KeyError", "KeyboardInterrupt"])
 def test_exceptions_of_the_loss_come_out_as_themselves(at, error, device):
     armed = []

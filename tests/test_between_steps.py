@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch_virtual
 from models import CASES, build, cut, model_loss, plain_step, text
-from updates import OPTIMIZERS, WAYS, assert_near, slow_kernels
+from updates import MAIN_AND_SLOW, OPTIMIZERS, WAYS, assert_near, slow_kernels
 
 import ferryman
 from ferryman.engine import Engine
@@ -159,7 +159,7 @@ def test_an_engine_that_cannot_be_made_leaves_the_optimizers_state(virtual):
     optimizer.step()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", MAIN_AND_SLOW)
 def test_asking_for_the_optimizers_state_changes_nothing(name, device):
     """Also before the first step, when all there is came from torch, and right after another was loaded."""
     model, plain = build(CASES["toy"]), build(CASES["toy"])

@@ -8,6 +8,7 @@ import torch
 import transformers as hf
 from checkpoints import Run, assert_equal, assert_resumes, everything, one_group, two_groups
 from models import CASES, Block, Toy, build, text
+from slow import slow
 from torch.optim import lr_scheduler as schedules
 
 import ferryman
@@ -29,7 +30,7 @@ def test_a_narrow_model_resumes_with_its_float32_master(tmp_path, device, dtype)
     assert_resumes(tmp_path, Run(dtype=dtype, options={"device": device}))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "frozen", "frozen top"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "frozen top", *slow("bert", "frozen")])
 def test_models_resume(tmp_path, device, name):
     assert_resumes(tmp_path, Run(name, options={"device": device}))
 
@@ -90,7 +91,7 @@ def test_schedulers_resume(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("dtype", "precision", "edited"),
-    [(torch.bfloat16, None, False), (None, "fp16", False), (None, "fp16", True)],
+    [(None, "fp16", True), *slow((torch.bfloat16, None, False), (None, "fp16", False))],
 )
 def test_a_budget_that_changes_the_plan_resumes(tmp_path, virtual, dtype, precision, edited):
     """The first batch of the engine that loads has it build itself anew, with what it has loaded."""

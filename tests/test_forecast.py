@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch_virtual
 import transformers as hf
+from slow import slow
 from torch import nn
 
 from ferryman.cli.model import describe
@@ -155,10 +156,9 @@ def tokens(samples):
 @pytest.mark.parametrize(
     ("name", "options", "memory"),
     [
-        ("llama", {"precision": "fp32"}, None),
         ("gpt", {"precision": "bf16", "max_grad_norm": 1.0}, 6 << 20),
         ("mixtral", {"precision": "bf16", "updates": "static:0.5"}, 16 << 20),
-        ("gpt", {"precision": "fp16", "updates": "stride:2"}, 1 << 30),
+        *slow(("llama", {"precision": "fp32"}, None), ("gpt", {"precision": "fp16", "updates": "stride:2"}, 1 << 30)),
     ],
 )
 def test_accounts_are_those_of_an_engine(name, options, memory, virtual):
@@ -176,7 +176,7 @@ def test_accounts_are_those_of_an_engine(name, options, memory, virtual):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", *slow("fp32")])
 def test_activations_are_near_what_a_step_takes(name, precision, virtual):
     outlook = outlook_of(name, Training(samples=4, length=LENGTH, micro_batches=2, precision=precision, stash="host"))
     model = hf.AutoModelForCausalLM.from_config(MODELS[name]()).train()

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch_virtual
-from interleave import MIX, ODD, POLICIES, SUBGROUPS, Pair, let_auto_guess, plain_optimizer, subgroups_of
+from interleave import MIX, ODD, SUBGROUPS, Pair, let_auto_guess, plain_optimizer, subgroups_of
 from models import CASES
+from slow import slow
 from updates import WAYS, slow_kernels
 
 from ferryman.server.device_updates import DeviceUpdates
@@ -15,7 +16,7 @@ relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed"
 
 @relayed_and_held
 @every_way
-@pytest.mark.parametrize("updates", POLICIES)
+@pytest.mark.parametrize("updates", ["host", "static:0.5", "stride:2", "auto", *slow("static:1", "stride:3")])
 def test_every_policy(updates, way, held, virtual):
     with Pair(virtual, updates=updates, held=held, subgroup=SUBGROUPS[3], **WAYS[way]) as pair:
         for seed in range(4):
@@ -39,7 +40,9 @@ def test_whatever_auto_chooses_is_exact(way, held, virtual, monkeypatch):
     assert len(set(shares)) > 1
 
 
-@pytest.mark.parametrize(("updates", "way", "held"), [*MIX, ("stride:2", "eager", True), ("auto", "eager", False)])
+@pytest.mark.parametrize(
+    ("updates", "way", "held"), [*MIX[1:], *slow(MIX[0], ("stride:2", "eager", True), ("auto", "eager", False))]
+)
 def test_under_delays_longer_than_a_visit(updates, way, held, virtual, monkeypatch):
     if updates == "auto":
         let_auto_guess(monkeypatch)
@@ -64,7 +67,7 @@ def test_with_a_host_that_is_late(updates, way, held, virtual, monkeypatch):
 
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["static:0.5", "stride:2"])
-@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("count", [1, 7, *slow(2)])
 def test_any_number_of_subgroups(count, updates, held, virtual):
     way = list(WAYS.values())[count % 3]
     with Pair(virtual, updates=updates, held=held, subgroup=SUBGROUPS[count], **way) as pair:
@@ -109,15 +112,17 @@ def test_the_last_subgroup_is_the_devices(updates, way, held, virtual, monkeypat
     ("name", "updates", "way", "held"),
     [
         ("llama", "stride:2", "clipped", False),
-        ("llama", "static:0.5", "eager", True),
-        ("gpt2", "static:0.5", "eager", False),
         ("gpt2", "stride:3", "deferred", True),
-        ("mixtral", "stride:3", "eager", False),
         ("mixtral", "stride:2", "clipped", True),
         ("skipping", "stride:2", "eager", True),
-        ("skipping", "static:1", "clipped", False),
         ("frozen", "static:0.5", "deferred", True),
         ("reused", "stride:2", "eager", False),
+        *slow(
+            ("llama", "static:0.5", "eager", True),
+            ("gpt2", "static:0.5", "eager", False),
+            ("mixtral", "stride:3", "eager", False),
+            ("skipping", "static:1", "clipped", False),
+        ),
     ],
 )
 def test_real_models(name, updates, way, held, virtual):
@@ -130,7 +135,7 @@ def test_real_models(name, updates, way, held, virtual):
 
 @pytest.mark.parametrize(("updates", "held"), [("static:1", False), ("stride:2", True)])
 @pytest.mark.parametrize(
-    "name", ["AdamW", "Adam with decay", "SGD", "SGD, momentum", "SGD, Nesterov", "Adagrad", "Lion"]
+    "name", ["AdamW", "SGD, momentum", "Adagrad", "Lion", *slow("Adam with decay", "SGD", "SGD, Nesterov")]
 )
 def test_every_optimizer_that_has_a_form_for_the_device(name, updates, held, virtual):
     make = plain_optimizer(name)

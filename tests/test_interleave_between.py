@@ -7,6 +7,7 @@ import torch
 import torch_virtual
 from interleave import MIX, ODD, SUBGROUPS, Pair, let_auto_guess
 from models import Block, cut, plain_step, text
+from slow import slow
 from updates import WAYS, assert_near
 
 relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])
@@ -31,7 +32,7 @@ def test_switching_policies_changes_nothing(way, held, virtual, monkeypatch):
 
 
 @relayed_and_held
-@pytest.mark.parametrize("updates", ["host", "static:0.5", "stride:2"])
+@pytest.mark.parametrize("updates", ["host", "stride:2", *slow("static:0.5")])
 def test_switching_while_gradients_wait_for_their_update(updates, held, virtual):
     with Pair(virtual, updates="stride:3", held=held, subgroup=SIZE) as pair:
         for seed in range(3):
@@ -93,7 +94,7 @@ def test_weights_edited_between_backward_and_update_count(updates, held, virtual
 
 
 @relayed_and_held
-@pytest.mark.parametrize("updates", ["host", "static:1", "stride:2"])
+@pytest.mark.parametrize("updates", ["host", "stride:2", *slow("static:1")])
 def test_gradients_of_the_users_own_before_any_step(updates, held, virtual):
     """No weight has been on the device before the first update, and no forward is between it and the next."""
     torch_virtual.set_link(virtual, delay=0.01)
@@ -143,7 +144,7 @@ def test_whoever_reads_weights_sees_the_new_ones(updates, way, held, virtual):
 
 
 @relayed_and_held
-@pytest.mark.parametrize("updates", ["host", "static:1", "stride:2"])
+@pytest.mark.parametrize("updates", ["host", "stride:2", *slow("static:1")])
 def test_an_evaluation_on_the_device_is_over_before_its_weights_are_updated(updates, held, virtual):
     """What it returns stays on the device, so nothing has waited for it."""
     torch_virtual.set_link(virtual, delay=0.01)

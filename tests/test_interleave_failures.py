@@ -9,6 +9,7 @@ import torch
 import torch_virtual
 from interleave import MIX, SUBGROUPS, Pair
 from models import model_loss, text
+from slow import slow
 from updates import WAYS
 
 import ferryman
@@ -82,7 +83,7 @@ def test_a_deferred_step_whose_gradient_is_not_finite_did_not_happen(updates, wa
 
 
 @relayed_and_held
-@pytest.mark.parametrize("updates", ["static:0.5", "static:1", "stride:2"])
+@pytest.mark.parametrize("updates", ["static:0.5", "stride:2", *slow("static:1")])
 def test_an_eager_step_never_uses_a_gradient_that_is_not_finite(updates, held, virtual):
     """What came before it in the backward was updated; that is said."""
     torch_virtual.set_link(virtual, delay=0.002)

@@ -7,6 +7,7 @@ import torch
 import torch_virtual
 from interleave import BROAD, MIX, SUBGROUPS, Pair, subgroups_of
 from models import CASES, text
+from slow import slow
 from updates import WAYS
 
 from ferryman.cost.sizes import parse_bytes
@@ -157,9 +158,8 @@ def small_things(engine):
     ("updates", "way", "held"),
     [
         ("static:1", "eager", True),
-        MIX[0],
         MIX[3],
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("host", "clipped", False), *MIX[1:3])),
+        *slow(("host", "clipped", False), *MIX[:3]),
     ],
 )
 def test_the_plan_has_all_that_is_allocated(updates, way, held, virtual):
@@ -177,7 +177,7 @@ def test_the_plan_has_all_that_is_allocated(updates, way, held, virtual):
         assert 0 <= allocated(virtual) - before - engine.plan.fixed <= 64
 
 
-@pytest.mark.parametrize(("way", "held"), [("eager", False), ("clipped", True)])
+@pytest.mark.parametrize(("way", "held"), [("clipped", True), *slow(("eager", False))])
 def test_updates_allocate_nothing_in_the_loop(way, held, virtual):
     peaks, fixed = {}, {}
     for updates in ("host", "stride:2", "static:0.5"):

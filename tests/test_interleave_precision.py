@@ -5,6 +5,7 @@ import torch
 from interleave import SUBGROUPS, Pair, let_auto_guess
 from models import Case, Toy
 from pieces import CASES, DTYPES, Tensors, generator, gradients, numbers, ulp, ulps
+from slow import slow
 from updates import WAYS
 
 from ferryman.server import kernels
@@ -55,7 +56,7 @@ def masters_and_moments(pair):
 
 @pytest.mark.parametrize(("updates", "held"), [("static:0.5", False), ("stride:2", True), ("auto", False)])
 @pytest.mark.parametrize(
-    ("precision", "way"), [("fp32", "clipped"), ("bf16", "eager"), ("bf16", "clipped"), ("fp16", "eager")]
+    ("precision", "way"), [("bf16", "clipped"), ("fp16", "eager"), *slow(("fp32", "clipped"), ("bf16", "eager"))]
 )
 def test_moving_work_changes_nothing(precision, way, updates, held, virtual, monkeypatch):
     if updates == "auto":

@@ -9,6 +9,7 @@ import torch
 import torch_virtual
 import transformers as hf
 from models import CASES, Block, assert_same, build, cut, on, plain_step, step
+from slow import slow
 from torch import nn
 
 from ferryman.cost.sizes import parse_bytes, show_bytes
@@ -91,12 +92,9 @@ def activations(width, content):
     return torch.accelerator.max_memory_allocated(DEVICE) - before
 
 
-_MANY = pytest.param(6, 64, 64, 256, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("layers", "micro_batches", "width", "length"),
-    [(6, 2, 64, 256), (6, 8, 64, 1024), (24, 8, 128, 64), pytest.param(96, 2, 64, 256, marks=pytest.mark.slow), _MANY],
+    [(6, 2, 64, 256), (6, 8, 64, 1024), *slow((24, 8, 128, 64), (96, 2, 64, 256), (6, 64, 64, 256))],
 )
 def test_the_peak_is_the_formula(layers, micro_batches, width, length, virtual):
     batch = numbers(micro_batches, width, length)
@@ -116,8 +114,8 @@ def test_the_peak_is_the_formula(layers, micro_batches, width, length, virtual):
     assert max(peaks) <= 1.02 * formula + boundary
 
 
-@pytest.mark.parametrize("stash", ["host", "device"])
-@pytest.mark.parametrize("deeper", [12, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stash", ["device", *slow("host")])
+@pytest.mark.parametrize("deeper", [12, *slow(24)])
 def test_with_the_stash_on_the_device_the_formula_has_one_more_term(deeper, stash, virtual):
     def peak(layers, micro_batches):
         with Engine(Stack(layers), device=DEVICE, loss=square_loss, stash=stash) as engine:
@@ -131,9 +129,7 @@ def test_with_the_stash_on_the_device_the_formula_has_one_more_term(deeper, stas
         assert grown == pytest.approx(inputs * boundary, rel=0.05, abs=1.5 * boundary)
 
 
-@pytest.mark.parametrize(
-    "others", [[(12, 4), (6, 16)], pytest.param([(24, 4), (6, 2), (6, 32)], marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("others", [[(12, 4), (6, 16)], *slow([(24, 4), (6, 2), (6, 32)])], ids=str)
 def test_the_peak_does_not_depend_on_depth_or_on_micro_batches(others, virtual):
     def peak(layers, micro_batches):
         with Engine(llama(layers), device=DEVICE, stash="host") as engine:
@@ -250,10 +246,8 @@ def few_tokens(samples, length):
     return {name: value % 128 for name, value in tokens(samples, length).items()}
 
 
-@pytest.mark.parametrize("stash", ["auto", "host", "device"])
-@pytest.mark.parametrize(
-    "kib", [300, 448, 900, *(pytest.param(kib, marks=pytest.mark.slow) for kib in (352, 484, 556))]
-)
+@pytest.mark.parametrize("stash", ["auto", "device", *slow("host")])
+@pytest.mark.parametrize("kib", [448, 900, *slow(300, 352, 484, 556)])
 def test_small_budgets_are_kept_in_every_step_or_refused(kib, stash, around, virtual):
     torch_virtual.set_capacity(around + 64 * kib * 1024, DEVICE)
     try:
@@ -265,7 +259,7 @@ def test_small_budgets_are_kept_in_every_step_or_refused(kib, stash, around, vir
         assert "would do" in str(error)  # noqa: PT017
 
 
-@pytest.mark.parametrize("deeper", [10, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("deeper", [10, *slow(16)])
 def test_memory_between_fine_units_does_not_grow_with_depth_either(deeper, virtual):
     def peak(layers):
         options = {"units": ["*.c_attn", "*.c_proj", "*.c_fc", "*.wte", "*.wpe", "lm_head"], "stash": "host"}

@@ -5,6 +5,7 @@ import torch
 import torch_virtual
 import transformers
 from models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
+from slow import slow
 from torch import nn
 
 from ferryman.engine import Engine
@@ -37,7 +38,7 @@ def test_every_model(name, device):
     assert_parity(device, build(case), case.batch(8), loose=case.loose)
 
 
-@pytest.mark.parametrize("name", ["t5", "reused", "skipping"])
+@pytest.mark.parametrize("name", ["t5", *slow("reused", "skipping")])
 @pytest.mark.parametrize("slots", [3, 16])
 def test_any_number_of_slots(name, slots, virtual):
     case = CASES[name]
@@ -106,7 +107,7 @@ def test_a_loss_of_the_users(device):
         assert_same(step(engine, model, batch), expected)
 
 
-@pytest.mark.parametrize("name", ["bert", "frozen", "skipping"])
+@pytest.mark.parametrize("name", ["bert", "skipping", *slow("frozen")])
 def test_training_with_an_ordinary_optimizer(name, device):
     case = CASES[name]
     slow_link(device)

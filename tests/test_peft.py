@@ -5,6 +5,7 @@ import torch
 import torch_virtual
 from models import cut, on, plain_step, text
 from peft import LoraConfig, PeftModel, get_peft_model
+from slow import slow
 from trainers import assert_near, assert_same_logs, build, ferryman_trainer, logs, trainer, weights
 from transformers import Trainer
 
@@ -36,7 +37,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["llama", *slow("gpt2")])
 def test_equals_plain_training(device, model, kind):
     model = adapted(model, **KINDS[kind])
     plain = on(device, model)
@@ -75,7 +76,7 @@ def test_the_frozen_model_has_no_state_and_no_gradients(virtual):
         assert engine.units[1].name.endswith("layers.0")
 
 
-@pytest.mark.parametrize("kind", ["LoRA", pytest.param("a trained head", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["LoRA", *slow("a trained head")])
 def test_trainer_saves_adapters_and_resumes(device, tmp_path, kind):
     options = KINDS[kind]
     saving = {"save_strategy": "steps", "save_steps": 3}

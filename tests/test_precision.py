@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from models import CASES, build, cut, plain_step, text
+from slow import slow
 from torch import nn
 
 from ferryman.engine import Engine
@@ -66,8 +67,8 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("way", [{}, {"deferred": True}, {"max_grad_norm": 0.5}], ids=str)
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "toy"])
+@pytest.mark.parametrize("way", [{}, {"max_grad_norm": 0.5}, *slow({"deferred": True})], ids=str)
+@pytest.mark.parametrize("name", ["toy", *slow("llama")])
 def test_bfloat16(name, way, device):
     model = build(CASES[name])
     reference = Reference(model, torch.bfloat16, adamw)

@@ -10,6 +10,7 @@ import rank_jobs
 import torch
 from models import CASES, build
 from ranks import Ranks
+from slow import slow
 from updates import WAYS, adamw
 
 from ferryman.cost.exchange import Crew
@@ -33,21 +34,21 @@ def compare(ranks, *args, **options):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("device", ["cpu", "virtual"])
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt2", *slow("llama")])
 def test_two_ranks(name, device, way, two):
     compare(two, name, device, (2, 2), **WAYS[way])
 
 
-@pytest.mark.parametrize("counts", [(3, 1), (2, 0), (0, 2)])
+@pytest.mark.parametrize("counts", [(3, 1), (0, 2), *slow(((2, 0),))])
 @pytest.mark.parametrize("way", ["eager", "clipped"])
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "virtual"])
+@pytest.mark.parametrize("device", ["virtual", *slow("cpu")])
 def test_ranks_with_fewer_micro_batches_or_none(device, way, counts, two):
     compare(two, "gpt2", device, counts, **WAYS[way])
 
 
 @pytest.mark.parametrize("way", ["eager", "clipped"])
-@pytest.mark.parametrize("updates", ["stride:2", "static:0.5", "auto", "host"])
-@pytest.mark.parametrize("held", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("updates", ["stride:2", "auto", *slow("static:0.5", "host")])
+@pytest.mark.parametrize("held", [False, *slow(True)])
 def test_all_policies(held, updates, way, two):
     compare(two, "llama", "virtual", (1, 1), updates=updates, subgroup=64, held=held, **WAYS[way])
 
@@ -57,7 +58,7 @@ def test_all_policies(held, updates, way, two):
     [
         "skipping",
         "frozen",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "mixtral", "reused", "two losses")),
+        *slow("t5", "mixtral", "reused", "two losses"),
     ],
 )
 def test_models(name, two):
@@ -123,7 +124,7 @@ def test_a_rank_that_fails_tells_the_others_why(two):
     assert "rank 1 has failed: KeyError: 'no such thing'" in str(first)
 
 
-@pytest.mark.parametrize("bad_rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("bad_rank", [1, *slow(0)])
 @pytest.mark.parametrize("options", [{"deferred": True}, {"on_nonfinite": "skip"}, {"precision": "fp16"}])
 def test_an_overflow_anywhere_skips_or_raises_everywhere(options, bad_rank, two):
     found = two.run(rank_jobs.with_infinite_gradients, "virtual", bad_rank, **options)
@@ -141,7 +142,7 @@ def test_a_budget_is_one_plan_for_all_ranks(two):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("way", ["eager", "clipped"])
+@pytest.mark.parametrize("way", ["eager", *slow("clipped")])
 def test_a_rank_that_is_late_changes_nothing(way, late, two):
     compare(two, "llama", "virtual", (2, 2), late=late, **WAYS[way])
 
@@ -172,7 +173,7 @@ def test_ranks_of_a_node_have_one_copy_together(two):
     assert sum(own for own, _, _, _ in found) + found[0][1] == pytest.approx(12 * parameters, rel=0.05)
 
 
-@pytest.mark.parametrize("device", ["cpu", "virtual"])
+@pytest.mark.parametrize("device", ["virtual", *slow("cpu")])
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_that_share_no_memory(way, device, nodes):
     compare(nodes, "llama", device, (2, 1), **WAYS[way])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch_virtual
 from commands import EXACT, GPT, losses, metrics, refused, sending, train, trained
+from slow import slow
 
 from ferryman.cli import loop
 from ferryman.cli.loop import Training
@@ -22,7 +23,8 @@ from ferryman.ranks import Ranks
 
 
 @pytest.mark.parametrize(
-    ("device", "updates"), [("cpu", "host"), ("virtual", "host"), ("virtual", "stride:2"), ("virtual", "static:0.5")]
+    ("device", "updates"),
+    [("virtual", "stride:2"), *slow(("cpu", "host"), ("virtual", "host"), ("virtual", "static:0.5"))],
 )
 def test_resumed_it_is_the_same_run(device, updates, corpus, tmp_path):
     arguments = [GPT, "--data", corpus, "--device", device, *EXACT, "--updates", updates]

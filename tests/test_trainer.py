@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from slow import slow
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from trainers import (
     LateSpy,
@@ -36,12 +37,9 @@ EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
     [
         ("gpt2", 4, LateSpy),
         ("llama", 4, Spy),
-        *(
-            pytest.param(model, accumulation, spy, marks=pytest.mark.slow)
-            for model, accumulation, spy in (
-                ("gpt2", 1, LateSpy), ("gpt2", 1, Spy), ("gpt2", 4, Spy),
-                ("llama", 1, LateSpy), ("llama", 1, Spy), ("llama", 4, LateSpy),
-            )
+        *slow(
+            ("gpt2", 1, LateSpy), ("gpt2", 1, Spy), ("gpt2", 4, Spy),
+            ("llama", 1, LateSpy), ("llama", 1, Spy), ("llama", 4, LateSpy),
         ),
     ],
 )  # fmt: skip
@@ -248,7 +246,7 @@ def test_engine_options_and_other_mappings(virtual, tmp_path):
     assert "stride" in plan.text
 
 
-@pytest.mark.parametrize("events", ["on_step_begin", pytest.param("on_substep_end", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("events", ["on_step_begin", *slow("on_substep_end")])
 def test_stopping_within_a_step_leaves_the_weights(virtual, tmp_path, events):
     class Stop(TrainerCallback):
         pass

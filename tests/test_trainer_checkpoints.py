@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from slow import slow
 from trainers import assert_near, assert_same_logs, build, ferryman_trainer, logs, trainer, weights
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -14,7 +15,7 @@ def names(directory):
     return sorted(path.name for path in directory.glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bf16", [False, *slow(True)])
 def test_resumes_as_if_nothing_had_happened(device, tmp_path, bf16):
     """In the middle of an epoch, with dropout."""
     whole = ferryman_trainer(device, "gpt2", tmp_path / "whole", bf16=bf16, **SAVING)

@@ -3,6 +3,7 @@
 import pytest
 import rank_jobs
 import torch
+from slow import slow
 from trainers import assert_near
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +30,7 @@ def test_two_ranks(device, two, tmp_path):
     compare(two, 2, tmp_path, device)
 
 
-@pytest.mark.parametrize("average", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("average", slow(False, True))
 def test_a_plain_trainer_on_two_ranks(average, two, tmp_path):
     """Whatever losses are divided by; and where an epoch does not come out even."""
     arguments = {"rows": 22, "average_tokens_across_devices": average, "num_train_epochs": 2, "max_steps": -1}

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch_virtual
 from models import CASES, build, cut, model_loss, plain_step, text
-from updates import OPTIMIZERS, WAYS, adamw, assert_near, slow_kernels
+from slow import slow
+from updates import MAIN_AND_SLOW, OPTIMIZERS, WAYS, adamw, assert_near, slow_kernels
 
 from ferryman.engine import Engine
 from ferryman.server.server import Server
@@ -33,7 +34,7 @@ def slow_link(device):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "frozen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bert", "t5", "skipping"))],
+    ["gpt2", *slow("frozen", "llama", "bert", "t5", "skipping")],
 )
 def test_twenty_steps(name, way, device):
     slow_link(device)
@@ -59,7 +60,7 @@ def test_twenty_steps(name, way, device):
     assert_near(model, plain)
 
 
-@pytest.mark.parametrize("stash", [pytest.param("host", marks=pytest.mark.slow), "device"])
+@pytest.mark.parametrize("stash", ["device", *slow("host")])
 @pytest.mark.parametrize("way", WAYS)
 def test_under_delays_longer_than_a_visit(way, stash, virtual):
     """Nothing is fetched before its update, and nothing lands on gradients that are still being used."""
@@ -236,7 +237,7 @@ def test_weights_changed_between_steps_count(device):
     assert_near(model, plain)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", MAIN_AND_SLOW)
 def test_training_goes_on_from_and_to_plain_pytorch(name, device):
     """The optimizer's state is taken over from torch, given back at the end, and taken over again."""
     model, plain = build(CASES["toy"]), build(CASES["toy"])
