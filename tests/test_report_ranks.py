@@ -1,5 +1,6 @@
 """The report of several ranks: each has its lanes, on one axis."""
 
+import dataclasses
 import json
 import shutil
 
@@ -63,6 +64,14 @@ def test_figures_are_of_all_ranks_and_name_the_one_they_wait_for(several, tmp_pa
     shutil.copy(path, tmp_path / "one.json")
     assert command(monkeypatch, tmp_path / "one.json", trace_path(path, 1)) == 0
     assert "rank 1: 4 steps" in capsys.readouterr().out
+
+
+def test_ranks_that_wait_about_as_long_are_not_set_apart(several):
+    path, _ = several
+    figures = [figures_of(recording) for recording in read(path)]
+    alike = [figures[1], dataclasses.replace(figures[1], recording=figures[0].recording)]
+    assert summary(alike)["slowest_rank"] is None
+    assert summary(figures[1:])["slowest_rank"] is None  # it is alone
 
 
 def test_each_rank_has_a_group_of_rows(several, show):

@@ -73,13 +73,15 @@ def report(
 
 
 def _together(figures: list[Figures]) -> str:
-    found, said = together(figures), list[str]()
+    found = together(figures)
+    slowest = found["slowest_rank"]
+    said = ["no rank waits for another" if slowest is None else f"the others wait for rank {slowest}"]
     if found["tokens_per_second"] is not None:
         said.append(f"{found['tokens_per_second']:.4g} tokens/s")
     ranks = figures[0].recording.facts.get("ranks", len(figures))
     if ranks > len(figures):
         said.append(f"{ranks - len(figures)} of {ranks} ranks left no trace of this run here")
-    return "; ".join([f"together: the others wait for rank {found['slowest_rank']}", *said])
+    return "together: " + "; ".join(said)
 
 
 def _line(of: Figures, several: bool) -> str:

@@ -48,6 +48,8 @@ _VISITS = ("forward", "turn", "backward")
 
 # A resource that is busy for this share of the time bounds it; with less, lanes wait for one another.
 BOUND = 0.75
+# The others wait for a rank if each of them waits for so much more of the time than it does; with less, it is chance.
+_CLEARLY = 0.1
 
 
 def kind_of(label: str) -> str:
@@ -202,13 +204,18 @@ def _stretch(name: str, start: float, end: float, spans: Sequence[Span]) -> Stre
     return Stretch(name, start, end, {r: busy_time(resources[r], start, end) for r in order if r in resources})
 
 
-def slowest(figures: Sequence[Figures]) -> Figures:
-    """The rank that the others wait for: who comes last waits least, over all steps but the first."""
+def slowest(figures: Sequence[Figures]) -> Figures | None:
+    """The rank that the others wait for, if there is one: who comes last waits least, over all steps but the first."""
 
     def waited(of: Figures) -> float:
-        return sum(account.whole.busy.get(_TOGETHER, 0.0) for account in of.accounts[1:] or of.accounts)
+        """As a share of the time."""
+        wholes = [account.whole for account in of.accounts[1:] or of.accounts]
+        seconds = sum(whole.end - whole.start for whole in wholes)
+        return sum(whole.busy.get(_TOGETHER, 0.0) for whole in wholes) / seconds if seconds > 0 else 0.0
 
-    return min(figures, key=waited)
+    ordered = sorted(figures, key=waited)
+    clearly = len(ordered) > 1 and waited(ordered[1]) - waited(ordered[0]) >= _CLEARLY
+    return ordered[0] if clearly else None
 
 
 def together(figures: Sequence[Figures]) -> dict[str, Any]:
@@ -221,7 +228,7 @@ def together(figures: Sequence[Figures]) -> dict[str, Any]:
     return {
         **{name: _sum(known) for name, known in rates.items()},
         "device_peak": max(peaks, default=None),
-        "slowest_rank": slowest(figures).recording.rank,
+        "slowest_rank": None if (last := slowest(figures)) is None else last.recording.rank,
     }
 
 

@@ -52,10 +52,10 @@ function figure(name, value, unit, more, share = null) {
     figure(bound ? "Bounded by" : "Busiest", busiest ? resourceName(busiest) : "–", "", busiest
       ? `${several}busy for ${showPercent(share)} of the ${lead.has_steps ? "step" : "trace"}${bound ? "" : "; nothing fills it"}${besides()}` : "nothing ran", busiest ? share : null),
   );
-  /** Of the rank that the others wait for. */
+  /** Of the rank that the others wait for, if they do. */
   function besides() {
     const slow = RANKS.find((rank) => rank.rank === all.slowest_rank);
-    if (RANKS.length === 1) return "";
+    if (!slow) return "";
     if (slow === lead) return "; the others wait for it";
     const { busiest: what, share: much } = slow.accounts[slow.typical].whole;
     return `; the others wait for rank ${slow.rank}: ${resourceName(what)} ${showPercent(much)}`;
