@@ -2,6 +2,7 @@
 
 import gc
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import transformers as hf
 from slow import slow
 from torch import nn
 
+from ferryman.batch import portion
 from ferryman.cli.model import describe
 from ferryman.cost.exchange import Crew, exchange
 from ferryman.cost.forecast import Sweep, Update, forecast
@@ -119,6 +121,28 @@ def test_a_rank_does_a_part_and_the_one_that_does_most_is_looked_at():
     assert Training(10, 8).of_one(4).samples == 3
     assert Training(8, 8, micro_batches=4).of_one(2) == Training(4, 8, micro_batches=2)
     assert Training(8, 8, micro_batches=1).of_one(2) == Training(4, 8, micro_batches=1)
+    assert Training(8, 8, micro_batches=3).of_one(2) == Training(5, 8, micro_batches=2)
+    assert Training(7, 8, micro_batches=4).of_one(2) == Training(4, 8, micro_batches=2)
+
+
+@pytest.mark.parametrize("micro_batches", [None, 1, 3, 5, 8, 13])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_ranks_have_all_samples_between_them(micro_batches, size):
+    found = [portion(13, micro_batches, rank, size) for rank in range(size)]
+    assert [i for mine, _ in found for i in range(13)[mine]] == [*range(13)]
+    most = max(len(range(13)[mine]) for mine, _ in found)
+    assert Training(13, 8, micro_batches).of_one(size).samples == most
+
+
+def test_a_last_micro_batch_that_is_smaller_counts_for_what_it_has():
+    training = Training(samples=8, length=LENGTH, precision="fp32", updates="host", stash="host")
+    uneven, even = (outlook_of("llama", replace(training, micro_batches=count)) for count in (3, 4))
+    assert (uneven.samples, uneven.sample_size) == (8, 3)
+    assert uneven.forecast.backward.compute == pytest.approx(even.forecast.backward.compute)
+    assert uneven.backward_operations == pytest.approx(even.backward_operations)
+    assert uneven.host["stash"] == pytest.approx(even.host["stash"], rel=0.05)
+    assert uneven.forecast.forward.link_out == pytest.approx(even.forecast.forward.link_out, rel=0.05)
+    assert uneven.device["one call's activations"] > even.device["one call's activations"]
 
 
 def test_ranks_share_the_hosts_cores_and_what_it_keeps():

@@ -175,9 +175,10 @@ def test_several_devices_share_a_batch_and_what_the_host_keeps():
 
 def test_several_devices_in_words(soon):
     """Of a described machine whose loopback is that of this one."""
-    lines = run("gpt:tiny", *MACHINE, "--devices", "2", "--batch", "3", "--micro-batches", "3").stdout
+    lines = run("gpt:tiny", *MACHINE, "--devices", "2", "--micro-batches", "3").stdout
     words = " ".join(lines.split())
-    assert "3 samples of 128 tokens on 2 devices, at most 2 to each, in 2 micro-batches" in words
+    assert "note: Updates are deferred because there are several ranks" in words
+    assert "8 samples of 128 tokens on 2 devices, at most 5 to each, in 2 micro-batches" in words
     assert "on each device" in words
     assert "times one device" in words
     assert "exchange" in words
@@ -186,6 +187,49 @@ def test_several_devices_in_words(soon):
     assert lines.splitlines()[-1].startswith(
         "to train so: torchrun --standalone --nproc-per-node 2 --no-python ferryman"
     )
+
+
+SMALL = "gpt:layers=2,width=64,heads=2,context=64"
+
+
+def test_micro_batches_that_do_not_divide_a_batch_cost_what_their_samples_do():
+    slow = ("--device-flops", "1GFLOPS", "--loopback", "2GB/s", "--batch", "16", "--stash", "host")
+    options = (SMALL, *MACHINE, *slow, "--relayed", "--updates", "host", "--device-memory", "3500KiB")
+    one, two = document(*options), document(*options, "--devices", "2", "--micro-batches", "16")
+    assert 16 % one["plan"]["micro_batches"]
+    assert one["step"]["forward"]["bound"] == one["step"]["backward"]["bound"] == "compute"
+    assert one["step"]["operations"] == pytest.approx(two["step"]["operations"])
+    assert two["step"]["one_device"]["efficiency"] == pytest.approx(1)
+
+
+def test_deferred_updates_of_several_devices_are_explained():
+    options = (SMALL, *MACHINE, "--devices", "2", "--loopback", "2GB/s")
+    found = document(*options)
+    assert found["plan"]["deferred"]
+    assert "several ranks" in found["notes"][0]
+    for unlike in (("--updates", "host"), ("--max-grad-norm", "1")):
+        assert not document(*options, *unlike)["notes"]
+
+
+def test_rates_between_ranks_are_harmless_for_one():
+    options = (SMALL, *MACHINE)
+    plain, found = document(*options), document(*options, "--loopback", "2GB/s", "--network", "10GB/s")
+    assert [note.split(",")[0] for note in found.pop("notes")] == [
+        "--loopback 2GB/s has no meaning with one device on a node",
+        "--network 10GB/s has no meaning with one node",
+    ]
+    assert plain.pop("notes") == []
+    assert found == plain
+    words = " ".join(run(*options, "--loopback", "2GB/s", "--network", "10Gbit/s", "--nodes", "2").stdout.split())
+    assert "8 samples of 64 tokens on 2 nodes with 1 device each, 4 to each, in 1 micro-batch;" in words
+    assert "network 1.25 GB/s (given)" in words
+
+
+def test_bf16_is_not_advised_to_who_has_it():
+    options = (SMALL, *MACHINE, "--devices", "2", "--loopback", "1MB/s", "--precision")
+    said = {precision: " ".join(document(*options, precision)["advice"]) for precision in ("bf16", "fp32")}
+    assert all("the ranks that own them" in advice for advice in said.values())
+    assert ["bf16" in advice for advice in said.values()] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -213,9 +257,11 @@ def test_several_devices_in_words(soon):
         (("gpt:tiny", *MACHINE, "--devices", "0"), "--devices 0: a node has at least one"),
         (("gpt:tiny", *MACHINE, "--nodes", "-1"), "--nodes -1: a job has at least one"),
         (("gpt:tiny", *MACHINE, "--nodes", "2"), "--network is needed with --nodes 2"),
-        (("gpt:tiny", *MACHINE, "--network", "1GB/s"), "--network 1GB/s has no meaning with one node"),
-        (("gpt:tiny", *MACHINE, "--loopback", "1GB/s"), "--loopback 1GB/s has no meaning with one device"),
+        (("gpt:tiny", *MACHINE, "--network", "slow"), "--network='slow' is not a rate"),
         (("gpt:tiny", *MACHINE, "--nodes", "2", "--network", "fast"), "--network='fast' is not a rate"),
+        (("gpt:tiny", *MACHINE, *SEVERAL, "--network", "10Gb/s"), "--network='10Gb/s' may be bits or bytes a second"),
+        (("gpt:tiny", *MACHINE, *SEVERAL, "--micro-batches", "0"), "--micro-batches 0"),
+        (("gpt:tiny", *MACHINE, *SEVERAL, "--batch", "17", "--micro-batches", "16"), "micro_batches=2: a batch of 1"),
         (("gpt:tiny", *MACHINE, "--devices", "9"), "--batch 8: a step's samples are shared out over 9 devices"),
         (("gpt:tiny", *MACHINE, "--units", "transformer.g.*"), "no module of the model matches 'transformer.g.*'"),
     ],
@@ -230,7 +276,8 @@ def test_bad_input_is_refused(options, said):
     ("text", "of", "rate"),
     [
         ("12GB/s", "bytes", 12e9), ("12 GB/s", "bytes", 12e9), ("12gb/s", "bytes", 12e9),
-        ("1.5GiB/s", "bytes", 1.5 * 2**30),
+        ("1.5GiB/s", "bytes", 1.5 * 2**30), ("12GBps", "bytes", 12e9),
+        ("100Gbit/s", "bytes", 12.5e9), ("800 Mbits/s", "bytes", 1e8),
         ("800B/s", "bytes", 800), ("150TFLOPS", "operations", 150e12), ("150 TFLOP/s", "operations", 150e12),
         ("2PFLOPS", "operations", 2e15), ("900Mparam/s", "parameters", 9e8), ("1Gparams/s", "parameters", 1e9),
     ],
@@ -241,7 +288,15 @@ def test_rates_are_read_as_people_write_them(text, of, rate):
     assert parse_rate(shown, "--x", of) == pytest.approx(rate, rel=0.01)
 
 
-@pytest.mark.parametrize("text", ["12", "GB/s", "12GB", "1e3GB/s", "12GiFLOPS", "12iB/s", ""])
+@pytest.mark.parametrize("text", ["10Gb/s", "10Gbps", "10 Mb/s", "10gbps", "8b/s"])
+def test_what_may_be_bits_or_bytes_is_refused(text):
+    with pytest.raises(
+        ValueError, match=r"--x=.* may be bits or bytes .* bytes like '12GB/s' and bits like '100Gbit/s'"
+    ):
+        parse_rate(text, "--x", "bytes")
+
+
+@pytest.mark.parametrize("text", ["12", "GB/s", "12GB", "1e3GB/s", "12GiFLOPS", "12iB/s", "12bit", ""])
 def test_what_is_no_rate_is_refused(text):
     with pytest.raises(ValueError, match=r"--x=.* is not a rate of bytes a second; write it like '12GB/s'"):
         parse_rate(text, "--x", "bytes")

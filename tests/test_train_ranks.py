@@ -58,13 +58,14 @@ def test_four_ranks_share_a_batch(batch, four, corpus, tmp_path):
 
 def test_totals(two, corpus, tmp_path):
     arguments = ["--data", corpus, "--device", "virtual", "--batch", 7, "--micro-batches", 7, "--steps", 2, "--json"]
-    shown = together(two, GPT, *arguments, "-o", tmp_path / "run")
+    shown = together(two, GPT, *arguments, "--updates", "stride:2", "-o", tmp_path / "run")
     events = [json.loads(line) for line in shown.splitlines()]
-    assert [event["event"] for event in events] == ["start", "step", "step", "save", "eval", "end"]
+    assert [event["event"] for event in events] == ["start", "note", "step", "step", "save", "eval", "end"]
     assert events[0]["ranks"] == 2
-    assert events[1]["micro_batches"] == 7
-    assert events[1]["tokens_per_second"] * events[1]["seconds"] == pytest.approx(7 * 32)
-    assert events[1]["device_peak"] > 0
+    assert "deferred because there are several ranks" in events[1]["text"]
+    assert events[2]["micro_batches"] == 7
+    assert events[2]["tokens_per_second"] * events[2]["seconds"] == pytest.approx(7 * 32)
+    assert events[2]["device_peak"] > 0
     assert events[-1]["tokens"] == 2 * 7 * 32
 
 

@@ -51,6 +51,19 @@ def split(batch: Any, micro_batches: int | None, reduction: str = "mean") -> lis
     return [Part(part, (size or 0) / total) for part, size in zip(parts, sizes, strict=True)]
 
 
+def portion(samples: int, micro_batches: int | None, rank: int, size: int) -> tuple[slice, int | None]:
+    """Which samples of a batch are a rank's, and into how many micro-batches it cuts them, if that is settled.
+
+    As in one process that has all of them: `micro_batches` is of the whole batch, and each rank has some of those.
+    """
+    if size == 1 or micro_batches is None:
+        return slice(samples * rank // size, samples * (rank + 1) // size), micro_batches
+    count = max(micro_batches, min(size, samples))  # no rank is idle while another has two
+    length = -(-samples // count)
+    first, after = count * rank // size, count * (rank + 1) // size
+    return slice(first * length, after * length), after - first
+
+
 def _cut(batch: Any, count: int) -> list[Any]:
     if not isinstance(batch, Mapping | tuple):
         raise ValueError(

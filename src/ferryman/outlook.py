@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ferryman.batch import split, take
+from ferryman.batch import portion, split, take
 from ferryman.cost.exchange import Crew, exchange
 from ferryman.cost.forecast import Forecast, Sweep, Update, forecast
 from ferryman.cost.plan import Plan
@@ -69,13 +69,14 @@ class Training:
     subgroup: int | None = None
 
     def of_one(self, size: int) -> Training:
-        """What of it a rank does, of so many; the one that does most. `ferryman train` gives them out so, too: with
-        micro-batches that are of the whole batch, each rank has some of those."""
-        if size == 1 or self.micro_batches is None:
-            return replace(self, samples=-(-self.samples // size))
-        count = max(self.micro_batches, min(size, self.samples))
-        length, most = -(-self.samples // count), -(-count // size)
-        return replace(self, samples=most * length, micro_batches=most)
+        """What of it a rank does, of so many, as `ferryman train` gives it out; the one that does most."""
+        return max(self.of_each(size), key=lambda one: (one.samples, -(one.micro_batches or 0)))
+
+    def of_each(self, size: int) -> list[Training]:
+        """Of ranks that have samples at all."""
+        found = (portion(self.samples, self.micro_batches, rank, size) for rank in range(size))
+        shares = ((len(range(self.samples)[mine]), count) for mine, count in found)
+        return [replace(self, samples=samples, micro_batches=count) for samples, count in shares if samples]
 
 
 @dataclass
@@ -84,7 +85,8 @@ class Outlook:
     device: dict[str, int]  # bytes of each, by what they are for
     host: dict[str, int]  # bytes of a node's
     choice: Choice  # of each rank
-    sample_size: int  # of a micro-batch, in samples
+    samples: int  # of the rank that has most
+    sample_size: int  # of a micro-batch, in samples; the last may have fewer
     problems: list[str] = field(default_factory=list)  # why it does not fit, and what would help
     notes: list[str] = field(default_factory=list)
     forecast: Forecast | None = None  # None: the model could not be rehearsed
@@ -105,6 +107,7 @@ def look_ahead(
     Of several ranks, the last is looked at: where parts are not equal, none has more.
     """
     crew, whole = machine.crew, training
+    _check_cut(whole, crew.size)
     training = training.of_one(crew.size)
     shares = [Share(rank, crew.size) for rank in range(crew.size - crew.devices, crew.size)]
     panel = Panel(optimizer, model)
@@ -118,18 +121,21 @@ def look_ahead(
     plan = outlook.plan
     units = plan.in_forward_order
     outlook.host.update(account(units, panel, landing=plan.staging.deferred, shares=shares))
+    count, size = outlook.choice.micro_batches, outlook.sample_size
     try:
-        rehearsal = rehearsed(plan, outlook.sample_size)
+        rehearsal = rehearsed(plan, size)
+        last = rehearsed(plan, outlook.samples - (count - 1) * size)
     except NotRehearsedError as error:
         outlook.notes.append(
             f"The model cannot be rehearsed without data ({error}), so neither what micro-batches take on the device "
             "nor the time of a step is known"
         )
         rehearsal = None
-    count = outlook.choice.micro_batches
+    if plan.staging.note is not None:
+        outlook.notes.append(plan.staging.note)
     if rehearsal is not None:
         most = max(stretch.peak for stretch in rehearsal.trial.stretches)
-        stashed = count * rehearsal.trial.stash
+        stashed = (count - 1) * rehearsal.trial.stash + last.trial.stash
         rates, operations = replace(machine.rates, host=machine.rates.host / crew.devices), machine.operations
         if device.type == "cpu":
             outlook.device.clear()
@@ -144,9 +150,10 @@ def look_ahead(
                 outlook.device["stash"] = stashed
         sweeps = _sweeps(plan, rehearsal, outlook.choice, device)
         update = _update(plan, units, panel, shares[-1], crew)
-        outlook.forecast = forecast(*sweeps, update, count, rates, operations)
-        times = count * whole.samples / training.samples
-        outlook.forward_operations, outlook.backward_operations = (times * sweep.operations for sweep in sweeps)
+        outlook.forecast = forecast(*sweeps, update, outlook.samples / size, rates, operations)
+        outlook.forward_operations, outlook.backward_operations = (
+            whole.samples / size * sweep.operations for sweep in sweeps
+        )
     _check_host(outlook, machine)
     if crew.size > 1:
         one = replace(machine, crew=Crew())
@@ -154,11 +161,28 @@ def look_ahead(
     return outlook
 
 
+def _batch(training: Training) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(training.samples, training.length, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def _check_cut(training: Training, size: int) -> None:
+    """Refuses what a rank could not cut."""
+    for one in training.of_each(size):
+        try:
+            split(_batch(one), one.micro_batches)
+        except ValueError as error:
+            if size > 1:
+                error.add_note(
+                    f"That would be the part of one rank, of {size}, where all of them have {training.samples} samples "
+                    f"in {training.micro_batches} micro-batches"
+                )
+            raise
+
+
 def _fit(planner: Planner, training: Training) -> tuple[Outlook, Callable[[Plan, int], Rehearsal]]:
     """A plan and a cut into micro-batches, found as an engine finds them at its first batch."""
-    ids = torch.zeros(training.samples, training.length, dtype=torch.long, device="meta")
-    batch = {"input_ids": ids, "labels": ids}
-    split(batch, training.micro_batches)  # to refuse what cannot be cut
+    batch = _batch(training)
 
     @functools.cache
     def rehearsed(plan_units: tuple[Unit, ...], residents: Unit, samples: int) -> Rehearsal:
@@ -195,7 +219,8 @@ def _fit(planner: Planner, training: Training) -> tuple[Outlook, Callable[[Plan,
         plan = sizing.smaller(chosen)
     if problems and training.micro_batches is None:
         choice = Choice(training.samples, training.stash != "device")  # one sample each needs least
-    return Outlook(plan, dict(plan.account), {}, choice, -(-training.samples // choice.micro_batches), problems), of
+    size = -(-training.samples // choice.micro_batches)
+    return Outlook(plan, dict(plan.account), {}, choice, training.samples, size, problems), of
 
 
 def _sweeps(plan: Plan, rehearsal: Rehearsal, choice: Choice, device: torch.device) -> tuple[Sweep, Sweep]:

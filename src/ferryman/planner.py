@@ -123,10 +123,12 @@ class Planner:
         if policy.kind == "auto" and (self.subgroup or most) < LEAST:
             policy = _HOST
         deferred = self.panel is not None and not is_eager(self.settings, self.scale())
-        if self.share.size > 1 and policy.kind != "host":
-            deferred = self.panel is not None  # what a device shall update is known when all ranks' gradients are
+        for_ranks = self.share.size > 1 and policy.kind != "host" and self.panel is not None and not deferred
+        deferred = deferred or for_ranks  # what a device shall update is known when all ranks' gradients are
         given = None if self.subgroup is None else -(-self.subgroup // GRAIN) * GRAIN
-        at_host = Staging(_HOST, given or most, arrays, deferred, cuts=self._cuts, rank=self.share.rank)
+        at_host = Staging(
+            _HOST, given or most, arrays, deferred, cuts=self._cuts, rank=self.share.rank, for_ranks=for_ranks
+        )
         if policy.kind == "host":
             return [at_host]
         sizes = [given or (most if self.budget is None else subgroup_for(self.budget, most))]
@@ -136,7 +138,7 @@ class Planner:
         if self.share.size > 1:
             holding = [False]  # they wait on the host, where those of all ranks are added up
         ways = [
-            Staging(policy, size, arrays, deferred, holds, self._cuts, self.share.rank)
+            Staging(policy, size, arrays, deferred, holds, self._cuts, self.share.rank, for_ranks)
             for holds in holding
             for size in sizes
         ]

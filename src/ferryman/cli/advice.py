@@ -7,6 +7,7 @@ import math
 from ferryman.cli.machine import Described
 from ferryman.cost.sizes import show_rate
 from ferryman.outlook import Outlook, Training
+from ferryman.units import landing_dtype, trained_elements
 
 
 def assumptions(given: Described, training: Training, outlook: Outlook) -> list[str]:
@@ -52,7 +53,7 @@ def advice(outlook: Outlook, training: Training, given: Described) -> list[str]:
     found = outlook.forecast
     if found is None:
         return []
-    said, count, crew = [], outlook.choice.micro_batches, given.machine.crew
+    said, count, crew = [], outlook.samples / outlook.sample_size, given.machine.crew
     bounds = {found.forward.bound, found.backward.bound}
     if given.machine.operations is None:
         if math.isinf(found.needed_operations):
@@ -82,9 +83,10 @@ def advice(outlook: Outlook, training: Training, given: Described) -> list[str]:
             "The host's updates bound a sweep: more host cores or memory bandwidth, or fewer trained parameters."
         )
     if bounds & {"exchange", "network"}:
+        wide = any(landing_dtype(unit).itemsize > 2 for unit in outlook.plan.units if trained_elements(unit))
         said.append(
-            "Gradients on their way to the ranks that own them bound a sweep: they cross once a step, in bf16 half of "
-            "them."
+            "Gradients on their way to the ranks that own them bound a sweep: they cross once a step, however many "
+            f"samples it has{'; in bf16 they are half as many bytes' if wide else ''}."
         )
     if not said:
         said.append("Compute bounds the step: nothing but a faster device, or less work, makes it shorter.")

@@ -1,4 +1,4 @@
-"""A batch: whether it makes sense, for the data there is and for the host's memory; and what of it is a rank's."""
+"""A batch: whether it makes sense, for the data there is and for the host's memory."""
 
 from __future__ import annotations
 
@@ -8,24 +8,10 @@ from ferryman.cli.corpus import Corpus
 from ferryman.cli.model import Description
 from ferryman.cli.options import Options
 from ferryman.cost.sizes import show_bytes
-from ferryman.ranks import Ranks, Share
+from ferryman.ranks import Ranks
 from ferryman.server import memory
 
 _ID = 8  # bytes of a token's number
-
-
-def my_part(options: Options, share: Share) -> tuple[slice, int | None]:
-    """Which windows of a batch are this rank's, and into how many micro-batches it cuts them, if that is settled.
-
-    As in one process that has all of them: --micro-batches is of the whole batch, and each rank has some of those.
-    """
-    batch, (rank, size) = options.batch, share
-    if options.micro_batches is None:
-        return slice(batch * rank // size, batch * (rank + 1) // size), None
-    count = max(options.micro_batches, min(size, batch))  # no rank is idle while another has two
-    length = -(-batch // count)
-    first, after = count * rank // size, count * (rank + 1) // size
-    return slice(first * length, after * length), after - first
 
 
 def check_batch(options: Options, model: Description, corpus: Corpus, device: torch.device, ranks: Ranks) -> None:

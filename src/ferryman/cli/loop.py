@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ferryman.batch import portion
 from ferryman.checkpoint.contents import Files, Stateful
 from ferryman.checkpoint.directory import series, step_of
 from ferryman.checkpoint.manifest import is_whole
 from ferryman.checkpoint.stream import DamagedError
-from ferryman.cli.batch import check_batch, my_part
+from ferryman.cli.batch import check_batch
 from ferryman.cli.corpus import Corpus, open_corpus
 from ferryman.cli.defaults import budget
 from ferryman.cli.device import find_device
@@ -124,7 +125,7 @@ class Training:
         options = self.options
         start = time.monotonic()
         rate = set_rate(optimizer, options, engine.steps, self.steps)
-        mine, micro_batches = my_part(options, self._ranks.share)
+        mine, micro_batches = portion(options.batch, options.micro_batches, *self._ranks.share)
         batch = self.corpus.training.batch(options.batch, mine)
         self._loss = engine.step(batch, micro_batches if batch else None).item()
         seconds = time.monotonic() - start
@@ -258,6 +259,8 @@ class Training:
         )
         if self.corpus.note is not None:
             self._say({"event": "note", "text": self.corpus.note})
+        if (why := engine.plan.staging.note) is not None:
+            self._say({"event": "note", "text": why})
         if engine.steps >= self.steps:
             text = f"there is nothing left to do after step {engine.steps}; give more with --steps"
             self._say({"event": "note", "text": text})

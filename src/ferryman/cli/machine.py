@@ -26,6 +26,7 @@ class Described:
     machine: Machine
     device: torch.device
     known: dict[str, str]
+    notes: list[str]
 
 
 def described(
@@ -44,7 +45,7 @@ def described(
     training: Training,
 ) -> Described:
     """What is not described is measured here, where there is something to measure."""
-    _check_ranks(devices, nodes, loopback, network, training)
+    _check_ranks(devices, nodes, network, training)
     known: dict[str, str] = {}
     described = any(given is not None for given in (device_memory, link, link_in, link_out, device_flops))
     here = find_device(device)
@@ -86,16 +87,23 @@ def described(
     host = of("host updates", host_updates, lambda text: parse_rate(text, "--host-updates", "parameters"),
               measure.host_updates)  # fmt: skip
     within = across = math.inf
+    notes = []
     if devices > 1:
         within = of("loopback", loopback, lambda text: parse_rate(text, "--loopback", "bytes"), measure.loopback)
-    if network is not None:
+    elif loopback is not None:
+        parse_rate(loopback, "--loopback", "bytes")
+        notes.append(f"--loopback {loopback} has no meaning with one device on a node, and is left out")
+    if nodes > 1:
         across = of("network", network, lambda text: parse_rate(text, "--network", "bytes"), None)
+    elif network is not None:
+        parse_rate(network, "--network", "bytes")
+        notes.append(f"--network {network} has no meaning with one node, and is left out")
     crew = Crew(devices, nodes, within, across)
     speeds = Rates(host, math.inf, rates["link in"], rates["link out"])
-    return Described(Machine(speeds, memory, ram, operations, crew), kind, known)
+    return Described(Machine(speeds, memory, ram, operations, crew), kind, known, notes)
 
 
-def _check_ranks(devices: int, nodes: int, loopback: str | None, network: str | None, training: Training) -> None:
+def _check_ranks(devices: int, nodes: int, network: str | None, training: Training) -> None:
     for option, count, what in (("--devices", devices, "a node has"), ("--nodes", nodes, "a job has")):
         if count < 1:
             raise ValueError(f"{option} {count}: {what} at least one")
@@ -103,12 +111,6 @@ def _check_ranks(devices: int, nodes: int, loopback: str | None, network: str | 
         raise ValueError(
             f"--network is needed with --nodes {nodes}: the rate between nodes in each direction, like --network 10GB/s"
         )
-    if devices == 1 and loopback is not None:
-        raise ValueError(
-            f"--loopback {loopback} has no meaning with one device on a node: --devices says how many there are"
-        )
-    if nodes == 1 and network is not None:
-        raise ValueError(f"--network {network} has no meaning with one node: --nodes says how many there are")
     if training.samples < devices * nodes:
         raise ValueError(
             f"--batch {training.samples}: a step's samples are shared out over {devices * nodes} devices ({nodes} x "

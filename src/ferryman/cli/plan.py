@@ -93,7 +93,8 @@ def plan(
         ),
     ] = None,
     network: Annotated[
-        str | None, typer.Option(help="Rate between nodes, in each direction, such as 10GB/s; with --nodes.")
+        str | None,
+        typer.Option(help="Rate between --nodes, in each direction, such as 10GB/s or 100Gbit/s."),
     ] = None,
     precision: Annotated[
         str | None, typer.Option(help="Of compute and of the link: fp32, bf16 or fp16; else what the model has.")
@@ -173,6 +174,8 @@ def _launcher(crew: Crew) -> str:
 def _check(training: Training, optimizer: str) -> None:
     if training.samples < 1:
         raise ValueError(f"--batch {training.samples}: a step has at least one sample")
+    if training.micro_batches is not None and training.micro_batches < 1:
+        raise ValueError(f"--micro-batches {training.micro_batches}: a batch is cut into at least one")
     if optimizer not in RULES:
         raise ValueError(f"--optimizer {optimizer!r} is none that can be planned for{hint(optimizer, RULES)}")
     checks.update_arguments(
@@ -194,7 +197,7 @@ def _document(
     return {
         "fits": outlook.fits,
         "problems": outlook.problems,
-        "notes": outlook.notes,
+        "notes": [*given.notes, *outlook.notes],
         "model": {"name": description.name, "kind": type(model).__name__, "parameters": _parameters(model)},
         "training": asdict(training),
         "machine": {
@@ -217,7 +220,7 @@ def _document(
             "gradient_slots": outlook.plan.gradient_slots,
             "updates": str(outlook.plan.staging.policy),
             "deferred": outlook.plan.staging.deferred,
-            "samples": training.of_one(machine.crew.size).samples,
+            "samples": outlook.samples,
             "micro_batches": outlook.choice.micro_batches,
             "stash": "host" if outlook.choice.stash_on_host else "device",
         },
@@ -269,14 +272,14 @@ def _show(
         console.print(f"[bold green]fits[/bold green]: {name}, {parameters} parameters")
     for problem in outlook.problems:
         console.print(f"[bold red]does not fit[/bold red]: {name}, {parameters} parameters: {escape(problem)}")
-    for note in outlook.notes:
+    for note in (*given.notes, *outlook.notes):
         console.print(f"[yellow]note[/yellow]: {escape(note)}")
     plan, choice = outlook.plan, outlook.choice
     machine = given.machine
     console.print(
-        f"{len(plan.units)} units, {_way(plan, given)}; {training.samples} samples of {training.length} tokens"
-        f"{_shared_out(training, machine.crew)} in "
-        f"{choice.micro_batches} micro-batch{'' if choice.micro_batches == 1 else 'es'}; stash on the "
+        f"{len(plan.units)} units, {_way(plan, given)}; {_many(training.samples, 'sample')} of "
+        f"{_many(training.length, 'token')}{_shared_out(training, machine.crew, outlook)} in "
+        f"{_many(choice.micro_batches, 'micro-batch')}; stash on the "
         f"{'host' if choice.stash_on_host else 'device'}; updates: {plan.staging.policy}, "
         f"{'deferred' if plan.staging.deferred else 'eager'}"
     )
@@ -295,22 +298,19 @@ def _show(
         console.print(f"[dim]- {assumption}[/dim]")
 
 
-def _shared_out(training: Training, crew: Crew) -> str:
+def _shared_out(training: Training, crew: Crew, outlook: Outlook) -> str:
     if crew.size == 1:
         return ""
-    where = f"{crew.size} devices" if crew.nodes == 1 else f"{crew.nodes} nodes with {crew.devices} devices each"
-    most = training.of_one(crew.size).samples
-    return f" on {where}, {'at most ' if training.samples % crew.size else ''}{most} to each,"
+    devices = _many(crew.devices, "device")
+    where = devices if crew.nodes == 1 else f"{crew.nodes} nodes with {devices} each"
+    most = "" if outlook.samples * crew.size == training.samples else "at most "
+    return f" on {where}, {most}{outlook.samples} to each,"
 
 
 def _way(plan: Plan, given: Described) -> str:
     if given.device.type == "cpu":
         return "used where they are"
-    return (
-        "held on the device"
-        if plan.held
-        else f"relayed through {plan.weight_slots} slot{'' if plan.weight_slots == 1 else 's'}"
-    )
+    return "held on the device" if plan.held else f"relayed through {_many(plan.weight_slots, 'slot')}"
 
 
 def _account(title: str, account: dict[str, int], memory: int | None) -> Table:
@@ -382,6 +382,10 @@ def _bar(share: float, colour: str = "blue") -> str:
 
 def _parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def _count(number: int) -> str:

@@ -79,9 +79,10 @@ class Forecast:
 
 
 def forecast(
-    forward: Sweep, backward: Sweep, update: Update | None, micro_batches: int, rates: Rates, operations: float | None
+    forward: Sweep, backward: Sweep, update: Update | None, micro_batches: float, rates: Rates, operations: float | None
 ) -> Forecast:
-    """`operations`: floating-point, a second, that the device reaches; None: not known, and left out."""
+    """`micro_batches`: as the sweeps have them; one with half of the samples is half of one. `operations`:
+    floating-point, a second, that the device reaches; None: not known, and left out."""
     found = [_with(forward, backward, update, done, micro_batches, rates, operations) for done in _ways(update, rates)]
     return min(found, key=lambda one: one.seconds)
 
@@ -106,7 +107,7 @@ def _with(
     backward: Sweep,
     update: Update | None,
     done: Prediction,
-    micro_batches: int,
+    micro_batches: float,
     rates: Rates,
     operations: float | None,
 ) -> Forecast:

@@ -28,22 +28,28 @@ def parse_bytes(amount: int | str, parameter: str) -> int:
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
-# What a rate counts: how it may be written, in small letters, and an example.
+_BITS = ("bit/s", "bits/s")
+
+# What a rate counts: how it may be written, in small letters, and examples.
 _RATES = {
-    "bytes": (("b/s", "bps"), "12GB/s"),
-    "operations": (("flops", "flop/s"), "150TFLOPS"),
-    "parameters": (("param/s", "params/s"), "900Mparam/s"),
+    "bytes": (("b/s", "bps", *_BITS), "'12GB/s' or '100Gbit/s'"),
+    "operations": (("flops", "flop/s"), "'150TFLOPS'"),
+    "parameters": (("param/s", "params/s"), "'900Mparam/s'"),
 }
 
 
 def parse_rate(text: str, parameter: str, of: str) -> float:
-    """Of "bytes", "operations" or "parameters", a second, from "12GB/s", "150TFLOPS" or "900Mparam/s"."""
+    """Of "bytes", "operations" or "parameters", a second, from "12GB/s", "100Gbit/s", "150TFLOPS" or "900Mparam/s"."""
     ends, example = _RATES[of]
+    if of == "bytes" and re.search(r"[\dKMGTP]i?b/s\s*$|bps\s*$", text):
+        raise ValueError(
+            f"{parameter}={text!r} may be bits or bytes a second; write bytes like '12GB/s' and bits like '100Gbit/s'"
+        )
     match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)({'|'.join(map(re.escape, ends))})\s*", text.lower())
     if match is None or (match[3] and not (of == "bytes" and match[2])):
-        raise ValueError(f"{parameter}={text!r} is not a rate of {of} a second; write it like {example!r}")
+        raise ValueError(f"{parameter}={text!r} is not a rate of {of} a second; write it like {example}")
     size = 1024.0 ** " kmgtp".index(match[2]) if match[3] else _PREFIXES[match[2]]
-    rate = float(match[1]) * size
+    rate = float(match[1]) * size / (8 if match[4] in _BITS else 1)
     if rate <= 0:
         raise ValueError(f"{parameter}={text!r}: a rate must be more than nothing")
     return rate

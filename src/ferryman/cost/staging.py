@@ -52,6 +52,18 @@ class Staging:
     holds_gradients: bool = True  # whether they may wait on the device at all
     cuts: Callable[[Unit], list[int]] | None = None  # of several ranks, where each one's elements begin and end
     rank: int = 0
+    for_ranks: bool = False  # deferred, where nothing asks for it but that there are several
+
+    @property
+    def note(self) -> str | None:
+        """Why updates wait, for who has not asked for it."""
+        if not self.for_ranks:
+            return None
+        return (
+            "Updates are deferred because there are several ranks: what a device may update is known when the "
+            "gradients of all have come. Until then they wait on the host, in 2 or 4 bytes a parameter; with the "
+            "policy 'host' they do not"
+        )
 
     @property
     def berths(self) -> int:
