@@ -1,12 +1,14 @@
-"""A script that does not close its engine: `python unclosed.py how directory`.
+"""A script that does not close its engine: `python unclosed.py how [file]`.
 
-Started again by torchrun, it ends otherwise: first with an exception on rank 1, which rank 0 hears of in a step; then
-rank 1 ends before rank 0 does; then both end well. What rank 0 heard is written to the directory.
+"well": all ranks end after a step. "early": only rank 1 does, and rank 0 goes on; it writes what it hears then to the
+file. "raises, early": rank 1 raises, and once torchrun has started the script again, "early". "well, own group": the
+script makes the process group; "well, destroyed": and destroys it. "well, dropped": the engine is gone before the end.
 """
 
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -14,36 +16,54 @@ import torch
 import torch.distributed as dist
 
 from ferryman.engine import Engine
-from ferryman.ranks import RankError
+from ferryman.ranks import RankError, Ranks
 
 
 def loss(model, batch):
     return model(batch[0]).square().mean()
 
 
-def main(how, directory):
-    rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if how in ("own group", "destroyed"):
+def step(engine):
+    engine.step((torch.randn(4, 256),))
+
+
+def be_late(real=Ranks.all_here):
+    def late(ranks):
+        time.sleep(0.05)
+        real(ranks)
+
+    Ranks.all_here = late
+
+
+def main(how, *, own_group):
+    rank = int(os.environ.get("RANK", "0"))
+    if own_group:
         dist.init_process_group("gloo")
+    if rank == 0:
+        be_late()  # the last update goes on when rank 1 has nothing more to do
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(12)))
     engine = Engine(model, torch.optim.AdamW(model.parameters()), device="cpu", loss=loss)
-    engine.step((torch.randn(4, 256),))
-    ending = ["raises", "ends", "well"][attempt] if how == "all" else "well"
-    if ending == "raises" and rank == 1:
+    step(engine)
+    if how == "raises" and rank == 1:
         raise ValueError("corrupt record 17")
-    if ending != "well" and rank == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which torchrun ends those that are left
-        try:
-            engine.step((torch.randn(4, 256),))
-        except RankError:
-            (directory / ending).write_text(traceback.format_exc())
-            raise
-    if how == "destroyed":
-        dist.destroy_process_group()
-    if how == "stopped" and rank == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return engine if how != "dropped" else None
+    if how == "well" or rank == 1:
+        return engine
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which torchrun ends those that are left
+    if how == "early":
+        engine.wait()
+    try:
+        step(engine)
+    except RankError:
+        with Path(sys.argv[2]).open("a") as file:
+            traceback.print_exc(file=file)
+    return engine
 
 
 if __name__ == "__main__":
-    kept = main(sys.argv[1], Path(sys.argv[2]))
+    ways = sys.argv[1].split(", ")
+    how = ways[int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))]
+    kept = main(how, own_group=ways[-1] in ("own group", "destroyed"))
+    if "dropped" in ways:
+        del kept
+    if "destroyed" in ways:
+        dist.destroy_process_group()
