@@ -145,6 +145,8 @@ def failing(device):
 def disagreeing(about):
     rank = dist.get_rank()
     model = build(CASES["gpt2" if about == "model" and rank else "llama"])
+    if about == "layers" and rank:
+        model.model.layers.append(copy.deepcopy(model.model.layers[0]))
     if about == "frozen" and rank:
         model.lm_head.weight.requires_grad_(False)
     lr = 1e-3 * (1 + rank) if about == "lr" else 1e-3
@@ -215,7 +217,7 @@ def the_same_data():
         warnings.simplefilter("always")
         for number in range(2):
             engine.step(CASES["llama"].batch(2, seed=number))
-    return [str(one.message) for one in told if "ranks" in str(one.message)]
+    return [(str(one.message), one.filename) for one in told if "ranks" in str(one.message)]
 
 
 def for_ever(sign):
@@ -379,3 +381,27 @@ def no_rows(device):
         for samples in (4, 1):
             loss = engine.step({name: rows[rank::size] for name, rows in CASES["llama"].batch(samples).items()})
     return loss.item()
+
+
+def by_tokens(rows, counted_alone=False):
+    """Losses and weights, where losses are the mean over labels that count: as docs/transformers.md does it."""
+    model = build(CASES["llama"])
+    losses = []
+    with Engine(model, adamw(model)[0], device="virtual", reduction="sum") as engine:
+        rank, size = engine.share
+        for seed in range(2):
+            batch = CASES["llama"].batch(rows, seed=seed)
+            for row, labels in enumerate(batch["labels"]):
+                labels[(2, 7)[row % 2] + row // 2 :] = -100
+            batch = {name: values[rank::size] for name, values in batch.items()}
+            counted = (batch["labels"][:, 1:] != -100).sum()
+            items = int(counted) if counted_alone else engine.total(counted)
+            losses.append(engine.step({**batch, "num_items_in_batch": items}).item())
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def totals(pairs):
+    """Of each pair, a number of each rank's."""
+    model = build(CASES["llama"])
+    with Engine(model, device="cpu") as engine:
+        return [engine.total(pair[engine.share.rank]) for pair in pairs]

@@ -91,9 +91,15 @@ def test_optimizers_that_are_left_to_torch(two):
     compare(two, "llama", "cpu", (1, 1), make=rank_jobs.rmsprop)
 
 
-@pytest.mark.parametrize("about", ["model", "frozen", "lr", "max_grad_norm", "agree"])
+@pytest.mark.parametrize("about", ["model", "layers", "frozen", "lr", "max_grad_norm", "agree"])
 def test_ranks_that_disagree_are_told_by_name(about, two):
-    names = {"model": "the model's '", "frozen": "lm_head", "lr": "the optimizer's group 0", "agree": "steps"}
+    names = {
+        "model": "the model's '",
+        "layers": "the model's 'model.layers.2.",
+        "frozen": "lm_head",
+        "lr": "'lr' of the optimizer's group 0: rank 0 has 0.001, rank 1 has 0.002.",
+        "agree": "steps",
+    }
     two.start(rank_jobs.disagreeing, about)
     for answer in two.answers():
         assert isinstance(answer, ValueError)
@@ -104,7 +110,35 @@ def test_ranks_that_disagree_are_told_by_name(about, two):
 def test_rates_that_differ_are_refused(two):
     two.start(rank_jobs.other_rates)
     for answer in two.answers():
-        assert "the optimizer's group 0 is" in str(answer)
+        assert "the optimizer's group 0: lr=0.001 on rank 0, lr=0.002 on rank 1, and" in str(answer)
+
+
+@pytest.mark.parametrize("rows", [4, 1])
+def test_a_mean_by_tokens(rows, two):
+    """Ranks have very different numbers of them, or one has none at all."""
+    losses, weights = rank_jobs.by_tokens(rows)
+    for theirs in two.run(rank_jobs.by_tokens, rows):
+        assert theirs[0] == pytest.approx(losses, rel=1e-5)
+        assert all(torch.allclose(theirs[1][name], value, atol=2e-6) for name, value in weights.items())
+
+
+def test_tokens_of_one_rank_alone_are_refused(two):
+    two.start(rank_jobs.by_tokens, 4, counted_alone=True)
+    for answer in two.answers():
+        assert isinstance(answer, ValueError)
+        assert "num_items_in_batch is 3 on rank 0 and 13 on rank 1" in str(answer)
+        assert "engine.total" in str(answer)
+
+
+def test_totals(two):
+    for found in two.run(rank_jobs.totals, [(1, 2**60 + 1), (0.5, 1), (torch.tensor([2]), torch.tensor(3.5))]):
+        assert found == [2**60 + 2, 1.5, 5.5]
+        assert [type(one) for one in found] == [int, float, float]
+    two.start(rank_jobs.totals, [(1, "two")])
+    refused, wrong = two.answers()
+    assert isinstance(wrong, ValueError)
+    assert "engine.total: an int, a float or a tensor with one element is needed, this is 'two'" in str(wrong)
+    assert "rank 1 has failed in adding up a total: ValueError" in str(refused)
 
 
 def test_a_batch_without_rows_is_none(two):
@@ -148,9 +182,10 @@ def test_a_rank_that_is_late_changes_nothing(way, late, two):
 
 
 def test_ranks_that_were_given_the_same_are_warned_once(two):
-    for told in two.run(rank_jobs.the_same_data):
-        assert len(told) == 1
-        assert "all 2 ranks were given the same batch" in told[0]
+    told, nothing = two.run(rank_jobs.the_same_data)
+    assert nothing == []
+    assert [file for _, file in told] == [rank_jobs.__file__]
+    assert "all 2 ranks were given the same batch" in told[0][0]
 
 
 def test_the_others_stop_when_one_is_killed(tmp_path):

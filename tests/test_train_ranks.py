@@ -136,7 +136,7 @@ def killed(victim, ranks, run, *arguments):
     job.send(signal.SIGKILL, rank=victim)
     code, shown, errors = job.end()
     assert code == 0, errors
-    assert sum(line.startswith("ferryman: ") for line in errors.splitlines()) == 1, errors
+    assert sum(line.startswith("ferryman: ") for line in errors.splitlines()) == errors.count("ferryman: ") == 1, errors
     assert f"one of the {ranks} ranks has stopped or does not answer" in errors
     assert "Traceback" not in errors
     assert f"started again: goes on from what was saved last in {run}" in shown

@@ -157,7 +157,8 @@ def test_errors_speak_of_options():
         assert in_words(ValueError(said)) == told
     error = ValueError("no.")
     error.add_note("stash='host' may do")
-    assert in_words(error) == "no. --stash host may do"
+    error.add_note("ferryman: No weight was changed.")
+    assert in_words(error) == "no. --stash host may do. No weight was changed"
 
 
 @pytest.mark.parametrize("json_too", [False, True])

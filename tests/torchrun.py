@@ -10,11 +10,11 @@ from ranks import free_port
 
 
 class Torchrun:
-    """`ferryman train` on so many ranks, begun."""
+    """`ferryman train`, or another script, on so many ranks, begun."""
 
-    def __init__(self, *arguments, ranks=2, restarts=0):
+    def __init__(self, *arguments, ranks=2, restarts=0, script=("-m", "ferryman.cli.main", "train")):
         how = ["--nproc-per-node", ranks, "--max-restarts", restarts, "--master-port", free_port()]
-        command = [sys.executable, "-m", "torch.distributed.run", *how, "-m", "ferryman.cli.main", "train", *arguments]
+        command = [sys.executable, "-m", "torch.distributed.run", *how, *script, *arguments]
         around = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=around

@@ -31,7 +31,7 @@ from ferryman.checkpoint.loaded import Loaded
 from ferryman.cost.plan import Need, Plan
 from ferryman.cost.sizes import parse_bytes
 from ferryman.interrupts import Interrupts
-from ferryman.joint import facts, is_nothing, most_wanted, speak, weigh
+from ferryman.joint import add_up, compare, is_nothing, most_wanted, speak, weigh
 from ferryman.planner import Planner
 from ferryman.ranks import Ranks, Share
 from ferryman.recorder import Recorder
@@ -106,14 +106,12 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._model, self._loss, self._reduction = model, loss, reduction
         self._stash, self._updates = stash, updates
         self._panel = None if optimizer is None else Panel(optimizer, model)
-        self._ranks.agree(
-            facts(model, optimizer, {
-                "device": self.device.type, "memory": self._budget, "precision": precision, "updates": updates,
-                "max_grad_norm": max_grad_norm, "on_nonfinite": on_nonfinite, "deferred": deferred, "slots": slots,
-                "reduction": reduction, "units": units, "resident": resident, "stash": stash, "held": held,
-                "subgroup": subgroup,
-            })
-        )  # fmt: skip
+        compare(self._ranks, model, optimizer, {
+            "device": self.device.type, "memory": self._budget, "precision": precision, "updates": updates,
+            "max_grad_norm": max_grad_norm, "on_nonfinite": on_nonfinite, "deferred": deferred, "slots": slots,
+            "reduction": reduction, "units": units, "resident": resident, "stash": stash, "held": held,
+            "subgroup": subgroup,
+        })  # fmt: skip
         self._dtype_of = dtype_of(model, precision)
         self._settings = Settings(
             max_grad_norm, on_nonfinite, deferred, host_threads or self._ranks.threads(default_threads())
@@ -329,6 +327,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._check_open()
         self._ranks.agree({name: str(value) for name, value in facts.items()})
 
+    def total(self, number: float | torch.Tensor) -> float:
+        """The sum of all ranks' numbers, such as of tokens that count in a step; an int, if all of them are."""
+        self._check_open()
+        return add_up(self._ranks, number)
+
     @property
     def share(self) -> Share:
         """Which of the ranks this is, `rank`, and how many there are, `size`."""
@@ -436,7 +439,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 found = failed
             seed = int(torch.randint(0, 2**62, ()).item()) if isinstance(found, Choice) else 0
             optimizer = None if self._panel is None else self._panel.optimizer
-            words = speak(self._ranks, found, parts, seed, optimizer, first=not self._has_begun())
+            words = speak(self._ranks, found, parts, seed, optimizer, self._reduction, first=not self._has_begun())
             if (needed := most_wanted(words)) is not None:
                 self._rebuild(self._sizing.smaller(needed))
                 continue

@@ -6,6 +6,7 @@ import itertools
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -18,23 +19,28 @@ from ferryman.ranks import Ranks
 from ferryman.relay.fit import Choice
 
 
-def facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Mapping[str, Any]) -> dict[str, str]:
-    """What must be the same on all ranks, in words."""
-    found = {f"{name}=": repr(value) for name, value in settings.items()}
+def compare(
+    ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Mapping[str, Any]
+) -> None:
+    """Refuses what must be the same on all ranks, and is not. The model is first: with it an optimizer differs, too."""
+    tensors = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         trains = "" if tensor.requires_grad else ", which does not train"
-        found[f"the model's {name!r}"] = f"{tuple(tensor.shape)} in {tensor.dtype}{trains}"
+        tensors[f"the model's {name!r}"] = f"{tuple(tensor.shape)} in {tensor.dtype}{trains}"
+    ranks.agree(tensors)
+    others = {f"{name}=": repr(value) for name, value in settings.items()}
     if optimizer is not None:
-        found["the optimizer"] = type(optimizer).__name__
-        found["the number of parameter groups"] = str(len(optimizer.param_groups))
+        others["the optimizer"] = type(optimizer).__name__
+        others["the number of parameter groups"] = str(len(optimizer.param_groups))
         for number, (group, options) in enumerate(zip(optimizer.param_groups, _groups(optimizer), strict=True)):
-            found[f"the optimizer's group {number}"] = f"{len(group['params'])} tensors with {options}"
-    return found
+            others[f"how many tensors the optimizer's group {number} has"] = str(len(group["params"]))
+            others |= {f"{name!r} of the optimizer's group {number}": value for name, value in options.items()}
+    ranks.agree(others)
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> list[str]:
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
     """The options of each."""
-    return [str({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+    return [{name: repr(value) for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
 
 
 class Word(NamedTuple):
@@ -46,7 +52,8 @@ class Word(NamedTuple):
     samples: int | None  # None: they cannot be counted
     seed: int
     digest: int | None  # of what it was given
-    groups: list[str]  # of the optimizer: their options
+    groups: list[dict[str, str]]  # of the optimizer: their options
+    items: float | None  # what the whole step counts, as its micro-batches are told
 
 
 def speak(
@@ -55,6 +62,7 @@ def speak(
     parts: Sequence[Part],
     seed: int,
     optimizer: torch.optim.Optimizer | None,
+    reduction: str,
     *,
     first: bool,
 ) -> list[Word]:
@@ -72,6 +80,7 @@ def speak(
         seed=seed,
         digest=_digest(parts) if first and not ranks.alone else None,
         groups=[] if optimizer is None or ranks.alone else _groups(optimizer),
+        items=_count_items(parts) if reduction == "sum" and not ranks.alone else None,
     )
     words = [Word(error, wanted and Need(*wanted), *rest) for error, wanted, *rest in ranks.tell("making a step", mine)]
     if isinstance(found, ValueError):
@@ -79,28 +88,64 @@ def speak(
     for rank, word in enumerate(words):
         if word.error is not None:
             raise ValueError(f"rank {rank} cannot make this step: {word.error}")
-    for rank, word in enumerate(words):
-        for number, (one, other) in enumerate(itertools.zip_longest(words[0].groups, word.groups)):
-            if one != other:
-                raise ValueError(
-                    f"the optimizer's group {number} is {one} on rank 0 and {other} on rank {rank}, and each rank "
-                    "updates a part of every tensor; have schedulers follow what is the same on all ranks, such as the "
-                    "loss that engine.step returns"
-                )
+    _check_groups(words)
+    _check_items(words)
     if not any(word.parts or word.wanted for word in words):
         raise ValueError("no rank has a micro-batch for this step: at least one must")
-    if not ranks.alone and mine.digest is not None and all(word.digest == mine.digest for word in words):
+    if ranks.rank == 0 and mine.digest is not None and all(word.digest == mine.digest for word in words):
         warnings.warn(
             f"all {ranks.size} ranks were given the same batch, so each sample counts {ranks.size} times. Give each "
             "rank its own: engine.share says which it is, torch.utils.data.DistributedSampler shares a dataset out",
-            stacklevel=4,
+            stacklevel=5,  # who has called the engine
         )
     return words
+
+
+def _check_groups(words: Sequence[Word]) -> None:
+    missing: dict[str, str] = {}
+    for rank, word in enumerate(words):
+        pairs = itertools.zip_longest(words[0].groups, word.groups, fillvalue=missing)
+        for number, (first, other) in enumerate(pairs):
+            different = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+            if different:
+                one, two = (
+                    ", ".join(f"{name}={group[name]}" for name in different if name in group) or "is not there"
+                    for group in (first, other)
+                )
+                raise ValueError(
+                    f"the optimizer's group {number}: {one} on rank 0, {two} on rank {rank}, and each rank updates a "
+                    "part of every tensor; have schedulers follow what is the same on all ranks, such as the loss that "
+                    "engine.step returns"
+                )
+
+
+def _check_items(words: Sequence[Word]) -> None:
+    told = [(rank, word.items) for rank, word in enumerate(words) if word.items is not None]
+    for rank, items in told:
+        if items != told[0][1]:
+            raise ValueError(
+                f"num_items_in_batch is {told[0][1]} on rank {told[0][0]} and {items} on rank {rank}: with "
+                'reduction="sum" it counts what is in the whole step on all ranks; engine.total(...) adds up what each '
+                "has counted"
+            )
 
 
 def most_wanted(words: Sequence[Word]) -> Need | None:
     """What the smaller plan that some rank asks for must leave room for."""
     return max((word.wanted for word in words if word.wanted is not None), key=lambda need: need.nbytes, default=None)
+
+
+def add_up(ranks: Ranks, value: Any) -> float:
+    """The sum of all ranks' numbers; a value that is none is refused on all."""
+
+    def number() -> float:
+        found = _as_number(value)
+        if found is None:
+            raise ValueError(f"engine.total: an int, a float or a tensor with one element is needed, this is {value!r}")
+        return found
+
+    told: list[float] = ranks.jointly("adding up a total", number)
+    return sum(told)
 
 
 def is_nothing(batch: Any) -> bool:
@@ -132,3 +177,22 @@ def _digest(parts: Sequence[Part]) -> int | None:
 def _count_samples(parts: Sequence[Part]) -> int | None:
     sizes = [samples_in(part.content) for part in parts]
     return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def _count_items(parts: Sequence[Part]) -> float | None:
+    """What transformers' models are told, if it is one number for all micro-batches."""
+    told = {
+        _as_number(part.content["num_items_in_batch"])
+        for part in parts
+        if isinstance(part.content, Mapping) and "num_items_in_batch" in part.content
+    }
+    return told.pop() if len(told) == 1 else None
+
+
+def _as_number(value: Any) -> float | None:
+    """An int or a float, also from a tensor with one element; None if it is no number."""
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 and not value.is_meta else None
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else None

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from ferryman import ending
 from ferryman.marks import Failure, LaneError, Mark
 from ferryman.trace import Span, Trace
 
@@ -347,6 +348,7 @@ class Lanes:
         self._failures_seen = 0
         self._lanes: list[Lane] = []
         self._trace = trace
+        ending.open_lanes.add(self)
 
     @property
     def trace(self) -> Trace | None:
@@ -396,6 +398,7 @@ class Lanes:
 
     def close(self) -> None:
         """Finishes what was submitted, ends the threads, raises a failure that nobody has seen yet."""
+        ending.open_lanes.discard(self)
         for lane in self._lanes:
             lane._close()
         self._raise_failure()

@@ -4,11 +4,13 @@ Each rank has its own device and its own micro-batches. Ranks of one *node* (a t
 memory. Collectives are matched by their order, so whoever calls one here is certain that all others do; what is said
 between steps carries what it is said for, so that ranks which go different ways are told so.
 
-A rank that fails leaves word in the group's store, where the others look while they wait.
+A rank that fails leaves word in the group's store, where the others look while they wait; one whose script has ended
+without closing does, too (`ending.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import mmap
@@ -24,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
+
+from ferryman import ending
 
 _LOOK = timedelta(seconds=1)  # how often a rank that waits looks whether another has failed
 _GLANCE = 0.05  # seconds: the same for one that waits for what the first does
@@ -77,6 +81,7 @@ class Ranks:
             raise ValueError(f"FERRYMAN_TIMEOUT={seconds!r}: seconds are needed, such as 600") from None
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._words = PrefixStore(f"ferryman/{attempt}/{next(_made)}", _get_default_store())
+        ending.open_ranks.add(self)
         self.main, self.gradients, self.weights = (
             dist.new_group(backend="gloo", timeout=self._patience) for _ in range(3)
         )
@@ -210,14 +215,15 @@ class Ranks:
             return result
         try:
             while not self._words.check([key]):
-                if self._words.check(["failed"]) and not self._words.check([key]):  # it may have failed after this
+                stopped = self._words.check(["failed"]) or self._words.check(["ended"])
+                if stopped and not self._words.check([key]):  # it may have done this before
                     raise self._lost("")
                 time.sleep(_GLANCE)
             theirs, result, why = json.loads(self._words.get(key))
         except RankError:
             raise
         except RuntimeError as error:
-            raise self._lost(str(error)) from error
+            raise self._lost(str(error)) from None  # which says what happened
         assert theirs == doing, "all do the same"
         if why is not None:
             raise ValueError(why)
@@ -282,8 +288,16 @@ class Ranks:
         except RuntimeError:  # the store may have gone with its process
             return True
 
+    def leave(self) -> None:
+        """This rank's script has ended, while others may go on, which find its connections closed."""
+        if not self.has_failed:
+            word = f"rank {self.rank}'s script has ended, and all ranks must make the same calls to the end"
+            with contextlib.suppress(RuntimeError):  # the store may have gone with its process
+                self._words.compare_set("ended", "", word)
+
     def close(self) -> None:
         """All ranks have ended what they do together."""
+        ending.open_ranks.discard(self)
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
 
@@ -309,21 +323,25 @@ class Ranks:
         except RankError:
             raise
         except RuntimeError as error:
-            raise self._lost(str(error)) from error
+            raise self._lost(str(error)) from None  # which says what happened
 
     def _lost(self, why: str) -> RankError:
-        try:
-            told = self._words.get("failed").decode() if self._words.check(["failed"]) else ""
-        except RuntimeError:  # the store may have gone with its process
-            told = ""
+        told = self._word("failed")
         mine = f"one of the {self.size} ranks has stopped or does not answer, as rank {self.rank} finds"
-        reason = told or f"{mine} ({_GLOO.sub('', (why.splitlines() or [''])[0])})"
+        reason = told or self._word("ended") or f"{mine} ({_GLOO.sub('', (why.splitlines() or [''])[0])})"
         return RankError(
             f"rank {self.rank} cannot go on without the others: {reason}. Look at what the rank that stopped first has "
             "printed; under torchrun --max-restarts a script that loads its last checkpoint goes on from there",
             reason=reason,
             is_told=bool(told),
         )
+
+    def _word(self, key: str) -> str:
+        """That another has left, if it has."""
+        try:
+            return self._words.get(key).decode() if self._words.check([key]) else ""
+        except RuntimeError:  # the store may have gone with its process
+            return ""
 
 
 def _join() -> None:

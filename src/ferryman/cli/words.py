@@ -24,7 +24,8 @@ def exit_code(error: BaseException) -> int:
 
 def in_words(error: BaseException) -> str:
     """All that an error says, its notes with it."""
-    parts = (str(part).rstrip(".") for part in (error, *getattr(error, "__notes__", [])))
+    notes = (str(note).removeprefix("ferryman: ") for note in getattr(error, "__notes__", []))
+    parts = (part.rstrip(".") for part in (str(error), *notes))
     return re.sub(r"\bNone\b", "none", _PYTHON.sub(_as_option, ". ".join(parts)))
 
 
