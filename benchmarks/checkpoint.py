@@ -28,7 +28,7 @@ from torch import nn
 from ferryman.engine import Engine
 from ferryman.server import memory
 
-ROUNDS = 7
+ROUNDS = 15
 CHUNK = 16 << 20
 WIDTH = 1024
 

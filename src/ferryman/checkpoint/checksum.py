@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -59,9 +59,9 @@ def _power(exponent: int) -> int:
 
 
 class Follower:
-    """Follows a stream; at most a few chunks behind, so that these are still in the cache."""
+    """Follows a stream, at most a few chunks behind."""
 
-    _BEHIND = 4
+    _BEHIND = 8
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "checksum")
@@ -70,7 +70,11 @@ class Follower:
 
     def add(self, pieces: Sequence[memoryview]) -> None:
         """The memory must stay as it is until `value` is asked for."""
-        self._under_way.append(self._pool.submit(self._follow, list(pieces)))
+        self.do(lambda: self._follow(pieces))
+
+    def do(self, act: Callable[[], None]) -> None:
+        """Something else that is to be done beside the stream."""
+        self._under_way.append(self._pool.submit(act))
         while len(self._under_way) > self._BEHIND:
             self._under_way.popleft().result()
 

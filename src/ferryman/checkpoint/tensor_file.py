@@ -7,6 +7,7 @@ that is full of a model cannot spare; here nothing is copied. Checksums are comp
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -88,14 +89,15 @@ def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Sum:
 
 
 def write_bytes(path: Path, parts: Sequence[memoryview]) -> Sum:
-    with path.open("xb", buffering=0) as file, Follower() as checksum:
+    with path.open("xb", buffering=0) as file, Follower() as follower:
         end = 0
         for pieces in _chunks(parts):
-            checksum.add(pieces)
+            follower.add(pieces)
             start, end = end, move_all(file, os.pwritev, pieces, end)
-            begin_writing(file, start, end - start)
+            follower.do(functools.partial(begin_writing, file, start, end - start))
+        crc = follower.value()
         os.fsync(file.fileno())
-        return Sum(end, checksum.value())
+        return Sum(end, crc)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
