@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch_virtual
 import transformers as hf
-from changes import LISTS, Wide, WideToy, assert_steps, blocks_of, insert, new_block, remove, slow_link
+from changes import Wide, WideToy, assert_steps, blocks_of, insert, new_block, remove, slow_link
 from models import (
     CASES,
     TEXT_SIZES,
@@ -24,12 +24,13 @@ from models import (
     step,
     text,
 )
+from slow import slow
 from torch import nn
 
 from ferryman.engine import Engine
 
 
-@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("name", ["toy", "llama", *slow("gpt2")])
 @pytest.mark.parametrize("position", [0, "end"])
 def test_a_block_that_was_inserted(name, position, device):
     slow_link(device)
@@ -43,7 +44,7 @@ def test_a_block_that_was_inserted(name, position, device):
         assert_steps(engine, model, plain, loose=loose, steps=2)
 
 
-@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("name", ["toy", "llama", *slow("gpt2")])
 @pytest.mark.parametrize("position", [0, 1])
 def test_a_block_that_was_removed(name, position, device):
     slow_link(device)
@@ -279,7 +280,7 @@ def test_the_same_optimizer_goes_on(device):
     assert all(torch.equal(p, q.cpu()) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("name", ["toy", "llama", *slow("gpt2")])
 def test_closing_afterwards(name, device):
     model = build(CASES[name])
     plain = on(torch.device("cpu"), model)

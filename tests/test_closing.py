@@ -195,7 +195,7 @@ def test_nothing_is_left(virtual):
 DROPPED = """
 import gc, torch, torch_virtual
 from ferryman.engine import Engine
-for number in range(20):
+for number in range(8):
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     engine = Engine(model, device="virtual")
     if number % 2:

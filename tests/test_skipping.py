@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from changes import (
-    LISTS,
     WideToy,
     assert_steps,
     blocks_of,
@@ -32,12 +31,13 @@ from models import (
     step,
     text,
 )
+from slow import slow
 from torch import nn
 
 from ferryman.engine import Engine
 
 
-@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("name", ["toy", "llama", *slow("gpt2")])
 @pytest.mark.parametrize("skipped", [{0}, {1}], ids=str)
 def test_a_step_that_skips_blocks(name, skipped, device):
     """In the very first step and later; the one after it is whole again."""

@@ -39,10 +39,16 @@ class Randomness:
             self._module.set_rng_state(state.device, self._device)
 
     def seeded(self, seed: int) -> State:
-        """The state that `torch.manual_seed(seed)` gives; the generators themselves stay as they are."""
+        """The state that `torch.manual_seed(seed)` gives; the generators themselves stay as they are.
+
+        That function would also have every other kind of device remember the seed, with the stack of who called.
+        """
         now = self.state()
         try:
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
+            if self._module is not None:
+                with torch.accelerator.device_index(self._device.index):
+                    self._module.manual_seed(seed)
             return self.state()
         finally:
             self.restore(now)
