@@ -17,7 +17,8 @@ class Ranks:
     """`nodes`: how many of equal size they pretend to be on; or `homes`: on which of them each is."""
 
     def __init__(self, size, nodes=1, timeout="120", homes=None):
-        context, port = mp.get_context("spawn"), free_port()
+        context, port = mp.get_context("forkserver"), free_port()
+        context.set_forkserver_preload(["rank_jobs"])  # it takes long, and once is enough
         self.pipes, self.processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch_virtual
 from models import CASES, assert_same, build, cut, plain_step, step, text
+from slow import slow
 
 from ferryman.engine import Engine
 
@@ -20,7 +21,7 @@ def ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("options", [{}, {"deferred": True}, {"stash": "host", "slots": 1}], ids=str)
+@pytest.mark.parametrize("options", [{"deferred": True}, *slow({}, {"stash": "host", "slots": 1})], ids=str)
 def test_the_next_step_is_right(options, device):
     if device.type != "cpu":
         torch_virtual.set_link(device, delay=0.005)

@@ -7,6 +7,7 @@ import rank_jobs
 import torch
 import transformers as hf
 from models import CASES, build
+from slow import slow
 
 
 def assert_equal(weights, others):
@@ -21,7 +22,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["bf16", *slow("fp32", "static")])
 def test_the_same_number_of_ranks_goes_on_to_the_last_bit(way, two, tmp_path):
     whole = two.run(rank_jobs.train_and_save, steps=5, **WAYS[way])
     first = two.run(rank_jobs.train_and_save, steps=3, save=tmp_path / "there", **WAYS[way])

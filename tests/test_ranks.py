@@ -33,7 +33,7 @@ def compare(ranks, *args, **options):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("device", ["cpu", "virtual"])
+@pytest.mark.parametrize("device", ["virtual", *slow("cpu")])
 @pytest.mark.parametrize("name", ["gpt2", *slow("llama")])
 def test_two_ranks(name, device, way, two):
     compare(two, name, device, (2, 2), **WAYS[way])
@@ -74,7 +74,7 @@ def test_gradients_that_were_kept(device, two):
         assert all(torch.allclose(theirs[2][name], value, atol=2e-6) for name, value in weights.items())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp16", *slow("bf16")])
 @pytest.mark.parametrize("way", ["eager", "clipped"])
 def test_precisions(way, precision, two):
     options = {"precision": precision, **WAYS[way]}

@@ -97,7 +97,7 @@ def test_nothing_left_to_do(corpus, tmp_path):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *slow(signal.SIGINT)])
 def test_asked_to_stop_it_finishes_the_step_and_saves(number, corpus, tmp_path, virtual):
     run = tmp_path / "run"
     arguments = [GPT, "--data", corpus, "--device", "virtual", *EXACT]

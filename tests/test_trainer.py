@@ -36,8 +36,8 @@ EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
     ("model", "accumulation", "spy"),
     [
         ("gpt2", 4, LateSpy),
-        ("llama", 4, Spy),
         *slow(
+            ("llama", 4, Spy),
             ("gpt2", 1, LateSpy), ("gpt2", 1, Spy), ("gpt2", 4, Spy),
             ("llama", 1, LateSpy), ("llama", 1, Spy), ("llama", 4, LateSpy),
         ),
