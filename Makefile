@@ -14,17 +14,15 @@ VIRTUAL_SOURCES := $(shell find virtual -type f \( -name '*.cpp' -o -name '*.h' 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-# Three on two cores: many tests wait, for a throttled link or a process that starts.
-WORKERS := -n 3 --dist worksteal
-
-# The device's own tests measure its link, so nothing runs beside them.
+# The device's own tests measure its link, so nothing runs beside them. The others run three at a time on two cores, since
+# many wait, for a throttled link or a process that starts; the slow ones start many processes themselves.
 test: $(STAMPS)/native $(STAMPS)/virtual ## run the tests, except the slow ones
 	$(BIN)/python -m pytest -m "not slow" virtual/tests
-	$(BIN)/python -m pytest -m "not slow" $(WORKERS) tests
+	$(BIN)/python -m pytest -m "not slow" -n 3 --dist worksteal tests
 
 test-all: $(STAMPS)/native $(STAMPS)/virtual ## run all tests
 	$(BIN)/python -m pytest virtual/tests
-	$(BIN)/python -m pytest $(WORKERS) tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 lint: $(STAMPS)/requirements ## check style and types
 	$(BIN)/ruff check .

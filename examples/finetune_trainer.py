@@ -84,7 +84,7 @@ def main() -> None:
             save_steps=max(1, chosen.steps // 2),
             save_total_limit=1,
             report_to=[],
-            ddp_backend="gloo" if chosen.tiny else None,  # of several ranks, where it is no accelerator that is known
+            use_cpu=chosen.tiny,  # accelerate does not know the virtual accelerator, which the engine uses
         ),
         train_dataset=text,
         eval_dataset=torch.utils.data.Subset(text, range(8)),

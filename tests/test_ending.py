@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from torchrun import Torchrun
 
+pytestmark = pytest.mark.timeout(600)  # torchrun starts several processes, on few cores
 SCRIPT = Path(__file__).with_name("unclosed.py")
 
 
-@pytest.mark.timeout(600)  # four processes start, on few cores
 def test_a_rank_that_has_ended_or_raised_has_told_the_others(tmp_path):
     """What it had to finish is finished, or rank 0 would raise before."""
     heard = tmp_path / "heard"

@@ -72,6 +72,7 @@ def test_the_demo_shows_what_it_promises(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # torchrun starts several processes, on few cores
 @pytest.mark.parametrize("name", ["custom_loop.py", "finetune_trainer.py"])
 def test_several_ranks(name, tmp_path):
     """The same scripts under torchrun; the first rank tells."""

@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -16,13 +15,11 @@ def run(name, tmp_path):
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
 
 
-@pytest.mark.slow
 def test_trainer(tmp_path):
     assert "loss on what it has seen" in run("finetune_trainer.py", tmp_path)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_hidden_layers == 6
 
 
-@pytest.mark.slow
 def test_lora(tmp_path, monkeypatch):
     assert "optimizer state" in run("finetune_lora.py", tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLES))

@@ -25,6 +25,8 @@ def together(ranks, *arguments):
     return shown
 
 
+pytestmark = pytest.mark.timeout(600)  # torchrun starts several processes, on few cores
+
 BATCHES = {
     "uneven": ["--batch", 7],
     "for one": ["--batch", 1],
@@ -142,7 +144,6 @@ def killed(victim, ranks, run, *arguments):
     assert f"started again: goes on from what was saved last in {run}" in shown
 
 
-@pytest.mark.timeout(600)  # four processes start, on few cores
 def test_killed_and_started_again_it_is_the_same_run(two, corpus, tmp_path):
     """To the last bit."""
     arguments = [GPT, "--data", corpus, "--device", "cpu", "--batch", 7, *EXACT, "--no-trace"]
@@ -154,7 +155,6 @@ def test_killed_and_started_again_it_is_the_same_run(two, corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # eight processes start, on few cores
 @pytest.mark.parametrize("victim", [0, 2])
 def test_killed_and_started_again_on_four_ranks(victim, four, corpus, tmp_path):
     arguments = [GPT, "--data", corpus, "--device", "cpu", "--batch", 7, *EXACT, "--no-trace"]

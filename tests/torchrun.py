@@ -32,7 +32,7 @@ class Torchrun:
 
     def end(self):
         """Its exit code, and what was shown on stdout and on stderr."""
-        shown = self.process.communicate(timeout=120)
+        shown = self.process.communicate(timeout=500)
         return self.process.returncode, *shown
 
     def _ranks(self):
