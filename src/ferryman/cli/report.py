@@ -75,7 +75,7 @@ def report(
 def _together(figures: list[Figures]) -> str:
     found = together(figures)
     slowest = found["slowest_rank"]
-    said = ["no rank waits for another" if slowest is None else f"the others wait for rank {slowest}"]
+    said = ["no rank is clearly the last" if slowest is None else f"the others wait for rank {slowest}"]
     if found["tokens_per_second"] is not None:
         said.append(f"{found['tokens_per_second']:.4g} tokens/s")
     ranks = figures[0].recording.facts.get("ranks", len(figures))
