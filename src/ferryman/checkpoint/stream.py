@@ -57,7 +57,7 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
 class Reader:
     """Reads a file from its beginning on, and its checksum: each thread a piece, and of that the checksum."""
 
-    _THREADS = 2  # a third finds no more: two copy as fast as most memories allow
+    _THREADS = 2  # more gained nothing where it was measured, on two cores (docs/log.md)
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
