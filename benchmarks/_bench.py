@@ -25,13 +25,23 @@ def machine() -> str:
 
 def medians(ways: dict[str, Callable[[], object]], rounds: int, warm: int = 1) -> dict[str, float]:
     """Median seconds of each way, all run in turn, round after round; the first `warm` rounds do not count."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    return medians_of(ways, rounds, warm)[0]
+
+
+def medians_of(
+    ways: dict[str, Callable[[], object]], rounds: int, warm: int = 1
+) -> tuple[dict[str, float], dict[str, float]]:
+    """As `medians`, and the same of the processor time that all threads of this process took."""
+    elapsed: dict[str, list[float]] = {name: [] for name in ways}
+    processor: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(warm + rounds):
         for name, way in ways.items():
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             way()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(taken[warm:]) for name, taken in times.items()}
+            elapsed[name].append(time.perf_counter() - start)
+            processor[name].append(time.process_time() - used)
+    found = [{name: statistics.median(t[warm:]) for name, t in times.items()} for times in (elapsed, processor)]
+    return found[0], found[1]
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, s
 from slow import slow
 from torch import nn
 from transformers import DynamicCache
+from updates import assert_near
 
 from ferryman.engine import Engine
 
@@ -116,8 +117,8 @@ def test_a_parameter_tied_to_a_module_outside_its_unit(device):
                 engine.forward_backward(text(8), 4)
 
 
-def test_results_that_hide_their_tensors_are_refused(device):
-    """No gradient could pass through what is not known to hold a tensor."""
+def test_results_that_hide_their_tensors(device):
+    """Gradients pass through whatever objects hold the tensors."""
 
     class Hiding(Block):
         def forward(self, x):
@@ -127,13 +128,15 @@ def test_results_that_hide_their_tensors_are_refused(device):
         def hidden(self, ids):
             return self.blocks[0](self.blocks[1](self.embed(ids)).x).x
 
+    torch.manual_seed(0)
     model = Model()
     model.blocks = nn.ModuleList(Hiding() for _ in range(2))
-    with (
-        Engine(model, device=device) as engine,
-        pytest.raises(ValueError, match=r"'blocks\.1'.*SimpleNamespace"),
-    ):
-        engine.forward_backward(text(8), 4)
+    plain = on(device, model)
+    with Engine(model, device=device) as engine:
+        torch.manual_seed(1)
+        expected = plain_step(plain, cut(text(8), 4))
+        torch.manual_seed(1)
+        assert_same(step(engine, model, text(8)), expected)
 
 
 @pytest.mark.parametrize("wrong", ["model", "block", "block's second run"])
@@ -374,3 +377,59 @@ def test_modules_that_cannot_be_taken_apart_are_refused():
         Engine(torch.compile(blocks), device="cpu")
     with pytest.raises(ValueError, match=r"the module '0' makes sparse gradients.*sparse=False"):
         Engine(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)), device="cpu")
+
+
+def test_hooks_that_plain_pytorch_would_call_in_the_backward_are_refused(device):
+    model = build(CASES["toy"])
+    hook = model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda p: None)
+    words = r"'blocks.1.up.weight' has a hook .*engine.gradient\('blocks.1.up.weight'\)"
+    with pytest.raises(ValueError, match=words):
+        Engine(model, device=device)
+    hook.remove()
+    model.embed.weight.register_post_accumulate_grad_hook(lambda p: None)
+    model.embed.weight.requires_grad_(False)  # so that it is never called
+    with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), device=device) as engine:
+        engine.step(text(4), 2)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        hook = model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda p: None)
+        for refused in (engine.step, engine.forward_backward):
+            with pytest.raises(ValueError, match=words):
+                refused(text(4), 2)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        block = Block()
+        block.up.weight.register_post_accumulate_grad_hook(lambda p: None)
+        with pytest.raises(ValueError, match=r"'block.up.weight' has a hook"):
+            engine.insert("blocks.1", block)
+        hook.remove()
+        engine.step(text(4), 2)
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
+def test_parameters_in_a_dtype_that_does_not_train(optimizer, device):
+    for dtype, words in ((torch.float64, r"use model.float\(\)"), (torch.complex64, "view_as_complex")):
+        model = build(CASES["toy"])
+        model.norm.weight = nn.Parameter(model.norm.weight.detach().to(dtype))
+        with pytest.raises(ValueError, match=rf"'norm.weight' trains in {dtype}, .*{words}"):
+            Engine(model, optimizer and optimizer(model.parameters()), device=device)
+        block = Block()
+        block.norm.bias = nn.Parameter(block.norm.bias.detach().to(dtype))
+        with Engine(build(CASES["toy"]), device=device) as engine:
+            with pytest.raises(ValueError, match=rf"'block.norm.bias' trains in {dtype}"):
+                engine.insert("blocks.1", block)
+            engine.forward_backward(text(4), 2)
+
+
+def test_double_precision_that_is_converted_while_the_engine_has_the_model(device):
+    model, plain = build(CASES["toy"]).double(), build(CASES["toy"])
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with Engine(model, optimizer, device=device, precision="fp32") as engine:
+        for seed in range(2):
+            torch.manual_seed(seed)
+            engine.step(text(4, seed), 2)
+            torch.manual_seed(seed)
+            plain_step(plain, cut(text(4, seed), 2))
+            theirs.step()
+            theirs.zero_grad()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    assert_near(model, plain)

@@ -63,8 +63,8 @@ def test_the_file_says_what_the_trace_knows(run):
     assert recording.kept == set(range(STEPS - KEPT, STEPS))
     assert [span.label for span in recording.spans] == [span.label for span in trace.spans()]
     assert [sample.nbytes for sample in recording.samples] == [sample.nbytes for sample in trace.samples()]
-    assert set(recording.updates) == set(range(STEPS))
-    assert recording.updates[3]["device_share"] == trace.notes()[3].values["device_share"]
+    assert set(recording.updates) == set(range(1, STEPS + 1))
+    assert recording.updates[4]["device_share"] == trace.notes()[3].values["device_share"]
 
 
 def test_figures_equal_those_computed_apart(run):
@@ -74,7 +74,7 @@ def test_figures_equal_those_computed_apart(run):
     assert figures.seconds == pytest.approx(statistics.median(step.end - step.start for step in steps[1:]))
     assert figures.tokens_rate == pytest.approx(statistics.median(step.tokens / step.seconds for step in steps[1:]))
     assert figures.peak == max(step.peak for step in steps) <= 256 * 1024
-    assert [account.step.number for account in figures.accounts] == list(range(STEPS - KEPT, STEPS))
+    assert [account.step.number for account in figures.accounts] == list(range(STEPS - KEPT + 1, STEPS + 1))
     for account, step in zip(figures.accounts, steps[-KEPT:], strict=True):
         inside = [span for span in trace.spans() if span.end > step.start and span.start < step.end]
         for resource, lanes in RESOURCES.items():
@@ -162,7 +162,7 @@ def test_the_page_shows_the_run(run, show):
     assert shown(seconds, {"ms": 1e-3, "s": 1}) in headline.replace("\n", " ")
     assert "of the budget of 256 KiB" in headline
     assert "virtual accelerator" in page.locator("#facts").inner_text()
-    assert page.locator("#step option").all_inner_texts() == [f"step {n}" for n in range(STEPS - KEPT, STEPS)]
+    assert page.locator("#step option").all_inner_texts() == [f"step {n}" for n in range(STEPS - KEPT + 1, STEPS + 1)]
     lanes = page.evaluate("[...new Set(rows.map(row => row.lane.name))]")
     assert set(lanes) == {span.lane for span in trace.spans()}
     assert f"over {STEPS} steps" in page.locator("#course canvas").first.get_attribute("aria-label")
@@ -170,6 +170,28 @@ def test_the_page_shows_the_run(run, show):
     for canvas in ("#lanes", "#memory", "#course canvas >> nth=0", "#split canvas >> nth=1"):
         painted = "e => new Set(e.getContext('2d').getImageData(0, 0, e.width, e.height).data).size"
         assert page.locator(canvas).evaluate(painted) > 10, canvas
+
+
+@pytest.fixture
+def above(run, tmp_path):
+    """The same run, with a budget that its peak exceeds by 2 KiB."""
+    content = json.loads(run[1].read_text())
+    content["otherData"]["ferryman"]["0"]["budget"] = max(step.peak for step in run[0].steps()) - 2048
+    path = tmp_path / "above.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_the_page_warns_of_a_peak_above_the_budget(run, above, show):
+    assert "Warning" not in show(run[1]).locator("#headline").inner_text()
+    assert "Warning: 2 KiB above the budget" in show(above).locator("#headline").inner_text()
+
+
+def test_the_command_warns_of_a_peak_above_the_budget(run, above, tmp_path, monkeypatch, capsys):
+    assert command(monkeypatch, run[1], "-o", tmp_path / "out.html") == 0
+    assert "warning" not in capsys.readouterr().out
+    assert command(monkeypatch, above) == 0
+    assert "warning: the device peak is 2.00KiB above the budget" in capsys.readouterr().out
 
 
 def shown(value, units):
@@ -257,13 +279,13 @@ def test_keys_alone_reach_every_piece_of_work(run, show):
 
 def test_another_step_can_be_chosen(run, show):
     page = show(run[1])
-    page.locator("#step").select_option(label=f"step {STEPS - 1}")
-    assert f"step {STEPS - 1}" in page.locator("#where").inner_text()
-    assert f"in step {STEPS - 1}" in page.locator("#split").inner_text()
+    page.locator("#step").select_option(label=f"step {STEPS}")
+    assert f"step {STEPS}" in page.locator("#where").inner_text()
+    assert f"in step {STEPS}" in page.locator("#split").inner_text()
     assert page.locator("#next").is_disabled()
     page.locator("#previous").click()
     assert page.locator("#step").input_value() == str(KEPT - 2)
-    assert f"step {STEPS - 2}" in page.locator("#where").inner_text()
+    assert f"step {STEPS - 1}" in page.locator("#where").inner_text()
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 420)])

@@ -116,7 +116,7 @@ def test_steps_have_their_figures(device):
         losses = [engine.step(text(8, seed), micro_batches=4).item() for seed in range(3)]
         fixed = engine.plan.fixed
     steps = trace.steps()
-    assert [step.number for step in steps] == [0, 1, 2]
+    assert [step.number for step in steps] == [1, 2, 3]
     assert [step.loss for step in steps] == losses
     assert {(step.micro_batches, step.samples, step.tokens) for step in steps} == {(4, 8, text(8)["input_ids"].numel())}
     for before, after in itertools.pairwise(steps):
@@ -148,16 +148,16 @@ def test_what_is_no_step_is_not_recorded_as_one(virtual):
         engine.update()  # with the user's own gradients: nothing ran
         engine.step(text(6), 3)
     both, last = trace.steps()
-    assert (both.number, both.micro_batches, both.samples) == (0, 4, 8)
+    assert (both.number, both.micro_batches, both.samples) == (1, 4, 8)
     assert both.loss == pytest.approx((first + second) / 2)
-    assert (last.number, last.micro_batches, last.samples) == (2, 3, 6)
+    assert (last.number, last.micro_batches, last.samples) == (3, 3, 6)
 
 
 def test_without_an_optimizer_a_step_ends_with_its_backward(device):
     trace = Trace()
     with engine_of(device, trace, optimizer=None, max_grad_norm=None) as engine:
         losses = [engine.forward_backward(text(4), 2).item() for _ in range(2)]
-    assert [(step.number, step.loss) for step in trace.steps()] == list(enumerate(losses))
+    assert [(step.number, step.loss) for step in trace.steps()] == list(enumerate(losses, 1))
 
 
 def test_an_engine_that_only_evaluates_leaves_the_facts_of_the_training(device):
@@ -183,7 +183,7 @@ def test_only_the_last_steps_are_kept_but_the_figures_of_all(device, keep):
         engine.wait()
     spans, steps = trace.spans(), trace.steps()
     seen |= set(spans)
-    assert [step.number for step in steps] == list(range(7))
+    assert [step.number for step in steps] == list(range(1, 8))
     for step in steps:  # also of those whose spans are gone
         assert step.busy == pytest.approx(busy_of(seen, step))
     # What is in the time of a step that is kept is there, and what ended before the first of them is not.
@@ -259,8 +259,11 @@ def test_the_file_has_steps_memory_and_facts(virtual, tmp_path):
     events = content["traceEvents"]
     steps = [e for e in events if e["ph"] == "X" and e["name"].startswith("step ")]
     assert [e["args"]["loss"] for e in steps] == [trace.steps()[0].loss, "nan"]
-    assert [(e["ts"] / 1e6, e["args"]["allocated"]) for e in events if e["ph"] == "C"] == trace.samples()
-    assert [e["name"] for e in events if e["ph"] == "i"] == ["updates of step 0"]
+    counters = [e for e in events if e["ph"] == "C"]
+    assert [e["args"]["allocated"] for e in counters] == [sample.nbytes for sample in trace.samples()]
+    # Microseconds and back may round in the last bit.
+    assert [e["ts"] / 1e6 for e in counters] == pytest.approx([sample.at for sample in trace.samples()], rel=1e-12)
+    assert [e["name"] for e in events if e["ph"] == "i"] == ["updates of step 1"]
     facts = content["otherData"]["ferryman"]["0"]
     assert (facts["device"], facts["virtual"], facts["budget"], facts["precision"]) == (
         "virtual:0",

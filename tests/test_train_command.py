@@ -27,9 +27,9 @@ from ferryman.ranks import Ranks
 
 
 def test_every_engine_option_is_an_option():
-    """`model`, `optimizer` and `loss` are code, or have options of their own; `trace` is --trace."""
+    """`model`, `optimizer`, `loss` and `split` are code, or have options of their own; `trace` is --trace."""
     known = set(inspect.signature(Engine.__init__).parameters)
-    own = {"self", "model", "optimizer", "loss", "reduction", "trace"}
+    own = {"self", "model", "optimizer", "loss", "reduction", "split", "trace"}
     assert set(ENGINE) == known - own
     assert set(ENGINE) <= set(inspect.signature(Options).parameters)
 

@@ -144,6 +144,7 @@ def killed(victim, ranks, run, *arguments):
     assert f"started again: goes on from what was saved last in {run}" in shown
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_it_is_the_same_run(two, corpus, tmp_path):
     """To the last bit."""
     arguments = [GPT, "--data", corpus, "--device", "cpu", "--batch", 7, *EXACT, "--no-trace"]

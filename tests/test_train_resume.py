@@ -67,6 +67,23 @@ def test_an_option_is_taken_back(corpus, tmp_path):
     assert [recorded[name] for name in ("memory", "max_grad_norm", "resident", "betas")] == [None] * 4
 
 
+def test_settings_that_are_refused_are_not_remembered(corpus, tmp_path):
+    """Neither where they are refused at once, nor in the first step."""
+    run = tmp_path / "run"
+    trained(
+        GPT, "--data", corpus, *EXACT, "-o", run, "--device", "virtual", "--steps", 3, "--save-every", 1, "--keep", 9
+    )
+    before = [(run / name).read_bytes() for name in ("run.json", "metrics.jsonl")]
+    again = ["--resume", "-o", run, "--steps", 5, "--device", "virtual"]
+    small = ["--memory", "400KiB", "--batch", 64, "--micro-batches", 1]
+    for wrong in (["--memory", "1KiB"], [*small, "--from-step", 1], ["--optimizer", "sgd"]):
+        assert refused(*again, *wrong)
+        assert [(run / name).read_bytes() for name in ("run.json", "metrics.jsonl")] == before
+    trained(*again)
+    assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5]
+    assert json.loads((run / "run.json").read_text())["options"]["memory"] is None
+
+
 def test_a_damaged_checkpoint_is_named_and_so_is_one_that_is_whole(corpus, tmp_path):
     run = tmp_path / "run"
     trained(GPT, "--data", corpus, *EXACT, "-o", run, "--steps", 4, "--save-every", 1, "--keep", 4)

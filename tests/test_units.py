@@ -231,9 +231,22 @@ def test_units_by_name_are_cut_as_well():
 
 def test_a_model_without_blocks_is_refused():
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
-    with pytest.raises(ValueError, match=r"no repeated blocks .* units=\["):
+    with pytest.raises(ValueError, match=r"no repeated blocks .* units=\['0', '1'\]"):
         find_units(model)
-    assert names(model, units=["0"]) == single("0")
+    assert names(model, units=["0", "1"]) == single("0", "1")
+
+
+def test_the_names_that_are_suggested_are_the_models_own():
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.activation, self.net = nn.ReLU(), nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.LayerNorm(4)})
+
+    with pytest.raises(ValueError, match=r"units=\['net.a', 'net.b'\]"):
+        find_units(Wrapped())
+    assert names(Wrapped(), units=["net.a", "net.b"]) == single("net.a", "net.b")
+    with pytest.raises(ValueError, match=r"no repeated blocks .* of which nothing could travel"):
+        find_units(nn.Linear(4, 4))
 
 
 def test_a_name_that_does_not_exist_is_refused_with_a_near_one():

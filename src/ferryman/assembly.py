@@ -18,6 +18,10 @@ from ferryman.cost.plan import Plan
 from ferryman.gradients import Gradients
 from ferryman.lanes import Lanes
 from ferryman.ranks import Ranks, Share
+from ferryman.reads import Reads
+from ferryman.relay import trial
+from ferryman.relay.fit import Trial
+from ferryman.relay.observer import Roots
 from ferryman.relay.relay import Relay
 from ferryman.server import memory as host_memory
 from ferryman.server.panel import Panel
@@ -28,7 +32,7 @@ from ferryman.server.store import RamStore, account
 from ferryman.takeover import Takeover
 from ferryman.trace import Trace
 from ferryman.units import Unit, rename
-from ferryman.work import caches_off, evaluation
+from ferryman.work import caches_off, evaluation, undisturbed
 
 
 class Assembly:
@@ -65,12 +69,13 @@ class Assembly:
             self.store.close(together=ranks.alone)
             raise
         self.gradients = Gradients(self.relay, self.store, self.server.settle, wide=panel is not None)
-        self._takeover = Takeover(self.server.settle)
+        self.reads = Reads(self.server.settle)
+        self._takeover = Takeover()
         self._take_over(plan.units)
         for block in blocks:
             self._take_over_block(block)
         self._takeover.replace(model, self._outside_steps(model.forward))
-        self._takeover.watch(model.modules())
+        self._takeover.watch(model.modules(), self.reads)
         if panel is not None:
             panel.watch(self._show_states)
 
@@ -78,9 +83,15 @@ class Assembly:
     def all_units(self) -> tuple[Unit, ...]:
         return (*self.plan.units, self.plan.residents)
 
+    def watch_reads(self) -> None:
+        """Updates may be under way: whoever reads a weight that they change waits for them."""
+        if self._panel is not None:
+            self.reads.begin([item.tensor for unit in self.all_units for item in unit.trained])
+
     def serve(self, plan: Plan) -> None:
         """The model's blocks have changed, or who updates what."""
         self.lanes.wait()  # a unit that was expected, and not used, may still be on its way
+        self.reads.settle()
         self.plan = plan
         rename(self._model, self.all_units)
         self.relay.serve(plan)
@@ -106,14 +117,26 @@ class Assembly:
     def step(self) -> Iterator[None]:
         """Within, the model runs for a step."""
         self._stepping = True
+        names = {item.tensor: item.name for unit in self.all_units for item in unit.trained}
         try:
-            with caches_off(self._model):
+            with caches_off(self._model), self.reads.refused(names):
                 yield
         finally:
             self._stepping = False
 
+    def try_out(self, works: Sequence[Callable[[], torch.Tensor]], room: int, roots: Roots) -> Trial:
+        """See `trial.measure`. After a trial that failed, as it was too large, others may follow."""
+        try:
+            with undisturbed(self._model, self.relay.randomness), self.step():
+                return trial.measure(self.relay, works, room, roots, self.plan.units)
+        except BaseException:
+            self.lanes.drain()
+            self.relay.recover()
+            raise
+
     def settle(self) -> None:
         """When no lane has work and the host has everything, as the user has edited it."""
+        self.reads.settle()
         self.server.bring_home()
         self.store.follow_edits()
 
@@ -125,9 +148,11 @@ class Assembly:
         try:
             try:
                 self.server.bring_home()
+                self.store.take_states()
             finally:
                 self.lanes.close()
         finally:
+            self.reads.end()
             self._takeover.end()
             if self._panel is not None:
                 self._panel.release()
@@ -145,8 +170,15 @@ class Assembly:
         ranks.jointly("looking at the host's memory", lambda: host_memory.check(needed, already))
 
     def _show_states(self) -> None:
-        self.settle()  # what was loaded since is shown, too
+        """To whoever looks at `optimizer.state`."""
+        assert self._panel is not None
+        self.reads.settle()
+        self.server.bring_home()
         self.store.show_states()
+        for kept in dict.values(self._panel.optimizer.state):
+            for value in kept.values():
+                if isinstance(value, torch.Tensor):
+                    self.reads.remember(value)  # it goes on changing with every update, as in plain PyTorch
 
     def _take_over(self, units: Iterable[Unit]) -> None:
         for unit in units:
@@ -155,16 +187,16 @@ class Assembly:
 
     def _take_over_block(self, block: nn.Module) -> None:
         self._takeover.replace(block, self._blocks.skippable(block, block.forward))
-        self._takeover.watch(block.modules())
+        self._takeover.watch(block.modules(), self.reads)
 
     def _outside_steps(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        streamed = evaluation(forward, self._device, self.relay.evaluating)
+        streamed = evaluation(forward, self._device, self.relay.evaluation.running)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._stepping:
                 return forward(*args, **kwargs)
             self.store.check_values()
-            self.server.settle()
+            self.reads.settle()
             return streamed(*args, **kwargs)
 
         return run

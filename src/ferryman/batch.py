@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,18 +12,24 @@ from torch.utils import _pytree as pytree
 REDUCTIONS = ("mean", "sum")  # how the losses of micro-batches make up the batch's
 
 
+Split = Callable[[Any, int], list[Any]]  # the user's own way to cut a batch; see `Engine`
+
+
 class Part(NamedTuple):
     """One micro-batch: what the user's code gets, and by what its loss counts."""
 
     content: Any
     weight: float
+    amount: float | None = None  # what the weight is a share of: samples, as a rule; None: they cannot be counted
 
 
-def split(batch: Any, micro_batches: int | None, reduction: str = "mean") -> list[Part]:
+def parts_of(batch: Any, micro_batches: int | None, reduction: str = "mean", own: Split | None = None) -> list[Part]:
     """A dict or tuple of tensors is cut along dimension 0; a list is taken as micro-batches that are ready.
 
-    In the mean, micro-batches weigh by their samples, so that a ragged last one does not count too much. In the sum
-    each counts as it is.
+    `own` is the user's function, which cuts whatever is not a list, and may say what its micro-batches weigh.
+
+    In the mean, micro-batches weigh by their samples, so that a ragged last one does not count too much; where samples
+    cannot be counted, as in graphs, they weigh the same. In the sum each counts as it is.
     """
     if micro_batches is not None and type(micro_batches) is not int:
         raise ValueError(f"micro_batches={micro_batches!r}: a whole number of them is required")
@@ -34,8 +41,9 @@ def split(batch: Any, micro_batches: int | None, reduction: str = "mean") -> lis
                 f"the batch is a list of {len(batch)} tensors, and a list is taken as micro-batches that are ready. If "
                 "these are the parts of one batch (inputs, labels), give a tuple: engine.step((inputs, labels))"
             )
-        # A mapping that is not a dict, as tokenizers make, would be one leaf to all that looks for tensors in it.
-        parts = [dict(x) if isinstance(x, Mapping) and not isinstance(x, dict) else x for x in batch]
+        parts = [_as_dict(x) for x in batch]
+    elif own is not None:
+        return _weighted(*_cut_by(own, batch, 1 if micro_batches is None else micro_batches), reduction)
     else:
         parts = _cut(batch, 1 if micro_batches is None else micro_batches)
     if not parts:
@@ -43,12 +51,45 @@ def split(batch: Any, micro_batches: int | None, reduction: str = "mean") -> lis
     sizes = [samples_in(part) for part in parts]
     if 0 in sizes:
         raise ValueError(f"micro-batch {sizes.index(0)} has no samples")
+    return _weighted(parts, sizes, reduction)
+
+
+def _weighted(parts: Sequence[Any], amounts: Sequence[float | None], reduction: str) -> list[Part]:
+    """In the mean by their amounts; the same for all, where one is not known."""
+    known = [amount for amount in amounts if amount is not None]
     if reduction == "sum":
-        return [Part(part, 1.0) for part in parts]
-    if any(size is None for size in sizes):
-        return [Part(part, 1 / len(parts)) for part in parts]
-    total = sum(size for size in sizes if size is not None)
-    return [Part(part, (size or 0) / total) for part, size in zip(parts, sizes, strict=True)]
+        weights = [1.0] * len(parts)
+    elif len(known) < len(parts):
+        weights = [1 / len(parts)] * len(parts)
+    else:
+        weights = [amount / sum(known) for amount in known]
+    return [Part(part, weight, amount) for part, weight, amount in zip(parts, weights, amounts, strict=True)]
+
+
+def _cut_by(own: Split, batch: Any, count: int) -> tuple[list[Any], list[float | None]]:
+    """The user's micro-batches, and their weights, if it gives some."""
+    if count < 1:
+        raise ValueError(f"micro_batches={count}: at least one is required")
+    found = own(batch, count)
+    if not isinstance(found, list):
+        raise ValueError(f"split= must return a list of micro-batches, this is a {type(found).__name__}")
+    if not 1 <= len(found) <= count:
+        raise ValueError(
+            f"split= was asked for {count} micro-batches and returned {len(found)}; it must return as many or fewer, "
+            "and at least one"
+        )
+    pairs = [isinstance(part, tuple) and len(part) == 2 and type(part[0]) in (int, float) for part in found]
+    if not all(pairs):
+        if any(pairs):
+            raise ValueError(
+                f"split= returned pairs (weight, micro_batch) and others: micro-batch {pairs.index(False)} has no "
+                "weight. Give all of them one, or none"
+            )
+        return [_as_dict(part) for part in found], [None] * len(found)
+    for number, (weight, _) in enumerate(found):
+        if not (math.isfinite(weight) and weight > 0):
+            raise ValueError(f"split= returned the weight {weight} for micro-batch {number}; it must be above 0")
+    return [_as_dict(part) for _, part in found], [weight for weight, _ in found]
 
 
 def portion(samples: int, micro_batches: int | None, rank: int, size: int) -> tuple[slice, int | None]:
@@ -68,13 +109,23 @@ def _cut(batch: Any, count: int) -> list[Any]:
     if not isinstance(batch, Mapping | tuple):
         raise ValueError(
             f"a batch is a dict or a tuple of tensors, to be cut along dimension 0, or a list of micro-batches; "
-            f"this is a {type(batch).__name__}"
+            f"this is a {type(batch).__name__}. Engine(split=...) takes others"
         )
-    size = samples_in(batch)
-    if size is None:
-        raise ValueError("the batch holds no tensor with a dimension to cut it along")
-    if size == 0:
+    lengths = _lengths(batch)
+    if lengths == [0]:
         raise ValueError("the batch has no samples")
+    if count == 1:
+        return [_as_dict(batch)]
+    if not lengths:
+        raise ValueError("the batch holds no tensor with a dimension to cut it along")
+    if len(lengths) > 1:
+        *most, last = map(str, lengths)
+        raise ValueError(
+            f"micro_batches={count}: the batch's tensors have {', '.join(most)} and {last} samples in dimension 0, so "
+            "they cannot be cut along it. Give a list of micro-batches that are ready, or micro_batches=1, or have "
+            "your own function cut them: Engine(split=...)"
+        )
+    (size,) = lengths
     if not 1 <= count <= size:
         raise ValueError(f"micro_batches={count}: a batch of {size} samples can be cut into 1 to {size} micro-batches")
     leaves, spec = _flatten(batch)
@@ -85,9 +136,6 @@ def _cut(batch: Any, count: int) -> list[Any]:
             f"micro_batches={count}: {size} samples in parts of {length} make {len(starts)} micro-batches; choose "
             f"micro_batches={len(starts)} or another batch size"
         )
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) != size:
-            raise ValueError(f"the batch's tensors have {size} and {len(leaf)} samples in dimension 0; they must agree")
 
     def part(start: int) -> list[Any]:
         return [x[start : start + length] if _is_per_sample(x, size) else x for x in leaves]
@@ -116,19 +164,32 @@ def shape_of(batch: Any) -> Shape:
     return Shape((spec, tuple((t.dtype, t.dim()) for t in tensors)), tuple(tuple(t.shape[1:]) for t in tensors))
 
 
+def bytes_in(part: Any) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(_as_dict(part)) if isinstance(leaf, torch.Tensor))
+
+
 def take(batch: Any, samples: int) -> Any:
     """A batch of the first samples, again from the start if there are too few."""
+    size = samples_in(batch) or 1
+    return pick(batch, [i % size for i in range(samples)])
 
+
+def pick(batch: Any, samples: list[int]) -> Any:
+    """A batch of these samples, by number."""
     size = samples_in(batch) or 1
 
     def part(leaf: Any) -> Any:
         if not _is_per_sample(leaf, size):
             return leaf
-        chosen = [i % size for i in range(samples)]
-        return [leaf[i] for i in chosen] if isinstance(leaf, list) else leaf[chosen]
+        return [leaf[i] for i in samples] if isinstance(leaf, list) else leaf[samples]
 
     leaves, spec = _flatten(batch)
     return pytree.tree_unflatten([part(leaf) for leaf in leaves], spec)
+
+
+def per_sample(batch: Any) -> list[torch.Tensor]:
+    """Its tensors that have something for each sample."""
+    return [leaf for leaf in _flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
 
 
 def _flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -148,7 +209,17 @@ def _is_per_sample(leaf: Any, size: int) -> bool:
 
 
 def samples_in(part: Any) -> int | None:
-    if isinstance(part, Mapping):
-        part = dict(part)
-    leaves: Sequence[Any] = pytree.tree_leaves(part)
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
+    """None if they cannot be counted: no tensor has a dimension, or their first dimensions differ, as in graphs."""
+    lengths = _lengths(part)
+    return lengths[0] if len(lengths) == 1 else None
+
+
+def _lengths(part: Any) -> list[int]:
+    """The different lengths of the tensors' first dimensions."""
+    leaves: Sequence[Any] = pytree.tree_leaves(_as_dict(part))
+    return list(dict.fromkeys(len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0))
+
+
+def _as_dict(part: Any) -> Any:
+    """A mapping that is not a dict, as tokenizers make, would be one leaf to all that looks for tensors in it."""
+    return dict(part) if isinstance(part, Mapping) and not isinstance(part, dict) else part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,15 @@ from torch import nn
 from ferryman.batch import REDUCTIONS
 from ferryman.cost.policy import parse_policy
 from ferryman.cost.sizes import show_bytes
+from ferryman.overlaps import refuse_overlaps
 from ferryman.server.precision import PRECISIONS
 from ferryman.takeover import is_taken
-from ferryman.units import GRAIN, Item, Unit
+from ferryman.units import GRAIN, DtypeOf, Item, Unit
 
 
-def arguments(model: Any, loss: Any, reduction: Any, *, units: Any, resident: Any, stash: Any, slots: Any) -> None:
+def arguments(
+    model: Any, loss: Any, reduction: Any, *, units: Any, resident: Any, stash: Any, slots: Any, split: Any = None
+) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model must be a torch.nn.Module, this is a {type(model).__name__}")
     _modules(model)
@@ -31,6 +34,11 @@ def arguments(model: Any, loss: Any, reduction: Any, *, units: Any, resident: An
         raise ValueError(
             f"loss= must be a function of the model and a micro-batch that returns the loss, this is a "
             f"{type(loss).__name__}; for example loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
+        )
+    if split is not None and not callable(split):
+        raise ValueError(
+            f"split= must be a function of a batch and a number that returns at most so many micro-batches in a list, "
+            f"this is a {type(split).__name__}"
         )
     if reduction not in REDUCTIONS:
         raise ValueError(
@@ -67,13 +75,45 @@ def on_host(model: nn.Module) -> None:
             raise ValueError(f"the model must be on the host, and {name!r} is on {tensor.device}; use model.cpu()")
 
 
+def members(model: nn.Module, dtype_of: DtypeOf) -> None:
+    """Its parameters and buffers."""
+    parameters(model.named_parameters(), dtype_of)
+    refuse_overlaps((*model.named_parameters(), *model.named_buffers()))
+
+
+def parameters(named: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf) -> None:
+    """`dtype_of` says in which dtype each would travel."""
+    for name, parameter in named:
+        no_hooks(name, parameter)
+        dtype = dtype_of(name, parameter)
+        if not parameter.requires_grad or dtype in PRECISIONS.values():
+            continue
+        way_out = "use model.float(), or precision='fp32', which converts it while the engine has the model"
+        if dtype.is_complex:
+            way_out = "make it a real one of real and imaginary parts, and use torch.view_as_complex in the forward"
+        raise ValueError(
+            f"{name!r} trains in {dtype}, and the engine trains float32, bfloat16 and float16: gradients are added up, "
+            f"and the optimizer's state is kept, in float32. Freeze it (requires_grad_(False)), or {way_out}"
+        )
+
+
+def no_hooks(name: str, parameter: torch.Tensor) -> None:
+    """Hooks that run in the backward, on a parameter that the engine adds up elsewhere."""
+    if parameter.requires_grad and parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"{name!r} has a hook (register_post_accumulate_grad_hook), which the engine cannot call in the backward: "
+            "gradients are added up elsewhere. Remove it, and do what it does between the two halves of a step: "
+            f"engine.forward_backward(batch), then engine.gradient({name!r}), which may be edited, then engine.update()"
+        )
+
+
 def free(model: nn.Module) -> None:
     on_host(model)
     if any(is_taken(module) for module in model.modules()):
         raise ValueError("the model has an engine already; close it first (engine.close())")
 
 
-def block(block: Any, model: nn.Module) -> None:
+def block(block: Any, model: nn.Module, dtype_of: DtypeOf) -> None:
     """That it can be inserted into the model."""
     if not isinstance(block, nn.Module):
         raise ValueError(f"a block must be a torch.nn.Module, this is a {type(block).__name__}")
@@ -81,6 +121,9 @@ def block(block: Any, model: nn.Module) -> None:
     if any(id(tensor) in mine for tensor in (*block.parameters(), *block.buffers())):
         raise ValueError("the block shares a parameter or buffer with the model already; insert one of its own")
     free(block)
+    parameters(block.named_parameters(prefix="block"), dtype_of)
+    named = (*block.named_parameters(prefix="block"), *block.named_buffers(prefix="block"))
+    refuse_overlaps((*named, *model.named_parameters(), *model.named_buffers()))
 
 
 def apart(blocks: nn.Module, units: Sequence[Unit]) -> None:
@@ -209,6 +252,7 @@ def unchanged(unit: Unit, flat: torch.Tensor, trained: dict[Item, bool]) -> None
                 ".data = or load_state_dict(assign=True)), so the engine would train the old one. Change "
                 "weights in place (copy_, load_state_dict), or close the engine and make a new one"
             )
+        no_hooks(item.name, item.tensor)
         if item.trains != trained[item]:
             raise ValueError(
                 f"{item.name!r} has been {'unfrozen' if item.trains else 'frozen'} since the engine was made, which "

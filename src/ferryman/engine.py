@@ -4,16 +4,17 @@
 which runs the user's code and moves units (`units.py`) between the server's store (`server/store.py`) and the device's
 slots (`relay/slots.py`), on lanes (`lanes.py`). `Engine.step` has the server (`server/server.py`) update the weights,
 as the user's optimizer says (`server/panel.py`). A budget of device memory is kept by the plan (`cost/plan.py`) and by
-the size of micro-batches (`sizing.py`, `relay/fit.py`). Blocks come and go between steps (`blocks.py`). All that a
-plan needs is made, and put into the user's model, by an assembly (`assembly.py`). `Engine.save` and `Engine.load` write
-and read checkpoints (`checkpoint/`).
+the size of micro-batches (`sizing.py`, `relay/fit.py`). A step of a new kind is tried before it is made
+(`first_steps.py`, `relay/crosscheck.py`), a batch is cut only if that changes nothing (`cutting.py`), and whoever reads
+weights waits for their updates (`reads.py`). Blocks come and go between steps (`blocks.py`). An assembly
+(`assembly.py`) makes what a plan needs, and puts it into the user's model. Checkpoints are in `checkpoint/`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,19 +24,22 @@ from torch import nn
 
 from ferryman import checks
 from ferryman.assembly import Assembly
-from ferryman.batch import Part, split
+from ferryman.batch import Part, Split, parts_of
 from ferryman.blocks import Blocks, Position
 from ferryman.checkpoint import loading, pretrained, saving
 from ferryman.checkpoint.contents import Contents, Objects
 from ferryman.checkpoint.loaded import Loaded
 from ferryman.cost.plan import Need, Plan
 from ferryman.cost.sizes import parse_bytes
+from ferryman.cutting import Cutting
+from ferryman.first_steps import FirstSteps
 from ferryman.interrupts import Interrupts
 from ferryman.joint import add_up, compare, is_nothing, most_wanted, speak, weigh
 from ferryman.planner import Planner
 from ferryman.ranks import Ranks, Share
 from ferryman.recorder import Recorder
 from ferryman.relay.fit import Choice, Trial, advice
+from ferryman.relay.guard import NewStateError
 from ferryman.server.kernels import default_threads
 from ferryman.server.looks import NonFiniteError
 from ferryman.server.panel import Panel
@@ -48,6 +52,8 @@ from ferryman.trace import Trace
 from ferryman.units import Unit, hint, units_of_block
 from ferryman.work import Loss, model_loss, weighted_loss
 
+_RETRIES = 3  # of a step in which something changes that no check has seen
+
 
 class Engine(contextlib.AbstractContextManager["Engine"]):
     """Trains a model that may be larger than the device.
@@ -57,8 +63,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     that of compute and of the link, with float32 masters on the host; without it, what the model has. `max_grad_norm`
     clips by the global norm. `on_nonfinite` says what happens to a step whose gradients are inf or NaN: "raise" or
     "skip". `deferred` has updates wait for all gradients also where nothing else asks for it. `host_threads` is for
-    updates, all CPUs by default. `reduction` makes the batch's loss of its micro-batches': their "mean", by samples, or
-    their "sum", for a `loss` that has divided by what the whole batch counts, as tokens that are not padding.
+    updates, all CPUs by default. `reduction` combines the losses of micro-batches: "mean", by samples, or "sum", for a
+    `loss` divided by what the whole batch counts. `split(batch, count)` cuts what is not cut along dimension 0 into a
+    list of at most so many micro-batches; in the mean all weigh the same, or are pairs (weight, micro_batch).
 
     `memory` is a budget of device memory ("8GiB"): blocks are cut, and slots, the stash's place and the size of
     micro-batches chosen, such that it is kept. `units` names the modules that travel, by name or pattern; without it
@@ -86,6 +93,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         host_threads: int | None = None,
         loss: Loss = model_loss,
         reduction: str = "mean",
+        split: Split | None = None,
         units: Sequence[str] | None = None,
         resident: Sequence[str] = (),
         stash: str = "auto",
@@ -95,15 +103,17 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         subgroup: int | None = None,
         trace: Trace | None = None,
     ) -> None:
-        checks.arguments(model, loss, reduction, units=units, resident=resident, stash=stash, slots=slots)
+        checks.arguments(model, loss, reduction, units=units, resident=resident, stash=stash, slots=slots, split=split)
         self._ranks = Ranks()
         self.device = checks.real_device(device, self._ranks.place)
         self._budget = None if memory is None else parse_bytes(memory, "memory")
         checks.budget(self._budget, self.device)
         checks.free(model)
         checks.update_arguments(optimizer, precision, max_grad_norm, on_nonfinite, deferred, host_threads)
+        self._dtype_of = dtype_of(model, precision)
+        checks.members(model, self._dtype_of)
         checks.interleave_arguments(optimizer, self.device, slots, held, updates, subgroup)
-        self._model, self._loss, self._reduction = model, loss, reduction
+        self._model, self._loss, self._reduction, self._split = model, loss, reduction, split
         self._stash, self._updates = stash, updates
         self._panel = None if optimizer is None else Panel(optimizer, model)
         compare(self._ranks, model, optimizer, {
@@ -112,7 +122,6 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             "reduction": reduction, "units": units, "resident": resident, "stash": stash, "held": held,
             "subgroup": subgroup,
         })  # fmt: skip
-        self._dtype_of = dtype_of(model, precision)
         self._settings = Settings(
             max_grad_norm, on_nonfinite, deferred, host_threads or self._ranks.threads(default_threads())
         )
@@ -123,45 +132,58 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             share=self._ranks.share,
         )  # fmt: skip
         self._blocks = Blocks(model, self.device)
+        self._cutting = Cutting(model, loss, reduction, self.device, None if split else self._budget)
         self.choice: Choice | None = None  # of the last step: how many micro-batches, and where the stash was
         self._closed = False
         self._loaded = Loaded(model)
         self._parts = self._assemble(self._planner.make(updates))
-        self._sizing = self._size()
+        self._sizing, self._first_steps = self._size(), self._watch()
 
     def forward_backward(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
         """The batch's loss, the mean or sum of its micro-batches'; gradients are added to the parameters' `.grad`.
 
         Without `micro_batches` the batch is cut into as few as the memory budget allows; without a budget, it is one.
         """
-        loss = self._run(batch, micro_batches, for_good=False)
-        self._parts.relay.finish()
-        self._parts.gradients.show(self._parts.all_units)
-        for unit, items in self._parts.relay.kept.items():
-            self._parts.server.keep(unit, items)
+        with self._own_reads():
+            loss = self._run(batch, micro_batches, for_good=False)
+            self._parts.relay.finish()
+            self._parts.gradients.show(self._parts.all_units)
+            for unit, items in self._parts.relay.kept.items():
+                self._parts.server.keep(unit, items)
         return loss
 
     def step(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
         """Forward, backward and update; returns the loss. Gradients that were kept before are part of it.
 
-        Returns when it is certain that the step is good. The update itself goes on beside what follows; all that the
-        engine and the model's `state_dict` show of the weights waits for it.
+        Returns when it is certain that the step is good. The update itself goes on beside what follows; whoever reads
+        weights waits for it.
         """
         panel = self._need_optimizer()
-        self._parts.server.follow_user(panel)
-        loss = self._run(batch, micro_batches, for_good=True)
-        self._finish(panel)
+        with self._own_reads():
+            self._parts.server.follow_user(panel)
+            loss = self._run(batch, micro_batches, for_good=True)
+            self._finish(panel)
         return loss
 
     def update(self) -> None:
         """Updates the weights with the gradients that `forward_backward` has left; they are cleared."""
         panel = self._need_optimizer()
-        self._parts.server.follow_user(panel)
-        self._parts.gradients.take(self._parts.all_units)
-        self._ranks.tell("making an update")
-        self._parts.server.begin_step(kept=True)
-        self._parts.server.send_rest(self._parts.relay.kept)
-        self._finish(panel)
+        with self._own_reads():
+            self._parts.server.follow_user(panel)
+            self._parts.gradients.take(self._parts.all_units)
+            self._ranks.tell("making an update")
+            self._parts.server.begin_step(kept=True)
+            self._parts.server.send_rest(self._parts.relay.kept)
+            self._finish(panel)
+
+    @contextlib.contextmanager
+    def _own_reads(self) -> Iterator[None]:
+        """Within, the engine uses weights, behind their updates; afterwards whoever reads them waits for these."""
+        self._parts.reads.end()
+        try:
+            yield
+        finally:
+            self._parts.watch_reads()
 
     @property
     def grad_norm(self) -> float | None:
@@ -206,11 +228,12 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         plan = self._planner.change(self._parts.plan, updates, needed)
         self._updates = updates
         self._parts.serve(plan)
-        self._sizing = self._size()
+        self._sizing, self._first_steps = self._size(), self._watch()
 
     def wait(self) -> None:
-        """Blocks until the weights are those of the last update, for those who read them past `state_dict`."""
-        self._parts.server.settle()
+        """Blocks until the weights are those of the last update, for those who read their memory through an alias (a
+        numpy view, an earlier `detach()`); all else that reads weights waits by itself."""
+        self._parts.reads.settle()
 
     @property
     def steps(self) -> int:
@@ -256,6 +279,21 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return Contents(self._model, self.device, parts.all_units, parts.store, self._panel, parts.server, self._ranks)
 
     def _run(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
+        generator, found = torch.get_rng_state(), ""
+        can_retry = self._ranks.alone and not self._parts.relay.kept  # what was added up before is lost with a step
+        for _ in range(_RETRIES if can_retry else 1):
+            try:
+                return self._run_once(batch, micro_batches, for_good=for_good)
+            except NewStateError as error:  # the step is checked again, and made again
+                found = str(error)
+            self._first_steps.forget()
+            torch.set_rng_state(generator)
+        raise ValueError(
+            f"these changed in a step for the first time, when it was too late to follow them: {found}. No weight was "
+            "changed, and all gradients were dropped: call the engine again, which will know of them"
+        )
+
+    def _run_once(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
         choice, parts, seed = self._prepare(batch, micro_batches)
         self._parts.gradients.take(self._parts.all_units)
         self._parts.server.forget_gradients()
@@ -277,17 +315,20 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                         for_good=for_good,
                         without=without,
                         between=interrupts.check,
+                        guard=self._first_steps.begin(),
                     )
+                    self._first_steps.end()
                 if for_good:
                     self._parts.server.send_rest(self._parts.relay.kept)
         except BaseException as error:
-            self._ranks.fail(error)
+            if not (isinstance(error, NewStateError) and self._ranks.alone):
+                self._ranks.fail(error)
             self._parts.lanes.drain()
             if isinstance(error, torch.OutOfMemoryError):
                 error.add_note(advice(self._parts.plan, choice))
             if for_good:
                 error.add_note(f"ferryman: {self._parts.server.what_has_changed()}")
-            self._recover(forget=for_good)
+            self._recover(forget=for_good or isinstance(error, NewStateError))
             raise
         finally:
             self._blocks.skipped = frozenset()
@@ -349,7 +390,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         (`layer_idx`) learn the new one.
         """
         self._check_open()
-        checks.block(block, self._model)
+        checks.block(block, self._model, self._dtype_of)
         checks.apart(self._blocks.list_at(position), self.units)
         self._blocks.insert(position, block)
         added = units_of_block(self._model, block, self._parts.plan.limit, self._dtype_of)
@@ -364,7 +405,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._blocks.remove(block)
             raise
         self._parts.add(block, added, plan)
-        self._sizing = self._size()
+        self._sizing, self._first_steps = self._size(), self._watch()
 
     def remove(self, position: Position) -> nn.Module:
         """Takes the block out of the model, and returns it with its weights as they are now."""
@@ -379,7 +420,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._blocks.remove(block)
         plan = dataclasses.replace(self._parts.plan, units=tuple(unit for unit in self.units if unit not in gone))
         self._parts.remove(block, gone, plan)
-        self._sizing = self._size()
+        self._sizing, self._first_steps = self._size(), self._watch()
         return block
 
     @property
@@ -417,8 +458,15 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         model, panel, blocks = self._model, self._panel, self._blocks
         return Assembly(model, self.device, plan, panel, blocks, self._settings, scale, self._ranks, trace)
 
+    def _watch(self) -> FirstSteps:
+        return FirstSteps(self._parts.relay, self._model, self._loss, self.units)
+
     def _size(self) -> Sizing:
-        return Sizing(self._planner, self._parts.plan, self._updates, self._stash, self._try_out)
+        def try_out(contents: list[Any], room: int) -> Trial:
+            works = [self._work(content, 1 / len(contents)) for content in contents]
+            return self._parts.try_out(works, room, self._first_steps.roots)
+
+        return Sizing(self._planner, self._parts.plan, self._updates, self._stash, try_out, self._split)
 
     def _work(self, content: Any, weight: float) -> Callable[[], torch.Tensor]:
         return lambda: weighted_loss(self._loss, self._model, content, weight, self.device, self._parts.relay.adopt)
@@ -434,7 +482,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 if self._ranks.alone or not is_nothing(batch):
                     found = self._sizing.choose(batch, micro_batches, begun=self._has_begun())
                 if isinstance(found, Choice) and found.micro_batches:
-                    parts = split(batch, found.micro_batches, self._reduction)
+                    self._cutting.check(batch, micro_batches, found.micro_batches, self._parts, self._first_steps.roots)
+                    parts = parts_of(batch, found.micro_batches, self._reduction, self._split)
+                    self._check_first(parts, found)
             except ValueError as failed:
                 found = failed
             seed = int(torch.randint(0, 2**62, ()).item()) if isinstance(found, Choice) else 0
@@ -444,22 +494,36 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 self._rebuild(self._sizing.smaller(needed))
                 continue
             assert isinstance(found, Choice)
-            self.choice = found
+            self.choice = found._replace(micro_batches=len(parts))
             before = sum(word.parts for word in words[: self._ranks.rank])
             return found, weigh(parts, words, self._ranks.rank, self._reduction), words[0].seed + before
 
+    def _check_first(self, parts: list[Part], choice: Choice) -> None:
+        """A step of a new kind is tried before it is made."""
+        if not self._first_steps.is_new(parts):
+            return
+        try:
+            with self._parts.step(), Interrupts():
+                scale = self._parts.server.scale.value
+                works = [self._work(part.content, part.weight * scale) for part in parts]
+                self._first_steps.check(parts, works, 0, stash_on_host=choice.stash_on_host)
+        except BaseException as error:
+            self._parts.lanes.drain()
+            if isinstance(error, torch.OutOfMemoryError):
+                error.add_note(advice(self._parts.plan, choice))
+            self._recover(forget=False)
+            self._blocks.begin_step()  # as every step that fails, it skips no longer
+            self._blocks.skipped = frozenset()
+            raise
+
     def _has_begun(self) -> bool:
         return self._parts.server.has_stepped or bool(self._parts.relay.kept)
-
-    def _try_out(self, contents: list[Any], room: int) -> Trial:
-        with self._parts.step():
-            return self._parts.relay.try_out([self._work(content, 1 / len(contents)) for content in contents], room)
 
     def _rebuild(self, plan: Plan) -> None:
         steps, scale = self.steps, self._parts.server.scale.state()
         self._parts.close()
         self._parts = self._assemble(plan)
-        self._sizing = self._size()
+        self._sizing, self._first_steps = self._size(), self._watch()
         contents = self._contents()
         self._ranks.jointly("loading again", lambda: self._loaded.load_again(contents))
         self._parts.server.scale.restore(scale)

@@ -49,7 +49,7 @@ class Word(NamedTuple):
     error: str | None  # why it cannot make one
     wanted: Need | None  # what its micro-batches take, if that is more than there is room for
     parts: int  # micro-batches
-    samples: int | None  # None: they cannot be counted
+    samples: float | None  # or what else micro-batches weigh by; None: they cannot be counted
     seed: int
     digest: int | None  # of what it was given
     groups: list[dict[str, str]]  # of the optimizer: their options
@@ -96,7 +96,7 @@ def speak(
         warnings.warn(
             f"all {ranks.size} ranks were given the same batch, so each sample counts {ranks.size} times. Give each "
             "rank its own: engine.share says which it is, torch.utils.data.DistributedSampler shares a dataset out",
-            stacklevel=5,  # who has called the engine
+            stacklevel=6,  # who has called the engine
         )
     return words
 
@@ -161,7 +161,7 @@ def weigh(parts: Sequence[Part], words: Sequence[Word], rank: int, reduction: st
         return list(parts)
     counted = all(word.samples is not None for word in words)
     amounts = [(word.samples if counted else word.parts) or 0 for word in words]
-    return [Part(part.content, part.weight * amounts[rank] / sum(amounts)) for part in parts]
+    return [part._replace(weight=part.weight * amounts[rank] / sum(amounts)) for part in parts]
 
 
 def _digest(parts: Sequence[Part]) -> int | None:
@@ -174,9 +174,9 @@ def _digest(parts: Sequence[Part]) -> int | None:
     return found if tensors else None
 
 
-def _count_samples(parts: Sequence[Part]) -> int | None:
-    sizes = [samples_in(part.content) for part in parts]
-    return None if None in sizes else sum(size for size in sizes if size is not None)
+def _count_samples(parts: Sequence[Part]) -> float | None:
+    amounts = [part.amount for part in parts]
+    return None if None in amounts else sum(amount for amount in amounts if amount is not None)
 
 
 def _count_items(parts: Sequence[Part]) -> float | None:

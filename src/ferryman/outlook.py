@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ferryman.batch import portion, split, take
+from ferryman import checks
+from ferryman.batch import parts_of, portion, take
 from ferryman.cost.exchange import Crew, exchange
 from ferryman.cost.forecast import Forecast, Sweep, Update, forecast
 from ferryman.cost.plan import Plan
@@ -110,12 +111,14 @@ def look_ahead(
     _check_cut(whole, crew.size)
     training = training.of_one(crew.size)
     shares = [Share(rank, crew.size) for rank in range(crew.size - crew.devices, crew.size)]
+    dtypes = dtype_of(model, training.precision)
+    checks.parameters(model.named_parameters(), dtypes)
     panel = Panel(optimizer, model)
     settings = Settings(training.max_grad_norm, training.on_nonfinite, training.deferred)
     planner = Planner(
         model, device, budget=machine.device_memory, slots=training.slots, units=training.units,
         resident=training.resident, held=training.held, subgroup=training.subgroup,
-        dtype_of=dtype_of(model, training.precision), panel=panel, settings=settings, share=shares[-1],
+        dtype_of=dtypes, panel=panel, settings=settings, share=shares[-1],
     )  # fmt: skip
     outlook, rehearsed = _fit(planner, training)
     plan = outlook.plan
@@ -170,7 +173,7 @@ def _check_cut(training: Training, size: int) -> None:
     """Refuses what a rank could not cut."""
     for one in training.of_each(size):
         try:
-            split(_batch(one), one.micro_batches)
+            parts_of(_batch(one), one.micro_batches)
         except ValueError as error:
             if size > 1:
                 error.add_note(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ferryman
-from ferryman.batch import Part, samples_in
+from ferryman.batch import Part
 from ferryman.cost.plan import Plan
 from ferryman.device_name import device_name
 from ferryman.ranks import Share
@@ -58,8 +58,8 @@ class Recorder:
                 }
             )
 
-    def begin(self, number: int, plan: Plan) -> None:
-        """A step begins, or goes on with more micro-batches."""
+    def begin(self, done: int, plan: Plan) -> None:
+        """A step begins, after so many that were updated, or goes on with more micro-batches."""
         if self.trace is None:
             return
         if plan is not self._plan:
@@ -67,12 +67,12 @@ class Recorder:
             if self._tells:
                 self.trace.know({"plan": _facts_of(plan)})
         if not self._losses:
-            self.trace.begin_step(number if self._updates else self._ended)
+            self.trace.begin_step(1 + (done if self._updates else self._ended))
 
     def ran(self, parts: Sequence[Part], loss: torch.Tensor) -> torch.Tensor:
         """Forward and backward of these micro-batches are over; returns their loss."""
         if self.trace is not None:
-            self._parts += [part.content for part in parts]
+            self._parts += parts
             self._losses.append(loss)
             if not self._updates:
                 self.end()
@@ -84,8 +84,8 @@ class Recorder:
             self.trace.end_step(
                 loss=statistics.fmean(loss.item() for loss in self._losses),
                 micro_batches=len(self._parts),
-                samples=_sum(samples_in(part) for part in self._parts),
-                tokens=_sum(_tokens_in(part) for part in self._parts),
+                samples=_sum(part.amount if isinstance(part.amount, int) else None for part in self._parts),
+                tokens=_sum(_tokens_in(part.content) for part in self._parts),
             )
             self._ended += 1
             self.abandon()

@@ -29,8 +29,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ferryman.relay.binding import bind
 from ferryman.relay.fit import Stretch, Trial
-from ferryman.relay.slots import bind
+from ferryman.relay.stash import IN_FLIGHT
 from ferryman.takeover import Takeover
 from ferryman.units import Item, Unit
 from ferryman.work import Loss, caches_off
@@ -270,7 +271,7 @@ class _Run:
         self._ledger = _Ledger()
         self._anchor = torch.zeros((), device="meta", requires_grad=True)
         self._stretches: list[Stretch] = []
-        self._where, self._base, self._given = "the start", 0, 0  # of the stretch that runs
+        self._where, self._base, self._given = "the start", 0, [0]  # of the stretch that runs
         self._stash = 0
         self._visits: list[Unit] = []
         self._turn: int | None = None
@@ -323,7 +324,7 @@ class _Run:
         self._end_stretch()
         self._ledger.between = []
         sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in given}
-        self._where, self._base, self._given = call.unit.name, self._ledger.live, sum(sizes.values())
+        self._where, self._base, self._given = call.unit.name, self._ledger.live, [0, *sizes.values()]
         self._ledger.peak = self._ledger.live
         if not backward:
             self._stash = self._ledger.live  # of the last: what the whole forward has left
@@ -338,9 +339,11 @@ class _Run:
             self._ledger.between = before
 
     def _end_stretch(self) -> None:
-        """What it is given is there twice: that of the next micro-batch is on its way."""
+        """What it is given is there twice, as that of the next micro-batch is on its way. Others leave the device: of
+        theirs, as many tensors as the stash's window holds."""
         grown = self._ledger.peak - self._base
-        self._stretches.append(Stretch(self._where, grown + 2 * self._given))
+        moving = 2 * sum(self._given) + IN_FLIGHT * max(self._given)
+        self._stretches.append(Stretch(self._where, grown + moving))
 
     def result(self) -> Rehearsal:
         turn = len(self._visits) if self._turn is None else self._turn
@@ -355,7 +358,7 @@ class _Run:
 
 @contextlib.contextmanager
 def _taken_over(run: _Run, units: Sequence[Unit]) -> Iterator[None]:
-    takeover = Takeover(lambda: None)
+    takeover = Takeover()
     try:
         for unit in units:
             for module in unit.modules:

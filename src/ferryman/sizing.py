@@ -6,13 +6,14 @@ all take the plan that is enough for those who need most.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ferryman.batch import samples_in, split
+from ferryman.batch import Split, bytes_in, parts_of, samples_in
 from ferryman.cost.plan import Need, Plan
 from ferryman.cost.sizes import show_bytes
 from ferryman.planner import Planner
@@ -23,13 +24,20 @@ class Sizing:
     """For one plan; `try_out` runs micro-batches for what memory they take, within so many bytes."""
 
     def __init__(
-        self, planner: Planner, plan: Plan, updates: str, stash: str, try_out: Callable[[list[Any], int], Trial]
+        self,
+        planner: Planner,
+        plan: Plan,
+        updates: str,
+        stash: str,
+        try_out: Callable[[list[Any], int], Trial],
+        own: Split | None = None,
     ) -> None:
         self._planner = planner
         self._plan = plan
         self._updates = updates
         self._stash = stash
         self._try_out = try_out
+        self._own = own  # the user's way to cut a batch
         self._fit = None if planner.budget is None else Fit(planner.budget, stash, self._measure)
 
     @property
@@ -42,15 +50,20 @@ class Sizing:
 
         `begun`: training has, and it is too late for another plan.
         """
-        ready = isinstance(batch, list)
-        parts = split(batch, micro_batches)  # also to refuse what cannot be cut before it is tried
-        sample = max((part.content for part in parts), key=lambda content: samples_in(content) or 0) if ready else batch
-        size = samples_in(sample)
-        if self._fit is None or size is None:
-            return Choice(len(parts), self._stash == "host")
-        count = len(parts) if ready else micro_batches
+        parts = self._cut(batch, micro_batches)  # also to refuse what cannot be cut
+        if self._fit is None:
+            return Choice(micro_batches or len(parts), self._stash == "host")
+        sizes, fixed = [samples_in(part) for part in parts], self._plan.fixed
+        known = [size for size in sizes if size is not None]
+        sample, size, count = batch, sum(known), micro_batches
+        if isinstance(batch, list) and known:
+            sample, size, count = parts[sizes.index(max(known))], max(known) * len(parts), len(parts)
         try:
-            return self._fit.choose(sample, size * len(parts) if ready else size, count, self._plan.fixed)
+            if self._own is not None and not isinstance(batch, list):
+                return self._cut_by_user(batch, micro_batches, parts)
+            if None in sizes:  # samples cannot be counted, as in graphs: micro-batches stay as they are
+                return self._fit.place(max(parts, key=bytes_in), len(parts), fixed)
+            return self._fit.choose(sample, size, count, fixed)
         except TooLargeError as error:
             needed, advice = error.need, error.advice
         gc.collect()  # what the trial had is on the device as long as anything of its exception lives
@@ -66,6 +79,27 @@ class Sizing:
                 "has begun. Begin with the longest batch, or name smaller units (units=), which leave more room"
             )
         return needed
+
+    def _cut(self, batch: Any, micro_batches: int | None) -> list[Any]:
+        return [part.content for part in parts_of(batch, micro_batches, own=self._own)]
+
+    def _cut_by_user(self, batch: Any, asked: int | None, parts: list[Any]) -> Choice:
+        """The first count that fits, doubled each time until the user's function makes no more micro-batches of it."""
+        assert self._fit is not None
+        count = asked or 1
+        while True:
+            try:
+                return self._fit.place(max(parts, key=bytes_in), len(parts), self._plan.fixed)._replace(
+                    micro_batches=count
+                )
+            except TooLargeError:
+                more = list[Any]()
+                if asked is None:
+                    with contextlib.suppress(ValueError):  # it refuses
+                        more = self._cut(batch, 2 * count)
+                if len(more) <= len(parts):
+                    raise
+            parts, count = more, 2 * count
 
     def smaller(self, needed: Need) -> Plan:
         """The plan that leaves this room, or as much as there can be: finer units may need less while they run."""

@@ -73,7 +73,7 @@ class Step:
     Updates that wait for the norm of all gradients run beside the next step, and are in that one's time.
     """
 
-    number: int
+    number: int  # counted from 1
     start: float
     end: float
     micro_batches: int

@@ -375,11 +375,6 @@ def _resident(places: dict[int, tuple[Place, ...]], patterns: Sequence[str]) -> 
     return wanted
 
 
-def versions(model: nn.Module) -> list[int]:
-    """Which count edits in place."""
-    return [parameter._version for parameter in model.parameters()]
-
-
 def hint(pattern: str, names: Iterable[str]) -> str:
     """To be added to an error: the nearest name that there is."""
     known = list(names)
@@ -434,13 +429,21 @@ def _uncut(model: nn.Module, units: Sequence[str] | None, dtype_of: DtypeOf) -> 
     top = _Candidate("", model, dtype_of)
     blocks = list(_blocks(top))
     if not blocks:
-        raise ValueError(
-            "no repeated blocks were found in the model: no ModuleList or Sequential has several children of one "
-            "kind. Name the modules that shall travel: units=['encoder.layer*', 'head']"
-        )
+        reason = "no ModuleList or Sequential has several children of one kind"
+        raise ValueError(f"no repeated blocks were found in the model: {reason}. {_advice(top)}")
     least = int(_LARGE * max(block.nbytes for block in blocks))
     inside = {module for block in blocks for module in block.module.modules()}
     return [*blocks, *_large_owners(top, inside, least)]
+
+
+def _advice(top: _Candidate) -> str:
+    """The outermost modules that could travel, where there are several."""
+    inside = [top]
+    while len(inside) == 1 and (deeper := [c for c in inside[0].children if _has_parameters(c.module)]):
+        inside = deeper
+    if inside == [top]:
+        return "It is one module without others inside it, of which nothing could travel"
+    return f"Name the modules that shall travel, for example units={[c.name for c in inside[:4]]}"
 
 
 def _made_of(

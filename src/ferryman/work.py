@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ferryman import checks
+from ferryman.relay.randomness import Randomness
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -55,6 +56,24 @@ def caches_off(model: nn.Module) -> Iterator[None]:
     finally:
         for config, use_cache in reversed(before):
             config.use_cache = use_cache
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module, randomness: Randomness) -> Iterator[None]:
+    """Afterwards, training flags, generators and buffers are as they were."""
+    flags = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    state = randomness.state()
+    try:
+        yield
+    finally:
+        randomness.restore(state)
+        for module, training in flags:
+            module.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
 
 
 def to_device(part: Any, device: torch.device) -> Any:

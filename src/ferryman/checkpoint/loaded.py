@@ -10,7 +10,6 @@ from torch import nn
 
 from ferryman.checkpoint.contents import Contents
 from ferryman.checkpoint.loading import Checkpoint
-from ferryman.units import versions
 
 
 class Loaded:
@@ -35,11 +34,16 @@ class Loaded:
             raise ValueError(f"{part} may be half those of {path}, which failed to load; load another checkpoint")
 
     def came_from(self, path: Path) -> None:
-        self._from = path, versions(self._model)
+        self._from = path, _versions(self._model)
 
     def load_again(self, contents: Contents) -> None:
         """The engine was built anew, with what the model and torch's optimizer could hold: that is not all."""
         if self._from is not None:
             path, then = self._from
-            if then == versions(self._model):  # else the user has other weights in mind
+            if then == _versions(self._model):  # else the user has other weights in mind
                 Checkpoint(path, contents, {}).load_training()
+
+
+def _versions(model: nn.Module) -> list[int]:
+    """Which count edits in place."""
+    return [parameter._version for parameter in model.parameters()]

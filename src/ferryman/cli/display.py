@@ -145,7 +145,7 @@ def describe(event: Event) -> Iterator[Text]:
             yield Text(f"{event['model']}: {event['parameters'] / 1e6:.1f} M parameters, on {where}", style="bold")
             yield Text(
                 f"{event['tokens']:,} tokens of data; {event['steps']} steps of {event['batch']} x {event['sequence']} "
-                f"tokens, from step {event['step']}; {event['output']}"
+                f"tokens, from step {event['step'] + 1}; {event['output']}"
             )
         case "note":
             yield Text(event["text"], style="yellow")

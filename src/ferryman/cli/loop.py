@@ -64,6 +64,7 @@ class Training:
         self.steps = 0  # in all; known when it is known how many there have been
         self.last_checkpoint: Path | None = None
         self.has_begun = False  # whether anything is there that was not before
+        self._is_accepted = False
         self.trace = Trace(keep_steps=_TRACED) if options.trace else None
         self._loss = math.nan
         self._good = 0  # the last step whose weights gave a finite loss
@@ -100,9 +101,6 @@ class Training:
                 engine.load_weights(self.description.weights)
             self.steps = _last_step(options, self.corpus.training, self.corpus.sequence, engine.steps)
             engine.agree(steps=self.steps, seen=self.corpus.training.seen)
-            if self._leads:
-                self.run.begin_metrics(engine.steps)
-                self.run.write_settings(options)
             self._say_start(engine, model)
             is_over = engine.steps >= self.steps
             if engine.steps == 0 and options.eval_every is not None:
@@ -112,6 +110,7 @@ class Training:
                 self._step(engine, optimizer)
                 if engine.steps < self.steps:
                     self._between(engine, model)
+            self._accept(engine.steps)
             if not is_over:
                 self._save(engine)  # first, so that nothing that fails now can lose it
                 self._evaluate(engine, model)
@@ -130,6 +129,7 @@ class Training:
         self._loss = engine.step(batch, micro_batches if batch else None).item()
         seconds = time.monotonic() - start
         self._agree(engine)
+        self._accept(engine.steps - 1)
         self.has_begun = True
         if math.isfinite(self._loss):
             self._good = engine.steps - 1
@@ -137,6 +137,16 @@ class Training:
         self._tokens += tokens
         self._pace = seconds if self._pace is None else 0.8 * self._pace + 0.2 * seconds
         self._say_step(engine, rate, seconds, tokens)
+
+    def _accept(self, step: int) -> None:
+        """A step was made with these settings, or none was left to make: they are the run's from now on.
+
+        Not before: what is refused, at the latest in the first step, must not change a run that is resumed.
+        """
+        if self._leads and not self._is_accepted:
+            self.run.begin_metrics(step)
+            self.run.write_settings(self.options)
+        self._is_accepted = True
 
     def _agree(self, engine: Engine | None = None) -> None:
         """Ranks stop together: what one is asked, all are; with what else they have to say after a step."""

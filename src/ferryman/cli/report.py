@@ -65,6 +65,8 @@ def report(
     else:
         for of in figures:
             typer.echo(_line(of, len(figures) > 1))
+            if (warning := _warning(of)) is not None:
+                typer.echo(warning)
         if len(figures) > 1:
             typer.echo(_together(figures))
         typer.echo(f"report: {target}")
@@ -82,6 +84,16 @@ def _together(figures: list[Figures]) -> str:
     if ranks > len(figures):
         said.append(f"{ranks - len(figures)} of {ranks} ranks left no trace of this run here")
     return "together: " + "; ".join(said)
+
+
+def _warning(of: Figures) -> str | None:
+    budget = of.recording.facts.get("budget")
+    if of.peak is None or not budget or of.peak <= budget:
+        return None
+    return (
+        f"warning: the device peak is {show_bytes(of.peak - budget)} above the budget of {show_bytes(budget)}; tensors "
+        "that your own code keeps on the device count here, too"
+    )
 
 
 def _line(of: Figures, several: bool) -> str:

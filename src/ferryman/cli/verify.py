@@ -17,6 +17,7 @@ from ferryman.cli.device import find_device
 from ferryman.units import hint
 from ferryman.verify.bench import Bench
 from ferryman.verify.result import Figures, Outcome, Result
+from ferryman.verify.user_model import UserModel
 from ferryman.verify.verify import GROUPS
 from ferryman.verify.verify import verify as run
 
@@ -32,9 +33,17 @@ def verify(
     only: Annotated[
         list[str] | None, typer.Option(help="parity, races, overlap or memory; may be given several times.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Check your own model: a function that returns (model, batch) or (model, batch, loss), in a module "
+            "that can be imported from the current directory. Other groups run only if --only names them.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
 ) -> None:
-    """Check Ferryman on this machine's device: parity with plain PyTorch, races, overlap, memory.
+    """Check Ferryman on this machine's device: parity with plain PyTorch, races, overlap, memory; or your own model.
 
     Ends with 0 if everything holds and with 1 if anything fails. docs/verify.md tells what each row means.
 
@@ -43,17 +52,19 @@ def verify(
       ferryman verify                            on the default accelerator
       ferryman verify --device virtual --quick   without one, in seconds
       ferryman verify --only races --json        for machines, and for issues
+      ferryman verify --model my_module:make     your own model and loss
     """
-    groups = only or list(GROUPS)
+    groups = only or ([] if model else list(GROUPS))
     for group in groups:
         if group not in GROUPS:
             raise ValueError(f"--only {group}: there is no such group of checks{hint(group, GROUPS)}")
+    user = None if model is None else UserModel(model)
     bench = Bench(find_device(device), quick=quick)
     about = _about(bench)
     console = Console(stderr=as_json)
     console.print(", ".join(str(value) for value in about.values()), highlight=False)
     with console.status("") as status:
-        results = list(run(bench, groups, lambda c: status.update(f"{c.group}: {c.name}")))
+        results = list(run(bench, groups, lambda c: status.update(f"{c.group}: {c.name}"), user))
     if as_json:
         typer.echo(json.dumps(_report(about, results), indent=2))
     else:

@@ -18,6 +18,7 @@ _TRAINERS = {
     "optimizer": "give it to the trainer, as optimizers=(optimizer, None)",
     "loss": "override compute_loss, or give compute_loss_func=",
     "reduction": "the trainer's losses have been divided by all that counts",
+    "split": "micro-batches are per_device_train_batch_size samples, and gradient_accumulation_steps of them a step",
     "precision": "say bf16=True or fp16=True in TrainingArguments",
     "max_grad_norm": "say it in TrainingArguments(max_grad_norm=...)",
 }

@@ -28,6 +28,18 @@ class Absent(torch.Tensor):
         pass
 
     @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.autograd.grad:
+            absent = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+            raise ValueError(
+                f"torch.autograd.grad is asked for the gradient of {absent._name!r}, which is on the device only while "
+                f"its unit {absent._unit!r} runs. Keep it there: resident=[{absent._name!r}]"
+            )
+        return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -4,25 +4,35 @@ The node computes neither its forward nor its backward at once: it parks until t
 meet at the units, and everything between them is ordinary autograd in the micro-batch's own thread.
 
 Forward runs the module without a graph and remembers its inputs (the stash). Backward runs it again with a graph, with
-the same random numbers, and backpropagates through that. Where the backward is known to follow the forward at once (the
-turn), the graph of the forward is kept and nothing runs twice.
+the same inputs and random numbers, and backpropagates through that. Where the backward is known to follow the forward
+at once (the turn), the graph of the forward is kept and nothing runs twice.
+
+Note [What a unit reads and writes]
+The inputs of a call are the tensors in its arguments and in the user's variables that its code can reach
+(`user_state.py`); its outputs are those that it returns and those that it leaves in arguments or variables. A loss that
+a block stores on itself has its gradient for that reason. The second run sees arguments, variables and buffers as the
+first run did, and what it does to them is undone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ferryman.relay.buffers import Copies
 from ferryman.relay.randomness import State
 from ferryman.relay.rendezvous import Direction, MicroBatch
+from ferryman.relay.snapshot import Snapshot
 from ferryman.relay.stash import Stashed
+from ferryman.relay.survey import Variable
 from ferryman.units import Unit
 
 if TYPE_CHECKING:
@@ -30,84 +40,119 @@ if TYPE_CHECKING:
 
 Forward = Callable[..., Any]
 
-_TENSOR = object()  # stands in a flattened list where a tensor goes
+
+class _Stash:
+    """A call's inputs, as long as autograd may ask for its backward."""
+
+    def __init__(self, inputs: list[Stashed], released: Callable[[], None]) -> None:
+        self.inputs = inputs
+        self._released = released
+
+    def __del__(self) -> None:
+        self._released()
 
 
-class _Tree:
-    """Arguments or results: tensors apart, the rest and the shape to put them back together."""
+class _Run(NamedTuple):
+    """What one run of the module has made."""
 
-    def __init__(self, value: Any) -> None:
-        flat, self._spec = pytree.tree_flatten(value)
-        self.tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
-        self.constants = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
-
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        them = iter(tensors)
-        return pytree.tree_unflatten([next(them) if c is _TENSOR else c for c in self.constants], self._spec)
+    result: Snapshot
+    after: Snapshot | None  # of arguments and variables, if the run may have changed any
+    inputs: list[torch.Tensor]
+    constants: list[tuple[torch.Tensor, torch.Tensor]]  # in shared variables: without their graph, and as they were
+    outputs: list[torch.Tensor]  # those of the result, and others that it has left there; each once
 
 
 class Call:
     """A unit's module, called by one micro-batch."""
 
     def __init__(
-        self, relay: Relay, batch: MicroBatch, unit: Unit, module: nn.Module, forward: Forward, arguments: Any
+        self,
+        relay: Relay,
+        batch: MicroBatch,
+        unit: Unit,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         self.unit = unit
         self._relay = relay
         self.batch = batch
         self.module = module
         self._forward = forward
-        self._arguments = _Tree(arguments)
-        self._results: _Tree | None = None  # between the node's forward and its return
+        self._names = tuple(kwargs)
+        # See Note [What a unit reads and writes].
+        self._private, self._shared = relay.state.of(unit)
+        self._given = args, tuple(kwargs.values())  # until it runs
+        self._before = Snapshot([*self._given, *(v.get() for v in self._private)], relay.state.edited)
+        self._shared_before: Snapshot | None = None  # at the forward's start
+        self._first: _Run | None = None  # between the node's forward and its return
         self._random: State | None = None  # at the forward's start, if it drew any
+        self._buffers: Copies | None = None  # the unit's, at the forward's start, if its code edits them
         self._kept: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # the forward's inputs and outputs
-        self._wants: list[bool] = []
+        self.wants: list[bool] = []
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.kinds
         ]
-        self._inputs: list[Stashed] = []
-        self._went_backward = False
+        self._stash: weakref.ref[_Stash] | None = None
 
     def run(self) -> Any:
         """What the module's forward returns to the user's code."""
-        if self.batch.turned and self._relay.for_good:
-            raise ValueError(
-                f"the unit {self.unit.name!r} is called in the backward, by checkpointing with use_reentrant=True. The "
-                "engine runs units again by itself: switch that off, or use use_reentrant=False"
-            )
-        tensors = self._arguments.tensors
-        trains = bool(self.unit.trained)
-        stash = self._relay.stash
+        tensors = self._before.tensors
+        trains = self._relay.trains(self.unit)
         if torch.is_grad_enabled() and (trains or any(t.requires_grad for t in tensors)):
-            # The anchor makes it a node also where no input requires a gradient.
-            outputs = _Node.apply(self, self._relay.anchor if trains else None, *tensors)  # type: ignore[no-untyped-call]
-        else:
-            self.batch.park(self.unit, Direction.FORWARD, tensors)
-            with torch.no_grad(), _disable_current_modes():
-                self._results = self._compute([t.detach() for t in tensors])
-                outputs = self._results.tensors
-        results, self._results = self._results, None  # only the user's code holds them from here on
-        assert results is not None
-        self._arguments.tensors.clear()
-        stash.know(self.batch, outputs)
-        return results.rebuild(outputs)
+            return self._run_as_node(tensors, trains=trains)
+        self._park(Direction.FORWARD, tensors)
+        args, values = self._given
+        with torch.no_grad(), _disable_current_modes():
+            result = self._call(args, values, adopt=True)
+        self._relay.stash.know(self.batch, Snapshot([result]).tensors)
+        return result
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        self._wants = [t.requires_grad for t in tensors]
-        self.batch.park(self.unit, Direction.FORWARD, tensors)
-        randomness = self._relay.randomness
+    def _run_as_node(self, tensors: list[torch.Tensor], *, trains: bool) -> Any:
+        self._before.give_up_tensors()
+        self._given = (), ()
+        # What was there before the micro-batch began has a graph that is gone.
+        inherited = self._relay.state.is_inherited
+        given = [t.detach() if inherited(t) else t for t in tensors] if self._private else tensors
+        hooks = contextlib.ExitStack()
+        try:
+            # The anchor makes it a node also where no input requires a gradient.
+            made = _Node.apply(self, self._relay.anchor if trains else None, hooks, *given)  # type: ignore[no-untyped-call]
+        finally:
+            hooks.close()
+        run, self._first = self._first, None  # only the user's code holds its tensors from here on
+        assert run is not None
+        self._relay.stash.know(self.batch, made)
+        outer = {id(inner): t for inner, t in zip(run.outputs, made, strict=True)}
+        if run.after is not None:
+            back = {id(inner): t for inner, t in (*zip(run.inputs, tensors, strict=True), *run.constants)}
+            _, _, *variables = run.after.restore([back.get(id(t), outer.get(id(t), t)) for t in run.after.tensors])
+            put_all((*self._private, *self._shared), variables)
+        (result,) = run.result.restore([outer[id(t)] for t in run.result.tensors])
+        return result
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _Stash]:
+        self.wants = [t.requires_grad for t in tensors]
+        self._park(Direction.FORWARD, tensors)
+        relay, randomness = self._relay, self._relay.randomness
         before, versions = randomness.state(), [t._version for t in tensors]
-        buffers = self._relay.buffer_versions()
-        self._inputs = [self._relay.stash.keep(self.batch, t) for t in tensors]
-        if self._relay.turns_at(self.module):
-            inputs = self._detached(tensors)
-            with torch.enable_grad():
-                self._results = self._compute(inputs)
-            self._kept = (inputs, self._results.tensors)
-            outputs = [t.detach() for t in self._results.tensors]
-        else:
-            self._results = self._compute([t.detach() for t in tensors])
-            outputs = self._results.tensors
+        self._buffers = relay.buffers.copy()
+        if self._shared:
+            self._shared_before = Snapshot([v.get() for v in self._shared], relay.state.edited)
+        stash = _Stash([relay.stash.keep(self.batch, t) for t in tensors], relay.opened(self.unit))
+        self._stash = weakref.ref(stash)
+        # What edits buffers does not keep its graph, which may need them as they were.
+        keeps_graph = relay.turns_at(self.module) and not _outer_hooks() and self._buffers is None
+        inputs = self._detached(tensors) if keeps_graph else [t.detach() for t in tensors]
+        with torch.set_grad_enabled(keeps_graph):
+            run = self._first = self._execute(inputs, adopt=True)
+        self._buffers = relay.buffers.ran(self.unit, self._buffers)
+        relay.checksums.first(self, run.outputs)
+        outputs = run.outputs
+        if keeps_graph:
+            self._kept = inputs, outputs
+            outputs = [t.detach() for t in outputs]
         if not randomness.state().same_as(before):
             self._random = before
         if [t._version for t in tensors] != versions:
@@ -115,40 +160,67 @@ class Call:
                 f"the unit {self.unit.name!r} edits one of its inputs in place; running it again in the backward would "
                 "edit it twice. Copy the input first (x = x.clone()), or cut the unit differently with units=[...]"
             )
-        if (name := self._relay.edited_buffer(buffers)) is not None:
-            raise ValueError(
-                f"the unit {self.unit.name!r} edits its buffer {name!r} in its forward; running it again in the "
-                "backward would edit it twice. Keep such state outside the units, or switch it off in training"
-            )
-        self._relay.went_forward(self)
-        return outputs
+        relay.went_forward(self)
+        return outputs, stash
 
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        if self._went_backward:
+    def backward(self, gradients: Sequence[torch.Tensor | None], *, accumulate: bool) -> list[torch.Tensor | None]:
+        stash = None if self._stash is None else self._stash()
+        if stash is None:
             raise RuntimeError(
-                f"the backward of the unit {self.unit.name!r} runs a second time for one forward (retain_graph=True?); "
-                "the relay forgets a call's inputs after its backward"
+                f"the backward of the unit {self.unit.name!r} runs a second time, and its inputs were given up after "
+                "the first. Specify retain_graph=True where the graph is used first"
             )
-        self._went_backward = True
-        self.batch.park(self.unit, Direction.BACKWARD, [g for g in gradients if g is not None])
-        self._relay.goes_backward(self)
-        with torch.enable_grad():
+        self._park(Direction.BACKWARD, [g for g in gradients if g is not None])
+        self._relay.goes_backward(self, accumulate=accumulate)
+        with torch.enable_grad(), contextlib.ExitStack() as stack:
             if self._kept is not None:
                 (inputs, outputs), self._kept = self._kept, None
             else:
-                inputs = self._detached(self._recall())
-                outputs = self._replay(inputs)
-            self._inputs.clear()
+                inputs = self._detached(self._recall(stash))
+                outputs = self._replay(inputs, stack)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-            if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        self._relay.went_backward(self)
-        results = [t.grad if t.requires_grad else None for t in inputs]
+            with self._relay.present(
+                self.unit, adopt=False
+            ):  # checkpointing within the unit runs parts of it once more
+                results = self._backpropagate(pairs, inputs, accumulate=accumulate)
         self._relay.stash.know(self.batch, [g for g in results if g is not None])
         return results
 
-    def _recall(self) -> list[torch.Tensor]:
-        tensors = [stashed.recall() for stashed in self._inputs]
+    def _backpropagate(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        *,
+        accumulate: bool,
+    ) -> list[torch.Tensor | None]:
+        """The inputs' gradients; to `accumulate`, the parameters' are added up as well."""
+        if not pairs:
+            return [None] * len(inputs)
+        outputs, gradients = [o for o, _ in pairs], [g for _, g in pairs]
+        if accumulate:
+            torch.autograd.backward(outputs, gradients)
+            return [t.grad if t.requires_grad else None for t in inputs]
+        wanted = [t for t in inputs if t.requires_grad]
+        found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True) if wanted else ())
+        return [next(found) if t.requires_grad else None for t in inputs]
+
+    def drop_graph(self) -> None:
+        """The backward did not follow at once: gives the memory back; the forward will run again."""
+        self._kept = None
+
+    def _park(self, direction: Direction, needs: Sequence[torch.Tensor]) -> None:
+        running = self._relay.running
+        if running is not self.batch:
+            other = "outside of its step" if running is None else f"by micro-batch {running.number}"
+            raise ValueError(
+                f"what the unit {self.unit.name!r} has made for micro-batch {self.batch.number} is used {other}. "
+                "Something keeps tensors with their graph from one micro-batch to the next (a list, a dict, an "
+                "attribute): clear it at the start of the loss, or detach what is kept"
+            )
+        self.batch.park(self.unit, direction, needs)
+
+    def _recall(self, stash: _Stash) -> list[torch.Tensor]:
+        tensors = [stashed.recall() for stashed in stash.inputs]
         if any(tensor is None for tensor in tensors):
             raise ValueError(
                 f"an input of the unit {self.unit.name!r} was edited in place after the unit had used it, and its "
@@ -156,83 +228,132 @@ class Call:
             )
         return [tensor for tensor in tensors if tensor is not None]
 
-    def drop_graph(self) -> None:
-        """The backward did not follow at once: gives the memory back; the forward will run again."""
-        self._kept = None
-
     def _detached(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [t.detach().requires_grad_(wanted) for t, wanted in zip(tensors, self._wants, strict=True)]
+        return [t.detach().requires_grad_(wanted) for t, wanted in zip(tensors, self.wants, strict=True)]
 
-    def _compute(self, tensors: Sequence[torch.Tensor]) -> _Tree:
-        args, kwargs = self._arguments.rebuild(tensors)
+    def _call(self, args: Sequence[Any], values: Sequence[Any], *, adopt: bool) -> Any:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._relay.present(self.unit, adopt=adopt))
             for kind, dtype, enabled in self._autocast:
+                if not enabled and not torch.is_autocast_enabled(kind):
+                    continue  # to enter it would cost more than all else here
                 # As where it was called. Without autocast's cache, which would keep cast copies of every unit.
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            results = _Tree(self._forward(*args, **kwargs))
-        for leaf in results.constants:
-            if leaf is not _TENSOR and _hides_tensors(leaf):
-                raise ValueError(
-                    f"the unit {self.unit.name!r} returns a {type(leaf).__name__}, whose tensors cannot be seen. "
-                    "Return tensors, tuples, lists or dicts, or register the class with torch.utils._pytree"
-                )
-        return results
+            return self._forward(*args, **dict(zip(self._names, values, strict=True)))
 
-    def _replay(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if self._random is None:
-            return self._compute(inputs).tensors
-        randomness = self._relay.randomness
-        now = randomness.state()
-        randomness.restore(self._random)
+    def _execute(self, inputs: list[torch.Tensor], *, adopt: bool) -> _Run:
+        """Runs the module on these inputs, with arguments and variables as they were in the first run."""
+        args, values, *variables = self._before.restore(inputs)
+        put_all(self._private, variables)
+        constants: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self._shared_before is not None:
+            for tensor in self._shared_before.tensors:
+                self._relay.stash.use(self.batch, tensor)
+            constants = [(t.detach(), t) for t in self._shared_before.tensors]
+            put_all(self._shared, self._shared_before.restore([detached for detached, _ in constants]))
+        result = Snapshot([self._call(args, values, adopt=adopt)])
+        after, outputs = None, {id(t): t for t in result.tensors}
+        if self._before.mutables or self._private or self._shared:
+            given = {id(t) for t in inputs} | {id(detached) for detached, _ in constants}
+            now = [variable.get() for variable in (*self._private, *self._shared)]
+            after = Snapshot([args, values, *now], self._relay.state.edited)
+            outputs |= {id(t): t for t in after.tensors if id(t) not in given and not isinstance(t, nn.Parameter)}
+        return _Run(result, after, inputs, constants, list(outputs.values()))
+
+    def _replay(self, inputs: list[torch.Tensor], stack: contextlib.ExitStack) -> list[torch.Tensor]:
+        """The outputs again, with a graph. What it does to buffers and variables is undone when the stack is closed:
+        until the backward is over, the graph may need them as they are."""
+        relay = self._relay
+        stack.enter_context(relay.buffers.as_they_were(self._buffers))
+        stack.enter_context(self._unchanged())
+        now = relay.randomness.state()
+        if self._random is not None:
+            relay.randomness.restore(self._random)
         try:
-            return self._compute(inputs).tensors
+            outputs = self._execute(inputs, adopt=False).outputs
         finally:
-            randomness.restore(now)
+            if self._random is not None:
+                relay.randomness.restore(now)
+        relay.checksums.second(self, outputs)
+        return outputs
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Within, the arguments and variables may be changed; afterwards they are as they were."""
+        mutables, variables = self._before.mutables, (*self._private, *self._shared)
+        if not mutables and not variables:
+            yield
+            return
+        now = Snapshot([*mutables, *(v.get() for v in variables)], self._relay.state.edited)
+        try:
+            yield
+        finally:
+            put_all(variables, now.restore()[len(mutables) :])
+
+
+def put_all(variables: Sequence[Variable], values: Sequence[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.put(value)
+
+
+def _outer_hooks() -> bool:
+    """Whether what autograd saves goes through hooks, such as those of torch.utils.checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, anchor: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
+    def forward(
+        ctx: Any,
+        call: Call,
+        anchor: torch.Tensor | None,
+        hooks: contextlib.ExitStack,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.call, ctx.is_anchored = call, anchor is not None
         ctx.set_materialize_grads(False)
         with _disable_current_modes():
-            outputs = call.forward(tensors)
+            outputs, stash = call.forward(tensors)
         ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
+        # Autograd has the stash as it has tensors that it saves: until a backward that does not retain the graph, or
+        # until the graph is gone.
+        blank = torch.empty(0)
+        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: stash, lambda _: blank))
+        ctx.save_for_backward(blank)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        with _disable_current_modes():
-            return None, None, *ctx.call.backward(gradients)
-
-
-def refuse_mutable(unit: Unit, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Caches and the like: the second run in the backward would fill them twice."""
-    for name, value in _named_arguments(forward, args, kwargs):
-        for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, torch.Tensor) or not _holds_state(leaf):
-                continue
+        call: Call = ctx.call
+        if all(gradient is None for gradient in gradients):
+            return None, None, None, *(None for _ in call.wants)  # reached, but not used
+        if torch.is_grad_enabled():
             raise ValueError(
-                f"the unit {unit.name!r} was given a {type(leaf).__name__} as {name!r}, which it would fill again when "
-                "it runs again in the backward. Switch caching off in training (use_cache=False)"
+                f"a backward with create_graph=True goes through the unit {call.unit.name!r}, whose own backward runs "
+                "the unit again and cannot be differentiated. Take the gradient without create_graph, or keep what is "
+                "differentiated twice outside the units (units=[...])"
             )
+        accumulate = ctx.is_anchored and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        with _disable_current_modes():
+            return None, None, None, *call.backward(gradients, accumulate=accumulate)
 
 
-def _named_arguments(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def refuse_caches(unit: Unit, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A cache of keys and values belongs to generation; in a step it would only take memory."""
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for key, value in given:
+        for leaf in pytree.tree_leaves(value):
+            if any("Cache" in base.__name__ for base in type(leaf).__mro__):
+                name = _argument_name(forward, key)
+                raise ValueError(
+                    f"the unit {unit.name!r} was given a {type(leaf).__name__} as {name!r}, which it would fill again "
+                    "when it runs again in the backward. Switch caching off in training (use_cache=False)"
+                )
+
+
+def _argument_name(forward: Forward, key: int | str) -> str:
+    """Of an argument that was passed at a position or by its name. Reading a signature takes far longer than a call."""
+    if isinstance(key, str):
+        return key
     names = list(inspect.signature(forward).parameters)
-    for i, value in enumerate(args):
-        yield names[i] if i < len(names) else f"argument {i}", value
-    yield from kwargs.items()
-
-
-def _holds_state(value: Any) -> bool:
-    kind = type(value)
-    if kind.__module__ == "builtins" or isinstance(value, type) or callable(value):
-        return False
-    if any("Cache" in base.__name__ for base in kind.__mro__):
-        return True
-    return _hides_tensors(value)
-
-
-def _hides_tensors(value: Any) -> bool:
-    return any(isinstance(member, torch.Tensor) for member in getattr(value, "__dict__", {}).values())
+    return names[key] if key < len(names) else f"argument {key}"

@@ -2,26 +2,29 @@
 
 What a micro-batch needs while it runs cannot be read off a model, so it is measured: a trial, whose gradients are
 thrown away, runs micro-batches of one sample and of two, and notes the peak of each stretch between two parks. Each
-stretch's peak grows by the same amount with each sample, so the largest micro-batch that fits follows. Where two
-might not fit they are not tried, and taken to need twice what one does, which is not too little. This happens once for
-each shape of batch; a batch that is no longer in any dimension than one seen before needs no trial.
+stretch's peak grows by the same amount with each sample, so the largest micro-batch that fits follows. Two samples are
+tried even if twice what one needs is too much: a part of it, such as the dense gradient of an embedding, does not grow
+with samples. A trial that needs more than the room is given up, and then micro-batches are of one sample. This happens
+once for each shape of batch; a batch that is no longer in any dimension than one seen before needs no trial.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ferryman.batch import Shape, shape_of, take
+from ferryman.batch import Shape, bytes_in, shape_of, take
 from ferryman.cost.plan import Need, Plan
 from ferryman.cost.sizes import show_bytes
+from ferryman.relay.stash import IN_FLIGHT
 
-# A trial has this many micro-batches: while one runs, one comes back to the device and one leaves it.
-TRIAL = 3
+# A trial has this many micro-batches: while one runs, another comes back to the device and others leave it.
+TRIAL = 2 + IN_FLIGHT
 
-# Copies between device and host end when the link pleases, so the peak varies by a little.
+# For memory that a device's allocator gives back late, or rounds up.
 _SLACK = 0.04
 
 
@@ -89,6 +92,10 @@ class Fit:
         self._stash = stash
         self._measure = measure
         self._known: dict[Shape, Needs] = {}
+        # Of micro-batches that stay as they are, by what they consist of: the largest that were measured and the
+        # smallest that were found too large, each with its bytes.
+        self._measured: dict[Any, tuple[int, Trial]] = {}
+        self._refused: dict[Any, tuple[int, Need]] = {}
         self.last = 0  # bytes that the micro-batches of the last choice need
 
     def choose(self, batch: Any, size: int, count: int | None, fixed: int) -> Choice:
@@ -108,6 +115,35 @@ class Fit:
                 )
             return Choice(count, on_host)
         return self._largest(needs, size, room)
+
+    def place(self, part: Any, count: int, fixed: int) -> Choice:
+        """For `count` micro-batches that are not to be cut, of which `part` has most bytes: where the stash is."""
+        room, nbytes = self.budget - fixed, bytes_in(part)
+        kinds = shape_of(part).kinds if nbytes else count  # where no tensors are seen, the count must tell sizes apart
+        smallest, need = self._refused.get(kinds, (sys.maxsize, None))
+        if nbytes < smallest:
+            try:
+                return Choice(count, self._place_measured(part, nbytes, kinds, count, room))
+            except TooLargeError as error:
+                need = error.need
+                self._refused[kinds] = nbytes, need
+        assert need is not None
+        raise TooLargeError(
+            need,
+            f"micro-batches of {show_bytes(nbytes)} need {'' if need.is_all else 'more than '}"
+            f"{show_bytes(fixed + need.nbytes)} (the most in {need.where!r}) where memory={show_bytes(self.budget)}; "
+            "give smaller micro-batches (in a list, or by split=), or a larger budget",
+        )
+
+    def _place_measured(self, part: Any, nbytes: int, kinds: Any, count: int, room: int) -> bool:
+        largest, trial = self._measured.get(kinds, (-1, None))
+        if trial is None or nbytes > largest:
+            trial = self._measure([part] * TRIAL, room)
+            self._measured[kinds] = nbytes, trial
+        on_host = self._place(Needs(trial, trial), 1, count, room)
+        if on_host is None:
+            raise TooLargeError(self._need_of_one(trial, count))
+        return on_host
 
     def _largest(self, needs: Needs, size: int, room: int) -> Choice:
         """The largest micro-batches that fit: of a given size there is a smallest count."""
@@ -147,10 +183,12 @@ class Fit:
             if shape.within(known):
                 return needs
         one = self._measure([take(batch, 1)] * TRIAL, room)
-        if 2 * _padded(_highest(one.stretches).peak) <= room:
+        try:
             two = self._measure([take(batch, 2)] * TRIAL, room)
-        else:
-            two = Trial([Stretch(where, 2 * peak) for where, peak in one.stretches], 2 * one.stash)
+        except TooLargeError:
+            # More than the room, and at most twice what one sample needs.
+            two = Trial([Stretch(where, max(2 * peak, room + 1)) for where, peak in one.stretches], 2 * one.stash)
+            gc.collect()  # what the trial had is on the device as long as anything of its exception lives
         self._known[shape] = Needs(one, two)
         return self._known[shape]
 

@@ -16,23 +16,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from ferryman.cost.plan import Need, Plan
+from ferryman.cost.plan import Plan
 from ferryman.lanes import DeviceLane, Lanes
 from ferryman.marks import Mark
 from ferryman.relay.absent import Absent
-from ferryman.relay.calls import Call, Forward, refuse_mutable
-from ferryman.relay.fit import Stretch, TooLargeError, Trial
+from ferryman.relay.binding import adopt_assigned, bind, is_buffer
+from ferryman.relay.buffers import Bound, Buffers
+from ferryman.relay.calls import Call, Forward, refuse_caches
+from ferryman.relay.checksums import Checksums
+from ferryman.relay.evaluation import Evaluation, upcoming
 from ferryman.relay.gradient_slots import GradientSlots
+from ferryman.relay.guard import Guard
 from ferryman.relay.held import HeldWeights
+from ferryman.relay.observer import Observer
 from ferryman.relay.randomness import Randomness
 from ferryman.relay.rendezvous import Direction, MicroBatch, Surroundings
-from ferryman.relay.slots import WeightSlots, bind
+from ferryman.relay.slots import WeightSlots
 from ferryman.relay.stash import DeviceStash, HostStash, Stash
+from ferryman.relay.user_state import UserState
 from ferryman.server.server import Server
 from ferryman.units import Item, Unit
-
-# A trial may go this far beyond its room, to know what is needed if that is only a little too much.
-_BEYOND = 1.1
 
 
 class Relay:
@@ -40,83 +43,100 @@ class Relay:
 
     def __init__(self, plan: Plan, device: torch.device, server: Server, lanes: Lanes) -> None:
         self.randomness = Randomness(device)
+        self.state = UserState()
+        self.buffers = Buffers()
+        self.checksums = Checksums(device)
         self.kinds = sorted({"cpu", device.type})  # of devices that autocast may be on for
         self.anchor = torch.zeros((), device=device, requires_grad=True)
-        self._device = device
+        self.device = device
         self._units: list[Unit] = []
         self._residents = plan.residents
         self._server = server
-        self._lanes = lanes
-        self._compute, h2d, d2h = lanes.device("compute"), lanes.device("h2d"), lanes.device("d2h")
+        self.lanes = lanes
+        self.compute, h2d, d2h = lanes.device("compute"), lanes.device("h2d"), lanes.device("d2h")
         self._d2h = d2h
         kind = HeldWeights if plan.held else WeightSlots
-        self._weights = kind(device, plan.weight_slots, server, h2d, self._collect)
+        self.weights = kind(device, plan.weight_slots, server, h2d, self._collect)
         self._gradients = GradientSlots(device, plan.gradient_slots, server, h2d, d2h)
         self._resident_weights = WeightSlots(device, 1, server, h2d, self._collect_resident)
         self._resident_gradients = GradientSlots(device, 1, server, h2d, d2h)
         self._resident_weights.make_room_for([self._residents])
         self._resident_gradients.make_room_for([self._residents])
-        self._on_device = DeviceStash()
-        self._on_host = None
+        self._device_stash = DeviceStash()
+        self._host_stash: HostStash | None = None
+        self.evaluation = Evaluation(self)
         if device.type != "cpu":
             # On lanes of its own: those of units wait for the host at times, and compute must not wait with them.
-            self._on_host = HostStash(device, self._compute, lanes.device("stash in"), lanes.device("stash out"))
-        self.stash: Stash = self._on_device
-        self._absent: dict[Unit, list[tuple[Item, Absent]]] = {}
+            self._host_stash = HostStash(device, self.compute, lanes.device("stash in"), lanes.device("stash out"))
+        self.stash: Stash = self._device_stash
+        self.absent: dict[Unit, list[tuple[Item, Absent]]] = {}
         # Of the step that runs.
-        self._running: MicroBatch | None = None
+        self.running: MicroBatch | None = None
         self._batches: list[MicroBatch] = []
+        self._number = 0  # of runs so far
         self.for_good = False  # gradients cross for an update
+        self._observer: Observer | None = None
+        self._guard: Guard | None = None
         self._is_last = False  # the call that goes backward is the unit's last
-        self._buffers: list[tuple[Item, torch.Tensor]] = []  # of the unit on visit
+        self._present: list[tuple[Item, torch.Tensor]] = []  # the tensors of the unit on visit
         self._visited: Unit | None = None  # whose gradients are being added up
+        self._hooked: set[tuple[MicroBatch, Item]] = set()  # parameters whose hooks have run
         self._sums: dict[Item, torch.Tensor] = {}  # where gradients of the unit on visit are added up
         self._resident_sums: dict[Item, torch.Tensor] = {}
         self._open: dict[Unit, int] = {}  # calls whose backward is still to come
         self._latest: Call | None = None  # the last to go forward
         self._turning: set[nn.Module] = set()
         # Of the last step, for the next.
-        self._order: list[Unit] = []  # of visits
+        self.order: list[Unit] = []  # of visits
         self._turns: set[nn.Module] = set()  # whose backward followed their forward at once
-        # Of evaluations, outside steps.
-        self._evaluated: list[Unit] | None = None
-        self._evaluation_order: list[Unit] = []
-        # Of a trial.
-        self._stretches: list[Stretch] | None = None
-        self._floor = self._ceiling = 0  # of the device's memory: at its start, and as far as it may go
+        self._late: set[Unit] = set()  # units that were called in the backward, by reentrant checkpointing
+        self._resident_tensors: dict[Item, torch.Tensor] = {}  # on the device, in a step
         self.serve(plan)
+
+    @property
+    def host_stash(self) -> HostStash:
+        assert self._host_stash is not None, "the host itself has no budget"
+        return self._host_stash
 
     @property
     def fetches(self) -> int:
         """Units fetched so far."""
-        return self._weights.fetches
+        return self.weights.fetches
 
     def serve(self, plan: Plan) -> None:
         """Its units are there from now on, in the order of the model; the residents are those there were."""
         units = plan.units
-        self._weights.make_room_for(units)
+        self.weights.make_room_for(units)
         self._gradients.make_room_for(units)
-        self._server.serve(plan.in_forward_order, self._weights, plan.staging, held=plan.held)
+        self._server.serve(plan.in_forward_order, self.weights, plan.staging, held=plan.held)
         self._units = list(units)
         # A unit may have been renamed, so what is said of its tensors is made anew.
-        self._absent = {
-            unit: [(item, Absent(item.tensor, item.name, unit, self._device)) for item in unit.items] for unit in units
+        self.absent = {
+            unit: [(item, Absent(item.tensor, item.name, unit, self.device)) for item in unit.items] for unit in units
+        }
+        self._late.clear()
+        self._training = {unit for unit in units if any(p.requires_grad for m in unit.modules for p in m.parameters())}
+        inside = {unit: {module for top in unit.modules for module in top.modules()} for unit in units}
+        self._resident_buffers = {  # that belong to modules of units
+            unit: [i for i in self._residents.items if is_buffer(i) and any(p.module in inside[unit] for p in i.places)]
+            for unit in units
         }
         # The first guess at the visits to come; after a step it is known.
-        self._order = [*units, *reversed(units)]
-        self._evaluation_order = list(units)
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)  # memory that is new to lanes may still be in use elsewhere
+        self.order = [*units, *reversed(units)]
+        self.evaluation.expect(units)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # memory that is new to lanes may still be in use elsewhere
 
     def intercept(self, unit: Unit, module: nn.Module, forward: Forward) -> Forward:
         """What stands for a module's forward."""
 
         def relayed(*args: Any, **kwargs: Any) -> Any:
-            if self._running is not None:
-                refuse_mutable(unit, forward, args, kwargs)
-                return Call(self, self._running, unit, module, forward, (args, kwargs)).run()
-            if self._evaluated is not None:
-                return self._evaluate(unit, lambda: forward(*args, **kwargs))
+            if self.running is not None:
+                refuse_caches(unit, forward, args, kwargs)
+                self._check_late(unit)
+                return Call(self, self.running, unit, module, forward, args, kwargs).run()
+            if self.evaluation.runs:
+                return self.evaluation.call(unit, lambda: forward(*args, **kwargs))
             self._server.settle()
             return forward(*args, **kwargs)  # by itself, outside a step: on the host, with the host's weights
 
@@ -131,17 +151,25 @@ class Relay:
         for_good: bool = False,
         without: Collection[Unit] = (),
         between: Callable[[], None] = lambda: None,
+        in_turn: bool = False,
+        forward_only: bool = False,
+        observer: Observer | None = None,
+        guard: Guard | None = None,
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches, each of which returns its loss; returns the sum.
 
         `for_good`: the server updates weights with the gradients, else they are kept. `without`: units that will not
         be asked for this time. `between` is called between visits and may raise. The gradients are on their way to the
         host when it returns.
+
+        For trials: `in_turn` runs one micro-batch after the other, `forward_only` ends each with its loss, and an
+        `observer` is told what happens.
         """
         self.for_good = for_good
+        self._observer, self._guard = observer, guard
         for slots in (self._gradients, self._resident_gradients):
             slots.begin(for_good=for_good)
-        self.stash = self._on_host if stash_on_host and self._on_host is not None else self._on_device
+        self.stash = self._host_stash if stash_on_host and self._host_stash is not None else self._device_stash
         losses: dict[int, torch.Tensor] = {}
 
         def work(batch: MicroBatch) -> None:
@@ -151,58 +179,67 @@ class Relay:
                 if for_good:
                     self._send_loss(losses[batch.number])
                 batch.turned = True
-                loss.backward()
+                if not forward_only:
+                    loss.backward()
 
-        surroundings = Surroundings(self._device, self.randomness, self._compute, seed)
+        surroundings = Surroundings(self.device, self.randomness, self.compute, seed)
         visited: list[Unit] = []
-        order = [unit for unit in self._order if unit not in without]
-        with self._bound(), self._adding_up(), contextlib.ExitStack() as stack:
+        order = [unit for unit in self.order if unit not in without]
+        with (
+            self.bound(),
+            self._apart(losses, seed, exchange=not in_turn),
+            self._adding_up(),
+            contextlib.ExitStack() as stack,
+        ):
             batches = self._batches = [MicroBatch(number, work, surroundings) for number in range(len(works))]
             for batch in batches:
                 stack.callback(batch.abandon)
             self._turning.clear()
-            for batch in batches:
-                self._resume(batch)
-                self.stash.stow(batch)
-            while live := [batch for batch in batches if not batch.done]:
-                unit = self._pick(live)
-                visited.append(unit)
-                self._visit(unit, batches, _after(order, visited))
-                between()
-            with self._compute.occupy("add up losses"):
+            for group in [[batch] for batch in batches] if in_turn else [batches]:
+                for batch in group:
+                    self._resume(batch)
+                    self.stash.stow(batch)
+                while live := [batch for batch in group if not batch.done]:
+                    unit = self._pick(live)
+                    visited.append(unit)
+                    self._visit(unit, group, [] if in_turn else upcoming(order, visited))
+                    between()
+            with self.compute.occupy("add up losses"):
                 total = functools.reduce(torch.add, (losses[number] for number in range(len(works))))
                 for unit in self._gradients.held():
                     self._gradients.complete(unit)
                 self._resident_gradients.complete(self._residents)
-        if not without:
-            self._order, self._turns = visited, set(self._turning)
-        if self._device.type != "cpu":
-            total.record_stream(torch.accelerator.current_stream(self._device))  # where the caller will use it
+        if not without and not forward_only:
+            self._turns = set(self._turning)
+            if not in_turn:
+                self.order = visited
+        if self.device.type != "cpu":
+            total.record_stream(torch.accelerator.current_stream(self.device))  # where the caller will use it
         return total
 
-    def try_out(self, works: Sequence[Callable[[], torch.Tensor]], room: int) -> Trial:
-        """A step that leaves nothing behind, but what it has needed on the device; the stash is on the host.
+    @contextlib.contextmanager
+    def trying(self, *, check: bool) -> Iterator[None]:
+        """Within, a run leaves nothing behind on host or device, but what it has taught. `check`: the second runs of
+        calls are compared with the first, and it is noted which buffers are edited."""
+        trace, self.lanes.trace, fetches = self.lanes.trace, None, self.weights.fetches
+        self.checksums.begin(on=True)  # also where nobody looks at them: they take memory
+        buffers = self.buffers.learning() if check else self.buffers.ignoring()
+        try:
+            with self._gradients.discarding(), self._resident_gradients.discarding(), buffers:
+                yield
+                self.lanes.wait()
+        finally:
+            # The device's copies of buffers may have been edited.
+            self.weights.forget(everything=any(is_buffer(item) for unit in self._units for item in unit.items))
+            self.lanes.trace = trace
+            if check:
+                self.weights.fetches = fetches
+            else:
+                self.checksums.begin(on=False)
 
-        It is given up, with a TooLargeError, when it has needed more than `room`.
-        """
-        assert self._on_host is not None, "the host itself has no budget"
-        known = self._order
-        for _ in range(2):  # the second knows where the turn is, and keeps its graph
-            self._on_host.reset_peak()
-            self._stretches = []
-            before = torch.accelerator.memory_allocated(self._device)
-            self._floor, self._ceiling = before, before + int(room * _BEYOND)
-            try:
-                with self._gradients.discarding(), self._resident_gradients.discarding():
-                    self.run(works, seed=0, stash_on_host=True)
-                    self._lanes.wait()
-                stretches = [Stretch(where, peak - before) for where, peak in self._stretches]
-            finally:
-                self._stretches = None
-            if self._order == known:
-                break
-            known = self._order
-        return Trial(stretches, self._on_host.peak // len(works))
+    def edited_buffers(self) -> dict[str, Any]:
+        """Buffers of units that the units edit, as they are on the host."""
+        return {item.name: item.tensor.detach().to(torch.float64, copy=True) for item in self.buffers.edited}
 
     def finish(self) -> None:
         """Blocks until all gradients are on the host."""
@@ -211,12 +248,18 @@ class Relay:
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         """These tensors were made for the micro-batch that runs."""
-        assert self._running is not None
-        self.stash.know(self._running, tensors)
+        assert self.running is not None
+        self.stash.know(self.running, tensors)
+
+    def adopt_residents(self) -> None:
+        """Resident buffers may have been assigned."""
+        for item, tensor in self._resident_tensors.items():
+            if is_buffer(item):
+                adopt_assigned(item, tensor)
 
     def recover(self) -> None:
         """After a failure, when no lane has work any more: what failed is not waited for."""
-        self._weights.forget(everything=True)
+        self.weights.forget(everything=True)
         self._resident_weights.forget()
         self._gradients.forget_marks()
         self._resident_gradients.forget_marks()
@@ -231,7 +274,7 @@ class Relay:
 
     def take_gradient(self, unit: Unit, item: Item) -> None:
         """The user has put a gradient into the store's memory."""
-        (self._resident_gradients if unit is self._residents else self._gradients).take(unit, item, self._lanes.here())
+        (self._resident_gradients if unit is self._residents else self._gradients).take(unit, item, self.lanes.here())
 
     def clear_gradients_of(self, items: Sequence[Item]) -> None:
         self._gradients.clear_of(items)
@@ -241,74 +284,74 @@ class Relay:
         self._gradients.clear()
         self._resident_gradients.clear()
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within, without gradients and outside a step, units come to the device as the model calls them.
-
-        On the caller's own stream: what the model returns or caches is used there.
-        """
-        self._evaluated = []
-        try:
-            with self._bound():
-                self._compute.here().precede_caller()
-                try:
-                    yield
-                finally:
-                    self._compute.follow(self._lanes.here())
-        finally:
-            self._evaluation_order, self._evaluated = self._evaluated, None
-
-    def _evaluate(self, unit: Unit, work: Callable[[], Any]) -> Any:
-        assert self._evaluated is not None
-        self._evaluated.append(unit)
-        slot, ready = self._weights.enter(unit, _after(self._evaluation_order, self._evaluated))
-        for mark in ready:
-            mark.precede_caller()
-        bind(self._weights.tensors(unit, slot))
-        try:
-            return work()
-        finally:
-            bind(self._absent[unit])
-            self._weights.leave(slot, self._lanes.here())
-
     def close(self) -> None:
         """Gives the device's memory back."""
-        if self._on_host is not None:
-            self._on_host.close()
-        for slots in (self._weights, self._gradients, self._resident_weights, self._resident_gradients):
+        if self._host_stash is not None:
+            self._host_stash.close()
+        for slots in (self.weights, self._gradients, self._resident_weights, self._resident_gradients):
             slots.close()
 
-    # What calls tell.
+    # What calls ask and tell.
 
     def turns_at(self, module: nn.Module) -> bool:
         return module in self._turns
 
-    def buffer_versions(self) -> list[int]:
-        """Of the unit on visit: a buffer that it edits would be edited again by its second run."""
-        return [tensor._version for _, tensor in self._buffers]
+    def trains(self, unit: Unit) -> bool:
+        """Whether any parameter that its modules use trains, also one that is resident."""
+        return unit in self._training
 
-    def edited_buffer(self, before: list[int]) -> str | None:
-        """The name of a buffer that was edited since."""
-        changed = [item.name for (item, t), version in zip(self._buffers, before, strict=True) if t._version != version]
-        return changed[0] if changed else None
+    def opened(self, unit: Unit) -> Callable[[], None]:
+        """A call's backward may come from now on; what is returned is called when it cannot come any more."""
+        self._open[unit] = self._open.get(unit, 0) + 1
+        number = self._number
+
+        def released() -> None:
+            if self._number == number:  # else its step is over
+                self._open[unit] -= 1
+
+        return released
+
+    @contextlib.contextmanager
+    def present(self, unit: Unit, *, adopt: bool) -> Iterator[None]:
+        """Within, the modules of the unit on visit have the device's tensors; to `adopt`, buffers that they assign
+        count."""
+        bind(self._present)
+        try:
+            yield
+            if adopt:
+                self.buffers.adopt()
+        finally:
+            bind(self.absent[unit])
+            for item in self._resident_buffers[unit]:
+                bind([(item, self._resident_tensors[item])])
 
     def went_forward(self, call: Call) -> None:
-        self._open[call.unit] = self._open.get(call.unit, 0) + 1
         if self._latest is not None:
             self._latest.drop_graph()  # another call came between: one graph at most is kept
         self._latest = call
 
-    def goes_backward(self, call: Call) -> None:
+    def goes_backward(self, call: Call, *, accumulate: bool) -> None:
         if self._latest is call:
             self._turning.add(call.module)
-        self._is_last = self._open[call.unit] == 1 and self._all_turned()
+        if not accumulate:
+            return
+        self._is_last = self._open[call.unit] == 1 and self._all_turned() and call.unit not in self._late
         if not self._sums and call.unit.trained:
             self._visited = call.unit
             self._sums, ready = self._gradients.enter(call.unit)
-            self._compute.follow(*ready)
+            self.compute.follow(*ready)
 
-    def went_backward(self, call: Call) -> None:
-        self._open[call.unit] -= 1
+    def _check_late(self, unit: Unit) -> None:
+        """A unit that is called in the backward, by checkpointing with use_reentrant=True, may have gradients still to
+        come when all of its calls are over; so they must not cross for good before the end."""
+        assert self.running is not None
+        if self.running.turned and unit not in self._late:
+            if self.for_good:
+                raise ValueError(
+                    f"the unit {unit.name!r} is called in the backward, by torch.utils.checkpoint, and was not in the "
+                    "first step. The engine runs units again by itself: switch checkpointing off"
+                )
+            self._late.add(unit)
 
     def _all_turned(self) -> bool:
         """Whether no micro-batch will go forward any more."""
@@ -317,20 +360,21 @@ class Relay:
     # The driver.
 
     def _resume(self, batch: MicroBatch) -> None:
-        self._running = batch
-        if self._stretches is not None:
-            where = "the start" if batch.wish is None else batch.wish.unit.name
-            torch.accelerator.reset_peak_memory_stats(self._device)
+        observer = self._observer
+        if observer is not None:
+            observer.resumes(batch)
+        if self.state:
+            with self.compute.current():
+                self.state.enter(batch.number)
+        self.running = batch
         try:
             batch.resume()
         finally:
-            self._running = None
+            self.running = None
         self._look_at_memory()
-        if self._stretches is not None:
-            peak = torch.accelerator.max_memory_allocated(self._device)
-            if peak > self._ceiling:
-                raise TooLargeError(Need(peak - self._floor, where, is_all=False))
-            self._stretches.append(Stretch(where, peak))
+        if observer is not None:
+            with self.compute.current():
+                observer.parked(batch)
 
     def _pick(self, live: Sequence[MicroBatch]) -> Unit:
         wishes = [batch.wish for batch in live if batch.wish is not None]
@@ -340,70 +384,120 @@ class Relay:
         return max((wish.unit for wish in wishes), key=self._units.index)
 
     def _visit(self, unit: Unit, batches: Sequence[MicroBatch], upcoming: Sequence[Unit]) -> None:
-        slot, ready = self._weights.enter(unit, upcoming)
+        slot, ready = self.weights.enter(unit, upcoming)
         finished = False
         try:
             backward = self._all_turned()
-            with self._compute.occupy(f"visit {unit.name}", after=ready) as mark:
+            with self.compute.occupy(f"visit {unit.name}", after=ready) as mark:
                 self._look_at_memory()
-                tensors = self._weights.tensors(unit, slot)
-                self._buffers = [pair for pair in tensors if not isinstance(pair[1], nn.Parameter)]
-                bind(tensors)
+                self._present = self.weights.tensors(unit, slot)
+                self.buffers.visit(self._buffers_of(unit))
                 guests = [batch for batch in batches if batch.wish is not None and batch.wish.unit is unit]
                 for batch, after in zip(guests, [*guests[1:], None], strict=True):
                     self.stash.restore(batch)
                     if after is not None:
                         self.stash.restore(after)  # beside the compute of this one
-                    self.stash.follow(batch)
                     while batch.wish is not None and batch.wish.unit is unit:
+                        self.stash.restore(batch)  # of a second call, others may have left since the first
+                        self.stash.follow(batch)
                         self._resume(batch)
                     self.stash.stow(batch)
                 direction = "backward" if backward else "turn" if self._all_turned() else "forward"
                 mark.label += f" ({direction})"
-                if finished := not self._open.get(unit) and (not self.for_good or self._all_turned()):
+                if finished := self._is_finished(unit):
                     self._gradients.complete(unit)
+                edited = self.buffers.leave()
+            if edited:
+                self.write_back([pair for pair in edited if pair[0] in unit.items], self.compute.here())
         finally:
-            bind(self._absent[unit])
+            self._present = []
             self._sums = {}
             if self._latest is not None:
                 self._latest.drop_graph()
                 self._latest = None
-            end = self._compute.here()  # also of a visit that failed: what it launched still uses the slots
-            self._weights.leave(slot, end)
+            end = self.compute.here()  # also of a visit that failed: what it launched still uses the slots
+            self.weights.leave(slot, end)
             self._gradients.leave(unit, end, finished=finished)
 
+    def _is_finished(self, unit: Unit) -> bool:
+        """Whether the unit's backward is over, so that its gradients can cross."""
+        if self._open.get(unit) or (self.for_good and (not self._all_turned() or unit in self._late)):
+            return False
+        if self._guard is not None and self._all_turned():
+            self._guard.check()  # the first weights are about to change, or gradients to be kept
+        return True
+
+    def _buffers_of(self, unit: Unit) -> list[Bound]:
+        own = [(item, tensor) for item, tensor in self._present if is_buffer(item)]
+        return own + [(item, self._resident_tensors[item]) for item in self._resident_buffers[unit]]
+
     @contextlib.contextmanager
-    def _bound(self) -> Iterator[None]:
+    def _apart(self, losses: dict[int, torch.Tensor], seed: int, *, exchange: bool) -> Iterator[None]:
+        """For a step: each micro-batch has its own of the user's variables."""
+        observer = self._observer
+        self._hooked.clear()
+        try:
+            if observer is not None:
+                with self.compute.current():
+                    observer.begin()
+            if self._guard is not None:
+                self._guard.begin()
+            with self.compute.current():
+                self.state.begin(seed, exchange=exchange)
+            try:
+                yield
+            except BaseException:
+                self.state.end(undo=True)
+                self.buffers.undo()
+                raise
+            with self.compute.current():
+                self.state.end()
+                self.stash.bring_back()
+                self.adopt_residents()
+                if observer is None:
+                    self.buffers.keep()
+                else:
+                    observer.end(losses)
+        finally:
+            if observer is not None:
+                with self.compute.current():
+                    observer.undo()
+
+    @contextlib.contextmanager
+    def bound(self) -> Iterator[None]:
         """For a step: residents on the device, all units absent; afterwards the model has the host's tensors again."""
-        self._weights.forget()
+        self.weights.forget()
         self._resident_weights.forget()
-        self._compute.follow(self._lanes.here())
+        self.compute.follow(self.lanes.here())
         slot, ready = self._resident_weights.enter(self._residents, ())
-        self._compute.follow(*ready)
+        self.compute.follow(*ready)
         present = self._resident_weights.tensors(self._residents, slot)
+        self._resident_tensors = dict(present)
         versions = [tensor._version for _, tensor in present]
         try:
             bind(present)
             for unit in self._units:
-                bind(self._absent[unit])
+                bind(self.absent[unit])
             yield
         finally:
             for unit in (*self._units, self._residents):
                 bind([(item, item.tensor) for item in unit.items])
-            end = self._compute.here()
+            end = self.compute.here()
             end.precede_caller()
             edited = [pair for pair, version in zip(present, versions, strict=True) if pair[1]._version != version]
-            self._write_back(edited, end)
+            self.write_back(edited, end)
+            self._resident_tensors = {}  # whose hooks refer to the relay
             self._resident_weights.leave(slot, end)
+            self._number += 1
             self._open.clear()
-            self._latest = None
+            self._latest = self._observer = self._guard = None
             self.stash.forget()
 
     @contextlib.contextmanager
     def _adding_up(self) -> Iterator[None]:
         """For a step: residents have a slot for their gradients; afterwards all gradients are on their way."""
         self._resident_sums, ready = self._resident_gradients.enter(self._residents)
-        self._compute.follow(*ready)
+        self.compute.follow(*ready)
         try:
             yield
         except BaseException:
@@ -413,49 +507,55 @@ class Relay:
         finally:
             self._resident_sums = {}
             for slots in (self._gradients, self._resident_gradients):
-                slots.flush_all(self._compute.here())
+                slots.flush_all(self.compute.here())
 
     def _send_loss(self, loss: torch.Tensor) -> None:
         """To the server, which refuses to update with gradients of a loss that is not finite."""
         target, source = self._server.looks.receive_loss(), loss.float().view(1)
         if isinstance(self._d2h, DeviceLane):
             source.record_stream(self._d2h.stream)
-        mark = self._d2h.copy([(target, source)], after=[self._compute.here()], label="loss")
+        mark = self._d2h.copy([(target, source)], after=[self.compute.here()], label="loss")
         self._server.looks.expect_loss(target, mark)
 
-    def _write_back(self, edited: Sequence[tuple[Item, torch.Tensor]], end: Mark) -> None:
+    def write_back(self, edited: Sequence[tuple[Item, torch.Tensor]], end: Mark) -> None:
         """What the user's code has changed in residents, such as a count in a buffer, goes to the host."""
         for item, tensor in edited:
             if tensor.device.type == "cpu":
                 continue  # it is the host's own
-            after = [end, self._lanes.here()]  # evaluations run on the caller's own stream
+            after = [end, self.lanes.here()]  # evaluations run on the caller's own stream
             copies = [(item.tensor.data, tensor.detach())]
             self._d2h.copy(copies, after=after, label=f"write back {item.name}").wait()
 
     def _look_at_memory(self) -> None:
-        if self._lanes.trace is not None:
-            self._lanes.trace.look_at_memory()
+        if self.lanes.trace is not None:
+            self.lanes.trace.look_at_memory()
 
     def _collect(self, item: Item, parameter: torch.Tensor) -> None:
         assert self._visited is not None
         self._look_at_memory()  # the call's graph is there
-        self._gradients.add(self._visited, item, self._sums[item], _take(parameter), last=self._is_last)
+        gradient = self._take(item, parameter)
+        self._gradients.add(self._visited, item, self._sums[item], gradient, last=self._is_last)
 
     def _collect_resident(self, item: Item, parameter: torch.Tensor) -> None:
-        self._resident_gradients.add(self._residents, item, self._resident_sums[item], _take(parameter), last=False)
+        gradient = self._take(item, parameter)
+        self._resident_gradients.add(self._residents, item, self._resident_sums[item], gradient, last=False)
 
-
-def _after(order: Sequence[Unit], visited: Sequence[Unit]) -> Sequence[Unit]:
-    """What was visited last time after the point where this time stands."""
-    at = len(visited)
-    if at > len(order) or order[at - 1] is not visited[-1]:
-        # Another way than last time: go on from the next visit to this unit, if there is one.
-        later = [i for i in range(at - 1, len(order)) if order[i] is visited[-1]]
-        at = later[0] + 1 if later else len(order)
-    return order[at:]
-
-
-def _take(parameter: torch.Tensor) -> torch.Tensor:
-    gradient, parameter.grad = parameter.grad, None
-    assert gradient is not None, "autograd calls this when it has put a gradient there"
-    return gradient
+    def _take(self, item: Item, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter's gradient of one call, after the hooks that the user has put on the parameter."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None, "autograd calls this when it has put a gradient there"
+        assert self.running is not None
+        if hooks := item.tensor._backward_hooks:
+            if (self.running, item) in self._hooked:
+                raise ValueError(
+                    f"{item.name!r} has a hook on its gradient (register_hook) and is used by several calls in one "
+                    "backward. Plain PyTorch would run the hook once, on their sum, which is never there as a whole. "
+                    "Edit the gradient between engine.forward_backward() and engine.update()"
+                )
+            self._hooked.add((self.running, item))
+            for hook in list(hooks.values()):
+                if (changed := hook(gradient)) is not None:
+                    gradient = changed
+        if self._observer is not None:
+            self._observer.gradient(self.running, item, gradient)
+        return gradient

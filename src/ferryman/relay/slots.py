@@ -147,7 +147,7 @@ class WeightSlots:
         if (unit, slot) not in self._bound:
             flat = self._server.store.weights(unit) if self._in_place else self._memory[slot]
             with torch.inference_mode(False):  # they outlive the evaluation that they may be made in
-                self._bound[unit, slot] = [(item, self._as_member(item, item.view(flat))) for item in unit.items]
+                self._bound[unit, slot] = [(item, self._as_member(item, item.view(flat).data)) for item in unit.items]
         return self._bound[unit, slot]
 
     def close(self) -> None:
@@ -174,9 +174,3 @@ class WeightSlots:
 
     def _submitted(self, unit: Unit, slot: int, mark: Mark) -> None:
         self._held[slot], self._ready[slot] = unit, mark
-
-
-def bind(tensors: Sequence[tuple[Item, torch.Tensor]]) -> None:
-    for item, tensor in tensors:
-        for place in item.places:
-            place.bind(tensor)

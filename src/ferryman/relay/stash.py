@@ -14,6 +14,13 @@ stowed and restored with it. A micro-batch owns the storages that came to be in 
 and the results of operators between calls, which a dispatch mode sees. The mode also sees what those operators use, so
 a tensor that one micro-batch has made and another one uses (a table that a module has cached) comes back in time, and
 is left alone from then on. Within units the mode is off: it costs microseconds an operator.
+
+Note [The window]
+A storage can be emptied only when its copy to the host has ended, and a slow link ends copies late. Were storages
+emptied whenever their copies happen to end, the peak of device memory would depend on the link. So at most `IN_FLIGHT`
+copies are in the *window*, in the order in which they were submitted, and a storage is emptied when its copy leaves the
+window, never before. What is on the device is then a function of the program alone: a trial measures what every later
+step needs.
 """
 
 from __future__ import annotations
@@ -34,8 +41,8 @@ from ferryman.relay.rendezvous import MicroBatch
 
 _SMALL = 64  # bytes; less is not worth a copy
 
-# Copies to the host that may be under way at once. Their device memory comes back when they end.
-_IN_FLIGHT = 2
+# Copies to the host that may be under way at once. Their device memory comes back later: see Note [The window].
+IN_FLIGHT = 2
 
 
 class Stashed(Protocol):
@@ -64,8 +71,14 @@ class Stash(Protocol):
     def follow(self, batch: MicroBatch) -> None:
         """The micro-batch runs now: compute comes after what is being brought back."""
 
+    def use(self, batch: MicroBatch, tensor: torch.Tensor) -> None:
+        """The micro-batch is about to use a tensor, which may be on the host, or another one's."""
+
+    def bring_back(self) -> None:
+        """The step is over: what the user still holds is on the device again."""
+
     def forget(self) -> None:
-        """The step is over."""
+        """Nothing of the step is needed any more."""
 
     def close(self) -> None: ...
 
@@ -98,6 +111,12 @@ class DeviceStash:
         pass
 
     def follow(self, batch: MicroBatch) -> None:
+        pass
+
+    def use(self, batch: MicroBatch, tensor: torch.Tensor) -> None:
+        pass
+
+    def bring_back(self) -> None:
         pass
 
     def forget(self) -> None:
@@ -160,6 +179,13 @@ class _Cargo:
         return torch.empty(0, dtype=torch.uint8, device=self.alias.device).set_(self.storage())
 
 
+class _Leaving(NamedTuple):
+    """A copy in the window. The reference to the cargo keeps its device memory until the copy has ended."""
+
+    cargo: _Cargo
+    copy: _Copy
+
+
 class _Geometry(NamedTuple):
     dtype: torch.dtype
     size: torch.Size
@@ -197,7 +223,7 @@ class HostStash:
         self._apart: dict[int, _Cargo] = {}  # shared by several micro-batches
         self._spare: dict[int, list[tuple[torch.Tensor, Mark | None]]] = {}  # pinned memory, by size
         self._memory: list[PinnedMemory] = []  # all of it
-        self._under_way: deque[Mark] = deque()
+        self._window: deque[_Leaving] = deque()  # see Note [The window]
         self._copied = _Level()
 
     @property
@@ -219,7 +245,6 @@ class HostStash:
                 self._owners[storage._cdata] = batch
 
     def use(self, batch: MicroBatch, tensor: torch.Tensor) -> None:
-        """The micro-batch is about to use a tensor, which may be on the host, or another one's."""
         key = tensor.untyped_storage()._cdata
         owner = self._owners.get(key)
         if owner is None:
@@ -237,6 +262,13 @@ class HostStash:
             self._compute.follow(cargo.ready)
             cargo.ready = None
 
+    def edit(self, tensor: torch.Tensor) -> None:
+        """The micro-batch is about to edit a tensor in place, which a copy to the host may still be reading."""
+        key = tensor.untyped_storage()._cdata
+        for cargo, copy in self._window:
+            if cargo.storage()._cdata == key and copy.landed is not None:
+                self._compute.follow(copy.landed)
+
     def keep(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
         cargo = self._cargo.get(batch, {}).get(tensor.untyped_storage()._cdata)
         if cargo is None:  # small, or on another device
@@ -249,11 +281,12 @@ class HostStash:
 
     def stow(self, batch: MicroBatch) -> None:
         for key, cargo in list(self._cargo.get(batch, {}).items()):
-            if batch.done or not cargo.is_held():
+            if not cargo.is_held() or (batch.done and cargo.present):
                 self._drop(batch, key)
             elif cargo.present:
-                self._copy_of(cargo)
-                self._empty(cargo)
+                cargo.present = False
+                if not self._is_leaving(self._copy_of(cargo)):
+                    cargo.storage().resize_(0)
 
     def restore(self, batch: MicroBatch) -> None:
         mine = self._cargo.get(batch, {})
@@ -267,11 +300,21 @@ class HostStash:
                 self._compute.follow(cargo.ready)
                 cargo.ready = None
 
+    def bring_back(self) -> None:
+        for cargo in [cargo for owned in self._cargo.values() for cargo in owned.values()]:
+            if cargo.is_held() and not cargo.present:
+                self._fill(cargo)
+            if cargo.ready is not None:
+                self._compute.follow(cargo.ready)
+                cargo.ready = None
+
     def forget(self) -> None:
+        for leaving in self._window:  # the step is over, so here the allocator may wait for the copies' ends
+            leaving.cargo.alias.record_stream(self._d2h.stream)
+        self._window.clear()
         self._cargo.clear()
         self._owners.clear()
         self._apart.clear()
-        self._under_way.clear()
 
     def close(self) -> None:
         self.forget()
@@ -298,7 +341,11 @@ class HostStash:
 
     def _fill(self, cargo: _Cargo) -> None:
         copy = cargo.copy
-        assert copy is not None, "what was emptied was copied before"
+        assert copy is not None, "what was stowed was copied before"
+        cargo.present = True
+        if self._is_leaving(copy):  # the bytes are still there
+            cargo.ready = copy.landed
+            return
 
         def work() -> None:
             cargo.storage().resize_(cargo.nbytes)
@@ -307,7 +354,6 @@ class HostStash:
             flat.record_stream(self._compute.stream)  # the user's code may let go of it at any time
 
         cargo.ready = self._fetch(copy, work)
-        cargo.present = True
 
     def _fetch(self, copy: _Copy, work: Work) -> Mark:
         assert copy.landed is not None
@@ -315,16 +361,16 @@ class HostStash:
         copy.fetched = self._h2d.submit(work, after=[copy.landed], label="restore stash", nbytes=nbytes)
         return copy.fetched
 
-    def _empty(self, cargo: _Cargo) -> None:
-        """Gives its device memory back, once the copy of it is issued; the allocator waits for the copy's end."""
-        copy = cargo.copy
-        assert copy is not None, "what is emptied was copied before"
+    def _is_leaving(self, copy: _Copy) -> bool:
+        return any(leaving.copy is copy for leaving in self._window)
+
+    def _settle(self, leaving: _Leaving) -> None:
+        """The copy leaves the window: waits for its end, and empties the storage if the micro-batch is still parked."""
+        cargo, copy = leaving
         assert copy.landed is not None
-        cargo.present = False
-        if copy.landed.issued():
+        copy.landed.wait()
+        if not cargo.present and cargo.copy is copy:
             cargo.storage().resize_(0)
-        else:
-            self._d2h.submit(lambda: cargo.storage().resize_(0), after=[copy.landed], label="empty stash")
 
     def _copy_of(self, cargo: _Cargo) -> _Copy:
         """The host's copy of what the storage has now."""
@@ -341,16 +387,15 @@ class HostStash:
             memory, free = self._memory[-1].bytes, None
         copy = cargo.copy = _Copy(memory, version, spare, self._copied)
         flat = cargo.flat()
-        flat.record_stream(self._d2h.stream)
         copy.landed = self._d2h.submit(
             lambda: memory.copy_(flat, non_blocking=True),
             after=[mark for mark in (self._compute.here(), free) if mark is not None],
             label="stow stash",
             nbytes=cargo.nbytes,
         )
-        self._under_way.append(copy.landed)
-        while len(self._under_way) > _IN_FLIGHT:
-            self._under_way.popleft().wait()
+        self._window.append(_Leaving(cargo, copy))
+        while len(self._window) > IN_FLIGHT:
+            self._settle(self._window.popleft())
         return copy
 
 
@@ -367,6 +412,8 @@ class _Watch(TorchDispatchMode):
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for tensor in given:
             self._stash.use(self._batch, tensor)
+            if function._schema.is_mutable:
+                self._stash.edit(tensor)
         result = function(*args, **(kwargs or {}))
         storages = {tensor.untyped_storage()._cdata for tensor in given}
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

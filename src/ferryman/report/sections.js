@@ -44,11 +44,13 @@ function figure(name, value, unit, more, share = null) {
   const inStep = (name) => RANKS.reduce((sum, rank) => sum + (rank.accounts[rank.typical][name] || 0), 0);
   const peak = highestPeak === null ? ["–", "", facts.device === "cpu" ? "on the CPU the device is the host" : "was not recorded"]
     : [...showBytes(highestPeak).split(" "), budget ? `${showPercent(highestPeak / budget)} of the budget of ${showBytes(budget)}` : "no budget was set"];
+  const beyond = highestPeak !== null && budget && highestPeak > budget
+    ? make("div", { class: "tag", role: "alert" }, `Warning: ${showBytes(highestPeak - budget)} above the budget. Tensors that your own code keeps on the device count here, too.`) : null;
   byId("headline").append(
     figure("Step time", time, unit, lead.seconds === null ? "no steps were recorded" : `median of ${count} step${count === 1 ? "" : "s"}${count > 1 ? ", without the first" : ""}${thinned}`),
     figure("Throughput", rate ? digits(rate[1]) : "–", rate ? `${rate[0]}/s` : "", rate
       ? `${showCount(inStep(rate[0]))} ${rate[0]} a step, ${inStep("micro_batches")} micro-batch${inStep("micro_batches") === 1 ? "" : "es"}${RANKS.length > 1 ? ", all ranks" : ""}` : "samples are not known"),
-    figure(RANKS.length > 1 ? "Device memory, highest peak" : "Device memory, peak", peak[0], peak[1], peak[2], highestPeak !== null && budget ? highestPeak / budget : null),
+    figure(RANKS.length > 1 ? "Device memory, highest peak" : "Device memory, peak", peak[0], peak[1], make("span", {}, peak[2], beyond), highestPeak !== null && budget ? highestPeak / budget : null),
     figure(bound ? "Bounded by" : "Busiest", busiest ? resourceName(busiest) : "–", "", busiest
       ? `${several}busy for ${showPercent(share)} of the ${lead.has_steps ? "step" : "trace"}${bound ? "" : "; nothing fills it"}${besides()}` : "nothing ran", busiest ? share : null),
   );

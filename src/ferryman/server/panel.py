@@ -1,8 +1,9 @@
 """The user's torch optimizer, as a control panel: its groups say what happens to each parameter, and are read anew for
-every update. Its own state stays empty; the server keeps it."""
+every update. The server keeps its state, and shows it to whoever looks at `optimizer.state`."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ferryman.server import rules
 from ferryman.server.rules import Group, Rule
+from ferryman.server.served_state import ServedState, State
 from ferryman.units import Item
 
 # Elementwise, and left to torch itself: without a compiled form, or with options that theirs has not.
@@ -42,7 +44,8 @@ class Panel:
         self.optimizer = optimizer
         self._model = model
         self._groups: dict[int, int] = {}  # by parameter, as of the last look
-        self._hooks: list[RemovableHandle] = []
+        self._hook: RemovableHandle | None = None
+        self._served: ServedState | None = None  # while an engine has the optimizer
         self._rules = [_rule_of(optimizer, group) for group in optimizer.param_groups]
         self.look()
 
@@ -101,17 +104,44 @@ class Panel:
         return self._rules[self._groups[id(item.tensor)]]
 
     def watch(self, show: Callable[[], None]) -> None:
-        """While an engine has the optimizer: `show` puts its state where `state_dict` looks for it."""
-        self._hooks = [
-            self.optimizer.register_step_pre_hook(_refuse_step),
-            self.optimizer.register_state_dict_pre_hook(lambda _: show()),
-            self.optimizer.register_state_dict_post_hook(lambda optimizer, _: optimizer.state.clear()),
-        ]
+        """While an engine has the optimizer: `show` gives (`give_state`) what the server has of each parameter."""
+        self._hook = self.optimizer.register_step_pre_hook(_refuse_step)
+        self._served = ServedState(show)
+        self.hide_states()
+
+    @property
+    def shows_states(self) -> bool:
+        """Whether `optimizer.state` is the user's: they have looked at it, or put another in its place, as
+        `load_state_dict` does."""
+        return self._served is not None and (self._served.is_shown or self.optimizer.state is not self._served)
+
+    def hide_states(self) -> None:
+        """The server has taken what was shown; what it knows nothing of stays, such as the state of frozen ones."""
+        assert self._served is not None
+        if self.optimizer.state is not self._served:
+            left = dict(self.optimizer.state)
+            dict.clear(self._served)
+            dict.update(self._served, left)
+            self.optimizer.state = self._served
+        self._served.is_shown = False
+
+    # Past `ServedState`, which would show what the server has.
+
+    def take_state(self, parameter: torch.Tensor) -> State | None:
+        """Out of `optimizer.state`; None if there is nothing."""
+        found: State | None = dict.pop(self.optimizer.state, parameter, None)
+        return found
+
+    def give_state(self, parameter: torch.Tensor, state: State) -> None:
+        dict.__setitem__(self.optimizer.state, parameter, state)
 
     def release(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        if self._hook is not None:
+            self._hook.remove()
+        if self._served is not None and self.optimizer.state is self._served:
+            self._served.is_shown = True  # nothing more is to be shown
+            self.optimizer.state = defaultdict(dict, self._served)
+        self._served = None
 
     def stepped(self) -> None:
         """Tells torch's schedulers that a step was made, so that they do not warn of a wrong order."""

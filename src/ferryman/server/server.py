@@ -142,7 +142,7 @@ class Server:
     def follow_user(self, panel: Panel) -> None:
         """What has been changed since the last update: groups, weights in place, the optimizer's state."""
         panel.look()
-        if panel.optimizer.state or self.store.edited:
+        if panel.shows_states or self.store.edited:
             self.bring_home()
         self._updates.forget_weights()
         self.store.follow_edits()

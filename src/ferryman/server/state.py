@@ -133,24 +133,44 @@ class UnitState:
             dtype, at = master_dtype(item.dtype), mine.at * master_itemsize(unit)
             end = at if dtype is None else at + mine.size * dtype.itemsize
             self._master[item] = None if dtype is None else self._masters.bytes[at:end].view(dtype)
-            if (rule := panel.rule(item)) is not None:
-                for state in self._states_of(item, rule):
-                    state.fill_(rule.start(panel.group(item)))
+            self._start(item)
         self.take_states()
 
-    def take_states(self) -> None:
-        """What torch's optimizer has of the tensors: from a checkpoint, or from training without an engine."""
+    def take_states(self, *, shown: bool = False) -> None:
+        """What torch's optimizer has of the tensors: from a checkpoint, or from training without an engine.
+
+        `shown`: what the server has was there, or another state in its place, so tensors without an entry start anew.
+        """
         for item in self._steps:
-            theirs = self._panel.optimizer.state.pop(item.tensor, None)
+            theirs = self._panel.take_state(item.tensor)
             if not theirs:
+                if shown:
+                    self._start(item)
                 continue
+            rule = self._panel.rule(item)
+            if rule is None and theirs is self.kept_by_torch(item):
+                continue  # it is what torch goes on with
             self._theirs[item] = theirs
             self._torch.pop(item, None)  # it is made anew, with this
-            rule = self._panel.rule(item)
-            if rule is not None and all(isinstance(theirs.get(name), torch.Tensor) for name in rule.states):
+            if rule is None:
+                continue
+            if all(isinstance(theirs.get(name), torch.Tensor) for name in rule.states):
                 for name, state in zip(rule.states, self._states_of(item, rule), strict=True):
-                    state.copy_(theirs[name].reshape(-1)[self._parts[item].elements])
+                    value = theirs[name].reshape(-1)[self._parts[item].elements]
+                    if value.data_ptr() != state.data_ptr():  # else it was shown, and edited in place if at all
+                        state.copy_(value)
                 self._steps[item] = int(theirs.get("step", 1))
+            elif shown:
+                self._start(item)
+
+    def _start(self, item: Item) -> None:
+        """As an optimizer has it before its first step."""
+        self._steps[item] = 0
+        self._torch.pop(item, None)
+        self._theirs.pop(item, None)
+        if (rule := self._panel.rule(item)) is not None:
+            for state in self._states_of(item, rule):
+                state.fill_(rule.start(self._panel.group(item)))
 
     def undo(self, orders: Sequence[Order]) -> None:
         """These were not carried out."""
@@ -161,21 +181,22 @@ class UnitState:
         """To torch's optimizer, what it had before, of tensors that have not been updated since."""
         for item, theirs in self._theirs.items():
             if self._steps[item] == int(theirs.get("step", 1)):
-                self._panel.optimizer.state[item.tensor] = theirs
+                self._panel.give_state(item.tensor, theirs)
 
-    def give_states(self) -> None:
-        """To torch's optimizer: for its state_dict, and to go on without an engine."""
+    def give_states(self, *, in_place: bool = False) -> None:
+        """To torch's optimizer: to go on without an engine, in the dtype that it would have made them in; or,
+        `in_place`, for the user to read and edit."""
         for item, steps in self._steps.items():
             rule, theirs = self._panel.rule(item), self._theirs.get(item)
-            if item in self._torch:
-                (theirs,) = self._torch[item].state.values()
-            elif rule is not None and steps:
-                shape, dtype = item.tensor.shape, item.tensor.dtype
+            if rule is None:
+                theirs = self.kept_by_torch(item)
+            elif steps:
+                shape, dtype = item.tensor.shape, GRADIENT if in_place else item.tensor.dtype
                 states = zip(rule.states, self._states_of(item, rule), strict=True)
                 theirs = {name: state.view(shape).to(dtype) for name, state in states}
                 theirs["step"] = torch.tensor(float(steps))
-            if theirs is not None:
-                self._panel.optimizer.state[item.tensor] = theirs
+            if theirs:
+                self._panel.give_state(item.tensor, theirs)
 
     def kept(self, item: Item) -> dict[str, torch.Tensor]:
         """What there is of a tensor beside its weights, in place: what these lack in float32, and the rule's state."""
@@ -186,9 +207,9 @@ class UnitState:
         return found
 
     def kept_by_torch(self, item: Item) -> dict[str, Any] | None:
-        """The state of a tensor that is left to torch."""
+        """The state of a tensor that is left to torch, which goes on with it; some optimizers keep none."""
         if item in self._torch:
-            return dict(*self._torch[item].state.values())
+            return next(iter(self._torch[item].state.values()), {})
         return self._theirs.get(item) if self._panel.rule(item) is None else None
 
     def steps(self, item: Item) -> int:
@@ -294,6 +315,18 @@ class UnitState:
 
         `only`: those tensors have one; the others were asked for in vain.
         """
+        with torch._C.DisableTorchFunctionSubclass():  # others' reads of the weights wait for this (see reads.py)
+            self._update(orders, gradients, start, factor, threads, only)
+
+    def _update(
+        self,
+        orders: Sequence[Order],
+        gradients: torch.Tensor,
+        start: int,
+        factor: float,
+        threads: int | None,
+        only: Collection[Item] | None,
+    ) -> None:
         ruled: dict[str, tuple[Rule, list[Piece]]] = {}
         for order in orders:
             shared = overlap(order.item, self._offsets[order.item], start, gradients.numel())

@@ -13,7 +13,7 @@ from ferryman.server.device_updates import Done
 class Stats:
     """Of the last step that was updated. Parameters, bytes and seconds; rates in parameters a second."""
 
-    step: int
+    step: int  # counted from 1, as `engine.steps` is once it has been made
     updates: str  # the policy
     device_share: float  # of the parameters, updated on the device
     bytes_in: int  # host to device, for updates
@@ -43,7 +43,7 @@ class Stats:
 class Record:
     """Collects a step's updates while they are asked for."""
 
-    step: int
+    step: int  # how many were made before
     updates: str
     eager: bool
     rates: Rates | None  # with which it was split
@@ -86,7 +86,7 @@ class Record:
         # Beside a backward, updates are paced by it: then what the busiest lane could do is the rate.
         seconds = max(busy) if self.eager else max(host_span, device_span)
         return Stats(
-            step=self.step,
+            step=self.step + 1,
             updates=self.updates,
             device_share=self.on_device / total if total else 0.0,
             bytes_in=self.bytes_in,

@@ -155,18 +155,26 @@ class RamStore:
                     "made, or load them: engine.load_weights(directory)"
                 )
             state.follow_edits()
-            state.take_states()
+        self.take_states()
         self._late.clear()
+
+    def take_states(self) -> None:
+        """What the user has left in `optimizer.state`, if they have looked at it."""
+        if self._panel is not None and self._panel.shows_states:
+            for state in self._states.values():
+                state.take_states(shown=True)
+            self._panel.hide_states()
 
     def show_states(self) -> None:
         """Puts the optimizer's state where torch looks for it."""
         if not self._ranks.alone:
             raise ValueError(
-                f"optimizer.state_dict(): each of {self._ranks.size} ranks has a part of the optimizer's state; "
-                "engine.save(directory) writes all of it, and engine.load(directory) reads it on any number of ranks"
+                f"optimizer.state, or optimizer.state_dict(): each of {self._ranks.size} ranks has a part of the "
+                "optimizer's state; engine.save(directory) writes all of it, and engine.load(directory) reads it on "
+                "any number of ranks"
             )
         for state in self._states.values():
-            state.give_states()
+            state.give_states(in_place=True)
 
     def empty(self) -> list[Item]:
         """Tensors that were on meta, and have not been given values since."""

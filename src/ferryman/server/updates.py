@@ -281,7 +281,8 @@ class Updates:
         trace, last = self._lanes.trace, self._last
         if trace is not None and last is not None and not last.noted and last.is_over:
             last.noted = True
-            trace.note(last.step, f"updates of step {last.step}", dataclasses.asdict(self._stats_of(last)))
+            stats = self._stats_of(last)
+            trace.note(stats.step, f"updates of step {stats.step}", dataclasses.asdict(stats))
 
     def _stats_of(self, record: Record) -> Stats:
         if record.predicted_rate is None:

@@ -151,12 +151,12 @@ def _relative(weights: Tensors, others: Tensors) -> float:
 
 
 def _without_fetched_weights(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    real = engine._parts.relay._weights.enter
-    return replaced(engine._parts.relay._weights, "enter", lambda unit, upcoming: (real(unit, upcoming)[0], []))
+    real = engine._parts.relay.weights.enter
+    return replaced(engine._parts.relay.weights, "enter", lambda unit, upcoming: (real(unit, upcoming)[0], []))
 
 
 def _without_free_slots(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    return replaced(engine._parts.relay._weights, "leave", lambda slot, end: None)
+    return replaced(engine._parts.relay.weights, "leave", lambda slot, end: None)
 
 
 def _without_flushes(engine: Engine) -> contextlib.AbstractContextManager[None]:
@@ -188,11 +188,11 @@ def _without_state(engine: Engine) -> contextlib.AbstractContextManager[None]:
 
 
 def _without_stash(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    return replaced(engine._parts.relay._on_host, "follow", lambda batch: None)
+    return replaced(engine._parts.relay._host_stash, "follow", lambda batch: None)
 
 
 def _without_host(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    weights, h2d = engine._parts.relay._weights, engine._parts.relay._weights._h2d
+    weights, h2d = engine._parts.relay.weights, engine._parts.relay.weights._h2d
     real = weights.refresh
     return replaced(weights, "refresh", lambda unit, runs, after: real(unit, runs, h2d.here()))
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ferryman.verify import memory, overlap, parity, races
+from ferryman.verify import memory, model, overlap, parity, races
 from ferryman.verify.bench import Bench
 from ferryman.verify.result import Check, Outcome, Result, Verdict
+from ferryman.verify.user_model import UserModel
 
 GROUPS: dict[str, Callable[[Bench], Iterator[Check]]] = {
     "parity": parity.checks,
@@ -20,15 +21,23 @@ GROUPS: dict[str, Callable[[Bench], Iterator[Check]]] = {
 }
 
 
-def verify(bench: Bench, groups: Sequence[str], begins: Callable[[Check], None]) -> Iterator[Result]:
-    """What each check finds, when it has; `begins` hears of each before it runs."""
+def verify(
+    bench: Bench, groups: Sequence[str], begins: Callable[[Check], None], user: UserModel | None = None
+) -> Iterator[Result]:
+    """What each check finds, when it has; `begins` hears of each before it runs. `user`: a model to check as well."""
     with _one_thread(bench):
         for group in groups:
-            for check in GROUPS[group](bench):
-                begins(check)
-                began = time.perf_counter()
-                verdict = _run(bench, check)
-                yield Result(check, verdict, time.perf_counter() - began)
+            yield from _run_all(bench, GROUPS[group](bench), begins)
+    if user is not None:
+        yield from _run_all(bench, model.checks(bench, user), begins)
+
+
+def _run_all(bench: Bench, checks: Iterator[Check], begins: Callable[[Check], None]) -> Iterator[Result]:
+    for check in checks:
+        begins(check)
+        began = time.perf_counter()
+        verdict = _run(bench, check)
+        yield Result(check, verdict, time.perf_counter() - began)
 
 
 def _run(bench: Bench, check: Check) -> Verdict:

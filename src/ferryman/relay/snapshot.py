@@ -1,0 +1,331 @@
+"""Snapshots of Python values: what lists, dicts and objects hold, taken apart so that it can be put back later.
+
+The relay runs a unit's code twice and lets micro-batches take turns, so it must be able to set the values that the
+user's code keeps in Python (arguments, attributes, containers) back to what they were. A snapshot remembers the objects
+themselves and what each of them held; restoring it changes those same objects in place, since the user's code may refer
+to them from anywhere. Immutable containers are made anew where a tensor in them is replaced.
+
+Tensors are kept apart from the rest (`Snapshot.tensors`): whoever keeps a snapshot for long can give them up, and
+restore it with others in their place.
+"""
+
+from __future__ import annotations
+
+import random
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, range, slice)
+# What holds no values that a step changes, or none that can be set.
+_OPAQUE = (
+    nn.Module,
+    torch.Stream,
+    torch.Event,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.CodeType,
+    types.GeneratorType,
+    torch.storage.UntypedStorage,
+    np.ndarray,
+    np.generic,
+    Enum,
+)
+
+_DEPTH = 12  # of containers in containers
+
+
+class _Node:
+    """One object, and how to put back what it held."""
+
+    __slots__ = ("attributes", "contents", "kind", "value")
+
+    def __init__(self, kind: str, value: Any, contents: Any = None, attributes: Any = None) -> None:
+        self.kind = kind
+        self.value = value
+        self.contents = contents
+        self.attributes = attributes
+
+
+class Snapshot:
+    """What some values hold, all the way down. `edited`: tensors whose own elements are remembered, too."""
+
+    def __init__(self, values: Iterable[Any], edited: Mapping[int, torch.Tensor] | None = None) -> None:
+        self.tensors: list[torch.Tensor] = []  # each once, in the order in which they were found
+        self.mutables: list[Any] = []  # all in it that can be changed in place
+        self._indices: dict[int, int] = {}  # of tensors, by identity
+        self._seen: dict[int, _Node] = {}
+        self._edited = edited or {}
+        self._nodes = [self._take(value, 0) for value in values]
+        self._seen.clear()
+
+    def give_up_tensors(self) -> None:
+        """From now on it can only be restored with other tensors."""
+        self.tensors = []
+        self._indices.clear()
+
+    def restore(self, tensors: Sequence[torch.Tensor] | None = None) -> list[Any]:
+        """Puts everything back; returns the values. `tensors` take the place of those that were found."""
+        restoring = _Restoring(self.tensors if tensors is None else tensors)
+        return [restoring.run(node) for node in self._nodes]
+
+    def same_as(self, other: Snapshot | PlainSnapshot) -> bool:
+        """Whether nothing has changed between the two."""
+        if isinstance(other, PlainSnapshot):
+            return False
+        pairs = zip(self._nodes, other._nodes, strict=True)
+        return all(_is_same(a, b, self.tensors, other.tensors, set()) for a, b in pairs)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it is of one list."""
+        return len(self._nodes) == 1 and isinstance(self._nodes[0].value, list)
+
+    @property
+    def atom(self) -> Any:
+        """The value itself, of a snapshot of one that holds nothing; else None."""
+        return self._nodes[0].value if self._nodes[0].kind == "leaf" else None
+
+    def members(self) -> list[Any]:
+        """What a snapshot of one list had in it."""
+        (node,) = self._nodes
+        return [self.tensors[m.value] if m.kind == "tensor" else m.value for m in node.contents or ()]
+
+    def _take(self, value: Any, depth: int) -> _Node:
+        if isinstance(value, _ATOMS):
+            return _Node("leaf", value)
+        if isinstance(value, torch.Tensor):
+            return self._take_tensor(value)
+        if depth > _DEPTH or isinstance(value, _OPAQUE):
+            return _Node("leaf", value)
+        if (seen := self._seen.get(id(value))) is not None:
+            return seen
+        node = self._seen[id(value)] = _Node("leaf", value)
+        self._take_contents(node, value, depth)
+        return node
+
+    def _take_tensor(self, tensor: torch.Tensor) -> _Node:
+        if id(tensor) in self._edited:
+            self.mutables.append(tensor)
+            return _Node("elements", tensor, tensor.detach().clone())
+        index = self._indices.get(id(tensor))
+        if index is None:
+            index = self._indices[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return _Node("tensor", index)
+
+    def _take_contents(self, node: _Node, value: Any, depth: int) -> None:
+        if isinstance(value, tuple):
+            contents = [self._take(member, depth + 1) for member in value]
+            if any(member.kind != "leaf" for member in contents):
+                # Made anew when it is restored: to keep it would be to keep its tensors.
+                node.kind, node.value, node.contents = "tuple", type(value), contents
+            return
+        state = generator_state(value)
+        if state is not None:
+            node.kind, node.contents = "generator", state
+            self.mutables.append(value)
+            return
+        if isinstance(value, dict):
+            node.kind = "dict"
+            node.contents = [(key, self._take(member, depth + 1)) for key, member in dict.items(value)]
+        elif isinstance(value, list | deque):
+            node.kind, node.contents = "list", [self._take(member, depth + 1) for member in value]
+        elif isinstance(value, set):
+            node.kind, node.contents = "set", list(value)
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            if node.kind == "leaf":
+                node.kind = "object"
+            node.attributes = [(name, self._take(member, depth + 1)) for name, member in list(attributes.items())]
+        elif node.kind == "leaf" and (slots := slot_names(value)):
+            node.kind = "slots"
+            found = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
+            node.contents = [(name, self._take(member, depth + 1)) for name, member in found]
+        if node.kind != "leaf":
+            self.mutables.append(value)
+
+
+def _is_same(
+    a: _Node, b: _Node, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], seen: set[tuple[int, int]]
+) -> bool:
+    if a.kind != b.kind or (id(a), id(b)) in seen:
+        return a.kind == b.kind
+    if a.kind == "tensor":
+        return mine[a.value] is theirs[b.value]
+    if a.kind == "generator":
+        return same_state(a.contents, b.contents)
+    if not is_same([a.value], [b.value]):
+        return False
+    if a.kind == "elements":
+        return torch.equal(a.contents, b.contents)
+    if a.kind == "set":
+        return bool(a.contents == b.contents)
+    seen.add((id(a), id(b)))
+    for ours, others in ((a.contents, b.contents), (a.attributes, b.attributes)):
+        if ours is None:
+            continue
+        if len(ours) != len(others):
+            return False
+        for x, y in zip(ours, others, strict=True):
+            if isinstance(x, tuple):
+                if x[0] != y[0]:
+                    return False
+                x, y = x[1], y[1]
+            if not _is_same(x, y, mine, theirs, seen):
+                return False
+    return True
+
+
+class PlainSnapshot:
+    """Of one value that holds nothing itself, a tensor or an atom: the same at a tenth of the cost."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self.tensors: list[torch.Tensor] = [value] if isinstance(value, torch.Tensor) else []
+
+    def restore(self) -> list[Any]:
+        return [self._value]
+
+    def same_as(self, other: Snapshot | PlainSnapshot) -> bool:
+        return isinstance(other, PlainSnapshot) and is_same([self._value], [other._value])
+
+    def members(self) -> list[Any]:
+        return []
+
+
+def snapshot_of(value: Any, edited: Mapping[int, torch.Tensor]) -> Snapshot | PlainSnapshot:
+    """A snapshot of one value. `edited`: as of a `Snapshot`."""
+    if isinstance(value, _ATOMS) or (isinstance(value, torch.Tensor) and id(value) not in edited):
+        return PlainSnapshot(value)
+    return Snapshot([value], edited)
+
+
+class _Restoring:
+    """One walk through a snapshot; each object is put back once."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._done: dict[int, Any] = {}
+
+    def run(self, node: _Node) -> Any:
+        if node.kind == "leaf":
+            return node.value
+        if node.kind == "tensor":
+            return self._tensors[node.value]
+        if id(node) in self._done:
+            return self._done[id(node)]
+        self._done[id(node)] = node.value  # what refers to itself finds the object
+        made = self._done[id(node)] = self._put(node)
+        return made
+
+    def _put(self, node: _Node) -> Any:
+        value, contents = node.value, node.contents
+        if node.kind == "tuple":
+            members = [self.run(member) for member in contents]
+            return value(*members) if hasattr(value, "_fields") else value(members)
+        if node.kind == "elements":
+            value.data.copy_(contents)  # past the version: what autograd saved has these values again
+            return value
+        if node.kind == "generator":
+            set_generator_state(value, contents)
+            return value
+        if node.kind == "dict":
+            put_into_dict(value, [(key, self.run(member)) for key, member in contents])
+        elif node.kind == "list":
+            members = [self.run(member) for member in contents]
+            if not is_same(value, members):
+                value.clear()
+                value.extend(members)
+        elif node.kind == "set":
+            if value != set(contents):
+                value.clear()
+                value.update(contents)
+        elif node.kind == "slots":
+            for name, member in contents:
+                object.__setattr__(value, name, self.run(member))
+        if node.attributes is not None:
+            # Not by setattr, which a frozen dataclass refuses, and which a class may have made do more.
+            put_into_dict(vars(value), [(name, self.run(member)) for name, member in node.attributes])
+        return value
+
+
+def put_into_dict(target: dict[Any, Any], items: Sequence[tuple[Any, Any]]) -> None:
+    """Makes the dict hold exactly these, in this order, past whatever its class does about it."""
+    if len(target) == len(items) and all(
+        key == k and value is v for (key, value), (k, v) in zip(dict.items(target), items, strict=True)
+    ):
+        return
+    kind = OrderedDict if isinstance(target, OrderedDict) else dict
+    kind.clear(target)
+    for key, value in items:
+        kind.__setitem__(target, key, value)
+
+
+def is_same(now: Iterable[Any], before: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects, or equal atoms."""
+    now = list(now)
+    return len(now) == len(before) and all(
+        a is b or (isinstance(a, _ATOMS) and type(a) is type(b) and a == b) for a, b in zip(now, before, strict=True)
+    )
+
+
+def slot_names(value: Any) -> list[str]:
+    found: list[str] = []
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return found if type(value).__module__ != "builtins" else []
+
+
+# Random number generators: their state is all that they hold.
+
+
+def generator_state(value: Any) -> Any:
+    """The state of a random number generator; None if it is something else."""
+    for kind, get, _ in _GENERATORS:
+        if isinstance(value, kind) and not isinstance(value, random.SystemRandom):
+            return get(value)
+    return None
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    for kind, _, put in _GENERATORS:
+        if isinstance(generator, kind):
+            put(generator, state)
+            return
+
+
+def same_state(a: Any, b: Any) -> bool:
+    """Of two states of one generator."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
+    if isinstance(a, np.ndarray):
+        return bool(np.array_equal(a, b))
+    return bool(a == b)
+
+
+def _set_numpy_generator(generator: np.random.Generator, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+_GENERATORS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], None]], ...] = (
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    (torch.Generator, torch.Generator.get_state, lambda generator, state: generator.set_state(state) and None),
+    (np.random.Generator, lambda generator: generator.bit_generator.state, _set_numpy_generator),
+    (
+        np.random.RandomState,
+        lambda generator: generator.get_state(legacy=False),
+        lambda generator, state: generator.set_state(state),
+    ),
+)

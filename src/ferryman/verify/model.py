@@ -1,0 +1,284 @@
+"""The model of a user: the checks of its first steps, and parity with plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from ferryman.batch import parts_of, samples_in
+from ferryman.engine import Engine
+from ferryman.relay.survey import Survey
+from ferryman.relay.user_state import Policy
+from ferryman.verify.bench import Bench, apart, distance, largest
+from ferryman.verify.reference import Tensors, adamw
+from ferryman.verify.result import Check, Figures, Verdict
+from ferryman.verify.user_model import Made, UserModel, micro_batches, seed_all
+from ferryman.work import to_device
+
+_STEPS = 3
+_NORM = 1.0  # to which gradients are clipped
+_NAMES = 3  # that a row shows of each kind
+
+# How far apart results may be: sums of a unit's calls are added up in another order, and kernels may choose another
+# order for another number of samples.
+_LOSSES = 1e-5  # of the loss
+_GRADIENTS = 1e-5  # of the largest gradient
+_WEIGHTS = 1e-3  # of the way that training has moved them
+_BUFFERS = 1e-4  # of the largest element
+_PAIRS = 4  # of samples, whose losses are compared with their own
+_CUT = 1e-4  # of the loss
+_NARROW_CUT = 2e-2  # the same where parameters are narrower than float32
+
+
+def checks(bench: Bench, user: UserModel) -> Iterator[Check]:
+    """In order: a check has nothing to show where an earlier one was refused."""
+    rows = _Rows(bench, user)
+    compared = "outputs of units that run again in the backward against those of their first run: same checksums"
+    yield Check("model", "second runs", compared, rows.second_runs)
+    compared = "losses, gradients and state of micro-batches that take turns against one after the other"
+    yield Check("model", "taking turns", compared, rows.taking_turns)
+    compared = "the loss of two samples against the mean of their own, in evaluation mode"
+    yield Check("model", "cutting", compared, rows.cutting)
+    compared = f"losses, gradients, weights and buffers of {_STEPS} steps against plain PyTorch"
+    yield Check("model", "parity", compared, rows.parity)
+
+
+class _Trained(NamedTuple):
+    """What training has given, on the host."""
+
+    losses: list[float]
+    gradients: Tensors  # of the first step, before clipping
+    weights: Tensors
+    buffers: Tensors
+
+
+class _Rows:
+    """Each of its methods is a check."""
+
+    def __init__(self, bench: Bench, user: UserModel) -> None:
+        self._bench = bench
+        self._user = user
+        self._refused = ""  # the first check that the engine refused
+
+    def second_runs(self) -> Verdict:
+        """One micro-batch takes turns with nobody."""
+        made = self._user.make()
+        try:
+            count = micro_batches(made.batch)
+            with self._engine(made) as engine:
+                engine.forward_backward([parts_of(made.batch, count)[0].content])
+                return Verdict.ok({"units": len(engine.units)})
+        except ValueError as error:
+            return self._refuse("second runs", error)
+
+    def taking_turns(self) -> Verdict:
+        if self._refused:
+            return self._skip()
+        made = self._user.make()
+        if (count := micro_batches(made.batch)) == 1:
+            return Verdict.skipped(
+                "the batch makes one micro-batch, which takes turns with nobody; return a batch of several samples, or "
+                "a list of micro-batches"
+            )
+        try:
+            with self._engine(made) as engine:
+                engine.forward_backward(made.batch, count)
+                return Verdict.ok({"micro-batches": count, **_variables(engine)})
+        except ValueError as error:
+            return self._refuse("taking turns", error)
+
+    def cutting(self) -> Verdict:
+        if self._refused == "second runs":
+            return self._skip()
+        made = self._user.make()
+        if isinstance(made.batch, list) or (samples_in(made.batch) or 1) == 1:
+            return Verdict.skipped("the batch is one that the engine does not cut")
+        made.model.eval()
+        with self._engine(made):
+            return _cut(made)
+
+    def parity(self) -> Verdict:
+        """Plain PyTorch first: where that fails, there is nothing to compare with."""
+        if self._refused:
+            return self._skip()
+        made, plain = self._user.make(), self._user.make()
+        wide = all(p.dtype == torch.float32 for p in made.model.parameters() if p.is_floating_point())
+        plain.model.load_state_dict(made.model.state_dict())
+        if not wide:
+            for parameter in plain.model.parameters():
+                parameter.data = parameter.data.float() if parameter.is_floating_point() else parameter.data
+        start = _values(plain.model.named_parameters())
+        # Both runs use the same globals and attributes of classes.
+        kinds = {type(module) for module in plain.model.modules()}
+        survey = Survey([(plain.loss, "the loss"), *((kind, kind.__name__) for kind in kinds)], thorough=True)
+        before = survey.look()
+        try:
+            theirs = _train_plainly(plain._replace(batch=made.batch), self._bench.device)
+        except torch.OutOfMemoryError:
+            return Verdict.skipped("the device is too small for plain PyTorch")
+        finally:
+            survey.put_back(before)
+            del plain  # and its memory on the device
+        try:
+            options: dict[str, Any] = {"max_grad_norm": _NORM, "precision": None if wide else "fp32"}
+            optimizer = adamw([p for p in made.model.parameters() if p.requires_grad])
+            with Engine(made.model, optimizer, device=self._bench.device, loss=made.loss, **options) as engine:
+                ours = _train(engine, made)
+        except ValueError as error:
+            return self._refuse("parity", error)
+        return _judge(ours, theirs, start)
+
+    def _engine(self, made: Made) -> Engine:
+        return Engine(made.model, device=self._bench.device, loss=made.loss)
+
+    def _refuse(self, row: str, error: ValueError) -> Verdict:
+        self._refused = self._refused or row
+        return Verdict.failed(str(error), {})
+
+    def _skip(self) -> Verdict:
+        return Verdict.skipped(f"the engine has refused the model already: see {self._refused!r}")
+
+
+def _variables(engine: Engine) -> Figures:
+    """What of the user's state changes in a step, and how the relay treats it."""
+    relay = engine._parts.relay
+    figures: Figures = {"variables that change": len(relay.state)}
+    for policy in Policy:
+        names = [v.name for v in relay.state.variables if relay.state.policy(v) is policy]
+        if names:
+            figures[policy.value] = _shortened(names)
+    if edited := sorted(item.name for item in relay.buffers.edited):
+        figures["buffers of units"] = _shortened(edited)
+    return figures
+
+
+def _shortened(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return f"{len(names)} ({', '.join(names[:_NAMES])}{more})"
+
+
+# Cutting.
+
+
+def _cut(made: Made) -> Verdict:
+    """The model is in evaluation mode and in an engine, which streams it over the device."""
+
+    def loss_of(part: Any, seed: int = 0) -> float:
+        seed_all(seed)
+        with torch.no_grad():
+            return float(made.loss(made.model, part))
+
+    size = samples_in(made.batch) or 1
+    singles = [part.content for part in parts_of(made.batch, size)]
+    pairs = [part.content for part in parts_of(made.batch, -(-size // 2))][: min(_PAIRS, size // 2)]
+    most = 0.0
+    try:
+        if loss_of(pairs[0], 0) != loss_of(pairs[0], 1):
+            return Verdict.inconclusive("the loss draws random numbers in evaluation mode too", {})
+        for number, pair in enumerate(pairs):
+            together = loss_of(pair)
+            alone = (loss_of(singles[2 * number]) + loss_of(singles[2 * number + 1])) / 2
+            off = abs(together - alone) / max(abs(together), abs(alone), 1e-6)
+            most = max(most, off) if math.isfinite(off) else math.inf
+            if not most <= _cut_tolerance(made.model):
+                return Verdict.failed(
+                    f"the loss of samples {2 * number} and {2 * number + 1} together is {together:.6g}, and the mean "
+                    f"of their own is {alone:.6g}. A batch that is cut into other micro-batches has another loss: "
+                    "choose micro_batches= yourself, as in plain gradient accumulation; or use reduction='sum' with a "
+                    "loss that is divided by what the whole batch counts, such as its tokens",
+                    {"off": most},
+                )
+    except Exception as error:
+        return Verdict.inconclusive(
+            f"the loss of one or two samples does not run without gradients: {type(error).__name__}: {error}", {}
+        )
+    return Verdict.ok({"pairs": len(pairs), "off": most})
+
+
+def _cut_tolerance(model: nn.Module) -> float:
+    wide = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())
+    return _CUT if wide else _NARROW_CUT
+
+
+# Parity.
+
+
+def _train(engine: Engine, made: Made) -> _Trained:
+    losses, gradients, count = [], Tensors(), micro_batches(made.batch)
+    for step in range(_STEPS):
+        seed_all(step)
+        if step:
+            losses.append(float(engine.step(made.batch, count)))
+            continue
+        losses.append(float(engine.forward_backward(made.batch, count)))
+        gradients = _gradients(made.model)
+        engine.update()
+    return _Trained(losses, gradients, _values(made.model.named_parameters()), _values(made.model.named_buffers()))
+
+
+def _train_plainly(made: Made, device: torch.device) -> _Trained:
+    """Micro-batches one after the other, each seeded as the engine does."""
+    model, losses, gradients = made.model.to(device), list[float](), Tensors()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = adamw(trained)
+    parts = parts_of(made.batch, micro_batches(made.batch))
+    for step in range(_STEPS):
+        seed_all(step)
+        seed = int(torch.randint(0, 2**62, ()).item())
+        before = random.getstate(), np.random.get_state()
+        total = torch.zeros((), device=device)
+        with torch.random.fork_rng(devices=[]):
+            for number, part in enumerate(parts):
+                seed_all(seed + number)
+                loss = made.loss(model, to_device(part.content, device)).float() * part.weight
+                loss.backward()
+                total += loss.detach()
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        losses.append(float(total))
+        if not step:
+            gradients = _gradients(model)
+        nn.utils.clip_grad_norm_(trained, _NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return _Trained(losses, gradients, _values(model.named_parameters()), _values(model.named_buffers()))
+
+
+def _gradients(model: nn.Module) -> Tensors:
+    return {name: p.grad.detach().cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _values(named: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
+
+
+def _judge(ours: _Trained, theirs: _Trained, start: Tensors) -> Verdict:
+    losses = max(abs(a - b) / max(abs(b), 1e-6) for a, b in zip(ours.losses, theirs.losses, strict=True))
+    gradients = apart(ours.gradients, theirs.gradients) / (largest(theirs.gradients) or 1.0)
+    weights = distance(ours.weights, theirs.weights) / (distance(start, theirs.weights) or 1.0)
+    buffers = max((_off(ours.buffers[name], value) for name, value in theirs.buffers.items()), default=0.0)
+    found = [
+        ("losses", losses, _LOSSES),
+        ("gradients", gradients, _GRADIENTS),
+        ("weights", weights, _WEIGHTS),
+        ("buffers", buffers, _BUFFERS),
+    ]
+    figures: Figures = {name: "bitwise" if off == 0 else off for name, off, _ in found}
+    wrong = [f"{name} off by {off:.1e}, {limit:g} allowed" for name, off, limit in found if not off <= limit]
+    return Verdict.failed("; ".join(wrong), figures) if wrong else Verdict.ok(figures)
+
+
+def _off(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """How far apart two buffers are, over the largest element or 1. Masks may hold what is not finite."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return math.inf
+    if torch.equal(ours, theirs):
+        return 0.0
+    off = float((ours.double() - theirs.double()).abs().max()) / max(float(theirs.double().abs().max()), 1.0)
+    return off if math.isfinite(off) else math.inf
