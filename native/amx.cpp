@@ -3,6 +3,7 @@
 
 #if defined(__x86_64__) && defined(__linux__)
 
+#include <cpuid.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -52,6 +53,16 @@ FERRYMAN_EXPORT int ferryman_amx_permitted() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
+// Does CPUID say how large tiles are? Code generators such as oneDNN's size their tiles by what it says. Some virtual
+// machines run tile instructions but hide these leaves; a tile of no rows is then a fault.
+FERRYMAN_EXPORT int ferryman_amx_described() {
+  constexpr unsigned kTileLeaf = 0x1d, kMultiplyLeaf = 0x1e;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(kTileLeaf, 0, &a, &b, &c, &d) || a == 0) return 0;  // the highest palette
+  if (!__get_cpuid_count(kTileLeaf, 1, &a, &b, &c, &d) || a == 0 || b == 0 || c == 0) return 0;  // sizes of palette 1
+  return __get_cpuid_count(kMultiplyLeaf, 0, &a, &b, &c, &d) && b != 0;
+}
+
 // Runs tile instructions and reports whether they came through without a fault. Not reentrant.
 FERRYMAN_EXPORT int ferryman_amx_executes() {
   constexpr int kFaults[] = {SIGILL, SIGSEGV};
@@ -72,6 +83,7 @@ FERRYMAN_EXPORT int ferryman_amx_executes() {
 #else
 
 FERRYMAN_EXPORT int ferryman_amx_permitted() { return 0; }
+FERRYMAN_EXPORT int ferryman_amx_described() { return 0; }
 FERRYMAN_EXPORT int ferryman_amx_executes() { return 0; }
 
 #endif

@@ -1,10 +1,11 @@
 """Keeps PyTorch off AMX where the CPU advertises it and then refuses it.
 
 Note [AMX that is not there]
-Some virtual machines advertise AMX in CPUID, and the first tile instruction ends the process with SIGILL: oneDNN, and
-with it PyTorch's bf16 matmul, believes CPUID and the kernel's permission. We believe neither: AMX counts as usable only
-after tile instructions have run (`native/amx.cpp`). Where they fail, or where there is no compiled library to try them
-with, oneDNN is told to stop at the instruction set below. It reads the variable at its first call, not when torch is
+Some virtual machines advertise AMX in CPUID, and PyTorch's bf16 matmul, which uses oneDNN, dies there with SIGILL. Two
+kinds have been seen: tile instructions fault although the kernel permits them; or they run, but CPUID hides how large
+tiles are, and oneDNN generates code for tiles of no size. So AMX counts as usable only if CPUID describes its tiles and
+tile instructions have run (`native/amx.cpp`). Where that fails, or where there is no compiled library to try it with,
+oneDNN is told to stop at the instruction set below. It reads the variable at its first call, not when torch is
 imported, so this works whichever of torch and ferryman is imported first.
 """
 
@@ -28,12 +29,14 @@ def is_advertised() -> bool:
 
 
 def try_tiles() -> bool | None:
-    """Whether tile instructions run here; None if there is no compiled library to try them with."""
+    """Whether tile instructions can be used here; None if there is no compiled library to try them with."""
     library = native.library()
     if library is None:
         return None
     # In this order: without permission the instructions fault even where they exist.
-    return bool(library.ferryman_amx_permitted() and library.ferryman_amx_executes())
+    return bool(
+        library.ferryman_amx_permitted() and library.ferryman_amx_described() and library.ferryman_amx_executes()
+    )
 
 
 def needs_limit(advertised: bool, works: bool | None, environment: Mapping[str, str]) -> bool:

@@ -29,6 +29,7 @@ class Piece(ctypes.Structure):
 _SIGNATURES: dict[str, tuple[type, list[type]]] = {
     "ferryman_best_isa": (ctypes.c_int, []),
     "ferryman_amx_permitted": (ctypes.c_int, []),
+    "ferryman_amx_described": (ctypes.c_int, []),
     "ferryman_amx_executes": (ctypes.c_int, []),
     "ferryman_crc32_width": (ctypes.c_int, []),
     "ferryman_crc32": (ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_int]),
