@@ -1,3 +1,4 @@
+import gc
 import shutil
 
 import pytest
@@ -9,6 +10,15 @@ from ranks import Ranks
 from ferryman.report import write_report
 
 torch.set_num_threads(1)  # models are tiny here: threads would cost more than they give
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers():
+    """An exception that a test has caught keeps the test's frame alive, and with it tensors on the device, until the
+    garbage collector runs. Tests that measure the device's memory would see those of tests before them."""
+    yield
+    if torch_virtual.memory_allocated("virtual:0"):
+        gc.collect()
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Peak device memory is a formula without depth or micro-batches, and a budget is kept or refused."""
 
+import contextlib
 import copy
 import gc
 import re
@@ -402,6 +403,37 @@ def test_a_trial_counts_for_nothing_even_when_gradients_are_being_added_up(virtu
             results.append(step(engine, model, tokens(4, length), 4))
             expected = plain_step(plain, cut(tokens(4, length), 4))
         assert_same(results[-1], expected)
+
+
+@pytest.fixture
+def uncollected():
+    """Within, reference cycles stay."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_failed_steps_keep_no_memory(virtual, uncollected):
+    failing = []
+
+    def loss(model, part):
+        value = model(**part).loss
+        if failing:
+            raise KeyError("the loss's own")
+        return value
+
+    model, batch = llama(2), tokens(8)
+    with Engine(model, torch.optim.AdamW(model.parameters()), device=virtual, loss=loss) as engine:
+        engine.step(batch, micro_batches=4)
+        failing.append(True)
+        taken = []
+        for _ in range(8):
+            with contextlib.suppress(KeyError):
+                engine.step(batch, micro_batches=4)
+            torch_virtual.synchronize()
+            taken.append(torch_virtual.memory_allocated())
+    assert max(taken[2:]) <= max(taken[:2])
 
 
 def test_more_memory_than_the_device_has_is_refused(virtual):

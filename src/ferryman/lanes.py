@@ -436,5 +436,5 @@ class Lanes:
             if not self._failures:
                 return
             self._failures_seen += 1
-            error = self._failures.popleft().let_out(self._failures_seen)
-        raise error
+            # Not by way of a variable: this frame and the error would keep each other alive.
+            raise self._failures.popleft().let_out(self._failures_seen)

@@ -91,11 +91,13 @@ class MicroBatch:
         interrupt = self._await_parking()
         self._random = randomness.state()
         randomness.restore(outside)
-        if self._error is not None:
-            error, self._error = self._error, None
+        error, self._error = self._error or interrupt, None
+        if error is None:
+            return
+        try:
             raise error
-        if interrupt is not None:
-            raise interrupt
+        finally:
+            del error, interrupt  # else this frame and the error keep each other, and the device's tensors, alive
 
     def _await_parking(self) -> BaseException | None:
         """A KeyboardInterrupt waits, too: nothing may be taken down beside a micro-batch that runs on."""

@@ -16,9 +16,11 @@ from ferryman.units import GRADIENT, Item, Subgroup, Unit, overlap, trained_offs
 
 
 class NonFiniteError(ValueError):
-    """A gradient or a loss is inf or NaN."""
+    """A gradient or a loss is inf or NaN. `agreed`: all ranks have found it together, and can go on."""
 
-    agreed = False  # whether all ranks have found it together, and can go on
+    def __init__(self, message: str, *, agreed: bool = False) -> None:
+        super().__init__(message)
+        self.agreed = agreed
 
 
 Consequence = Callable[[], str]  # what has changed already, for an error
@@ -131,12 +133,13 @@ class Looks:
             self._sums[item, subgroup.start] = total
 
 
-def non_finite(item: Item | None, then: str) -> NonFiniteError:
+def non_finite(item: Item | None, then: str, *, agreed: bool = False) -> NonFiniteError:
     """None: another rank knows which it is."""
     which = "a parameter, which another rank names," if item is None else repr(item.name)
     return NonFiniteError(
         f"the gradient of {which} is not finite (inf or NaN). {then}. Lower the learning rate, look at the data, "
-        "or pass such steps over: on_nonfinite='skip'"
+        "or pass such steps over: on_nonfinite='skip'",
+        agreed=agreed,
     )
 
 

@@ -311,9 +311,7 @@ class Server:
         broken = self.looks.broken()
         finite, self._norm = self._of_all(broken, self.looks.norm(scales))
         if not finite and not self.scale.moves and self._settings.on_nonfinite == "raise":
-            error = non_finite(broken, self.what_has_changed())
-            error.agreed = True
-            raise error
+            raise non_finite(broken, self.what_has_changed(), agreed=True)
         self.scale.went(finite=finite)
         if finite:
             self._updates.observe()
