@@ -3,28 +3,26 @@
 import contextlib
 import multiprocessing as mp
 import os
-import socket
 import traceback
 
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+from torch.distributed import TCPStore
 
 
 class Ranks:
     """`nodes`: how many of equal size they pretend to be on; or `homes`: on which of them each is."""
 
     def __init__(self, size, nodes=1, timeout="120", homes=None):
-        context, port = mp.get_context("forkserver"), free_port()
+        context = mp.get_context("forkserver")
+        # The store is this process's, as it is torchrun's: it takes a port that is free, and outlives every rank.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context.set_forkserver_preload(["rank_jobs"])  # it takes long, and once is enough
         self.pipes, self.processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()
             home = homes[rank] if homes else rank * nodes // size
             place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "GROUP_RANK": home}
-            around = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "FERRYMAN_TIMEOUT": timeout, **place}
+            store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+            around = {**store, "FERRYMAN_TIMEOUT": timeout, **place}
             process = context.Process(target=_serve, args=(theirs, {k: str(v) for k, v in around.items()}), daemon=True)
             process.start()
             theirs.close()

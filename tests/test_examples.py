@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import transformers
-from ranks import free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -76,7 +75,7 @@ def test_the_demo_shows_what_it_promises(tmp_path):
 @pytest.mark.parametrize("name", ["custom_loop.py", "finetune_trainer.py"])
 def test_several_ranks(name, tmp_path):
     """The same scripts under torchrun; the first rank tells."""
-    how = ["--nproc-per-node", "2", "--master-port", str(free_port())]
+    how = ["--nproc-per-node", "2", "--standalone"]
     device = ["--device", "virtual"] if name == "custom_loop.py" else []
     command = [
         sys.executable,

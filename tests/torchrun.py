@@ -6,14 +6,12 @@ import sys
 import time
 from pathlib import Path
 
-from ranks import free_port
-
 
 class Torchrun:
     """`ferryman train`, or another script, on so many ranks, begun."""
 
     def __init__(self, *arguments, ranks=2, restarts=0, script=("-m", "ferryman.cli.main", "train")):
-        how = ["--nproc-per-node", ranks, "--max-restarts", restarts, "--master-port", free_port()]
+        how = ["--nproc-per-node", ranks, "--max-restarts", restarts, "--standalone"]
         command = [sys.executable, "-m", "torch.distributed.run", *how, *script, *arguments]
         around = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
