@@ -39,7 +39,7 @@ from ferryman.planner import Planner
 from ferryman.ranks import Ranks, Share
 from ferryman.recorder import Recorder
 from ferryman.relay.fit import Choice, Trial, advice
-from ferryman.relay.guard import NewStateError
+from ferryman.relay.guard import NewStateError, NotRepeatableError
 from ferryman.server.kernels import default_threads
 from ferryman.server.looks import NonFiniteError
 from ferryman.server.panel import Panel
@@ -315,7 +315,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                         for_good=for_good,
                         without=without,
                         between=interrupts.check,
-                        guard=self._first_steps.begin(),
+                        guard=self._first_steps.begin(seed, skips=bool(without)),
                     )
                     self._first_steps.end()
                 if for_good:
@@ -326,6 +326,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._parts.lanes.drain()
             if isinstance(error, torch.OutOfMemoryError):
                 error.add_note(advice(self._parts.plan, choice))
+            if isinstance(error, NotRepeatableError):
+                self._first_steps.forget()  # what is wrong now is wrong in the next step, too
             if for_good:
                 error.add_note(f"ferryman: {self._parts.server.what_has_changed()}")
             self._recover(forget=for_good or isinstance(error, NewStateError))
@@ -484,10 +486,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 if isinstance(found, Choice) and found.micro_batches:
                     self._cutting.check(batch, micro_batches, found.micro_batches, self._parts, self._first_steps.roots)
                     parts = parts_of(batch, found.micro_batches, self._reduction, self._split)
-                    self._check_first(parts, found)
+                    self._check_first(parts, found, _next_seed())
             except ValueError as failed:
                 found = failed
-            seed = int(torch.randint(0, 2**62, ()).item()) if isinstance(found, Choice) else 0
+            seed = _draw_seed() if isinstance(found, Choice) else 0
             optimizer = None if self._panel is None else self._panel.optimizer
             words = speak(self._ranks, found, parts, seed, optimizer, self._reduction, first=not self._has_begun())
             if (needed := most_wanted(words)) is not None:
@@ -498,15 +500,15 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             before = sum(word.parts for word in words[: self._ranks.rank])
             return found, weigh(parts, words, self._ranks.rank, self._reduction), words[0].seed + before
 
-    def _check_first(self, parts: list[Part], choice: Choice) -> None:
-        """A step of a new kind is tried before it is made."""
+    def _check_first(self, parts: list[Part], choice: Choice, seed: int) -> None:
+        """A step of a new kind is tried before it is made; with one rank, with the random numbers that it will have."""
         if not self._first_steps.is_new(parts):
             return
         try:
             with self._parts.step(), Interrupts():
                 scale = self._parts.server.scale.value
                 works = [self._work(part.content, part.weight * scale) for part in parts]
-                self._first_steps.check(parts, works, 0, stash_on_host=choice.stash_on_host)
+                self._first_steps.check(parts, works, seed, stash_on_host=choice.stash_on_host)
         except BaseException as error:
             self._parts.lanes.drain()
             if isinstance(error, torch.OutOfMemoryError):
@@ -559,3 +561,15 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._ranks.fail(error)
         with contextlib.suppress(Exception):
             self._end(together=False)
+
+
+def _draw_seed(generator: torch.Generator | None = None) -> int:
+    """For the random numbers of a step; from torch's own generator, by default."""
+    return int(torch.randint(0, 2**62, (), generator=generator).item())
+
+
+def _next_seed() -> int:
+    """The one that will be drawn next."""
+    copy = torch.Generator()
+    copy.set_state(torch.get_rng_state())
+    return _draw_seed(copy)

@@ -31,6 +31,7 @@ class FirstSteps:
         self._units = units
         self._checked: set[Any] = set()
         self._survey: Survey | None = None
+        self._tried: tuple[int, list[float]] | None = None  # the seed and the losses of a trial that has just run
         self._steps = 0
 
     def is_new(self, parts: Sequence[Part]) -> bool:
@@ -38,7 +39,8 @@ class FirstSteps:
 
     def check(self, parts: Sequence[Part], works: Sequence[Work], seed: int, *, stash_on_host: bool) -> None:
         """Runs the cross-check for a kind of step."""
-        CrossCheck(self._relay, self.roots, self._units).run(works, seed, stash_on_host=stash_on_host)
+        losses = CrossCheck(self._relay, self.roots, self._units).run(works, seed, stash_on_host=stash_on_host)
+        self._tried = seed, losses
         self._checked.add(_kind_of(parts))
         self._survey = None
 
@@ -46,13 +48,15 @@ class FirstSteps:
         """Something has changed that no check has seen."""
         self._checked.clear()
 
-    def begin(self) -> Guard:
-        """A step begins."""
+    def begin(self, seed: int, *, skips: bool) -> Guard:
+        """A step begins; it `skips` blocks, which a trial does not."""
         self._relay.checksums.begin(on=self._steps < _ALWAYS or self._steps % _NOW_AND_AGAIN == 0)
         self._steps += 1
         if self._survey is None:
             self._survey = Survey(*self.roots, thorough=False)
-        return Guard(self._survey, self._relay.state)
+        tried, self._tried = self._tried, None
+        is_repeated = tried is not None and tried[0] == seed and not skips
+        return Guard(self._survey, self._relay.state, tried[1] if tried is not None and is_repeated else ())
 
     def end(self) -> None:
         """The step has run: a ValueError if a unit's second run gave something else."""

@@ -9,14 +9,16 @@ at once (the turn), the graph of the forward is kept and nothing runs twice.
 
 Note [What a unit reads and writes]
 The inputs of a call are the tensors in its arguments and in the user's variables that its code can reach
-(`user_state.py`); its outputs are those that it returns and those that it leaves in arguments or variables. A loss that
-a block stores on itself has its gradient for that reason. The second run sees arguments, variables and buffers as the
-first run did, and what it does to them is undone.
+(`user_state.py`, `reach.py`); its outputs are those that it returns and those that it leaves in arguments or variables.
+A loss that a block stores on itself has its gradient for that reason. The second run sees arguments, variables and
+buffers as the first run did, and what it does to them is undone. A tensor that leaves a unit in any other way would
+lose its gradient; the trial of the first step refuses it (`escapes.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ferryman.relay.buffers import Copies
 from ferryman.relay.randomness import State
+from ferryman.relay.reach import CONTEXT, beyond
 from ferryman.relay.rendezvous import Direction, MicroBatch
 from ferryman.relay.snapshot import Snapshot
 from ferryman.relay.stash import Stashed
@@ -56,6 +59,7 @@ class _Run(NamedTuple):
     """What one run of the module has made."""
 
     result: Snapshot
+    variables: list[Variable]
     after: Snapshot | None  # of arguments and variables, if the run may have changed any
     inputs: list[torch.Tensor]
     constants: list[tuple[torch.Tensor, torch.Tensor]]  # in shared variables: without their graph, and as they were
@@ -82,7 +86,9 @@ class Call:
         self._forward = forward
         self._names = tuple(kwargs)
         # See Note [What a unit reads and writes].
-        self._private, self._shared = relay.state.of(unit)
+        private, self._shared = relay.state.of(unit)
+        self._private = [*private, *beyond(relay.inside[unit], relay.state.owners)]
+        self._context = contextvars.copy_context()
         self._given = args, tuple(kwargs.values())  # until it runs
         self._before = Snapshot([*self._given, *(v.get() for v in self._private)], relay.state.edited)
         self._shared_before: Snapshot | None = None  # at the forward's start
@@ -113,8 +119,7 @@ class Call:
         self._before.give_up_tensors()
         self._given = (), ()
         # What was there before the micro-batch began has a graph that is gone.
-        inherited = self._relay.state.is_inherited
-        given = [t.detach() if inherited(t) else t for t in tensors] if self._private else tensors
+        given = [t.detach() if self._is_inherited(t) else t for t in tensors] if self._private else tensors
         hooks = contextlib.ExitStack()
         try:
             # The anchor makes it a node also where no input requires a gradient.
@@ -127,10 +132,15 @@ class Call:
         outer = {id(inner): t for inner, t in zip(run.outputs, made, strict=True)}
         if run.after is not None:
             back = {id(inner): t for inner, t in (*zip(run.inputs, tensors, strict=True), *run.constants)}
-            _, _, *variables = run.after.restore([back.get(id(t), outer.get(id(t), t)) for t in run.after.tensors])
-            put_all((*self._private, *self._shared), variables)
+            _, _, *values = run.after.restore([back.get(id(t), outer.get(id(t), t)) for t in run.after.tensors])
+            put_all(run.variables, values)
         (result,) = run.result.restore([outer[id(t)] for t in run.result.tensors])
         return result
+
+    def _is_inherited(self, tensor: torch.Tensor) -> bool:
+        return tensor.grad_fn is not None and (
+            id(tensor) in self.batch.inherited or self._relay.state.is_inherited(tensor)
+        )
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _Stash]:
         self.wants = [t.requires_grad for t in tensors]
@@ -144,15 +154,22 @@ class Call:
         self._stash = weakref.ref(stash)
         # What edits buffers does not keep its graph, which may need them as they were.
         keeps_graph = relay.turns_at(self.module) and not _outer_hooks() and self._buffers is None
-        inputs = self._detached(tensors) if keeps_graph else [t.detach() for t in tensors]
-        with torch.set_grad_enabled(keeps_graph):
+        has_graph = keeps_graph or relay.escapes.traced
+        inputs = self._detached(tensors) if has_graph else [t.detach() for t in tensors]
+        if relay.escapes.traced:
+            inputs = [t.clone() for t in inputs]  # autograd forbids edits of leaves
+        first_node = relay.escapes.next_number()
+        with torch.set_grad_enabled(has_graph):
             run = self._first = self._execute(inputs, adopt=True)
         self._buffers = relay.buffers.ran(self.unit, self._buffers)
         relay.checksums.first(self, run.outputs)
         outputs = run.outputs
-        if keeps_graph:
-            self._kept = inputs, outputs
+        if has_graph:
             outputs = [t.detach() for t in outputs]
+        if relay.escapes.traced:
+            relay.escapes.ran(self.batch.number, self.unit, first_node)
+        elif keeps_graph:
+            self._kept = inputs, run.outputs
         if not randomness.state().same_as(before):
             self._random = before
         if [t._version for t in tensors] != versions:
@@ -253,12 +270,14 @@ class Call:
             put_all(self._shared, self._shared_before.restore([detached for detached, _ in constants]))
         result = Snapshot([self._call(args, values, adopt=adopt)])
         after, outputs = None, {id(t): t for t in result.tensors}
-        if self._before.mutables or self._private or self._shared:
+        changing = [*self._private, *self._shared]
+        if CONTEXT not in changing and contextvars.copy_context():
+            changing.append(CONTEXT)  # the unit has set the first context variable
+        if self._before.mutables or changing:
             given = {id(t) for t in inputs} | {id(detached) for detached, _ in constants}
-            now = [variable.get() for variable in (*self._private, *self._shared)]
-            after = Snapshot([args, values, *now], self._relay.state.edited)
+            after = Snapshot([args, values, *(variable.get() for variable in changing)], self._relay.state.edited)
             outputs |= {id(t): t for t in after.tensors if id(t) not in given and not isinstance(t, nn.Parameter)}
-        return _Run(result, after, inputs, constants, list(outputs.values()))
+        return _Run(result, changing, after, inputs, constants, list(outputs.values()))
 
     def _replay(self, inputs: list[torch.Tensor], stack: contextlib.ExitStack) -> list[torch.Tensor]:
         """The outputs again, with a graph. What it does to buffers and variables is undone when the stack is closed:
@@ -270,7 +289,8 @@ class Call:
         if self._random is not None:
             relay.randomness.restore(self._random)
         try:
-            outputs = self._execute(inputs, adopt=False).outputs
+            # In a copy of the context that the first run had: what it sets there is gone afterwards.
+            outputs = self._context.copy().run(self._execute, inputs, adopt=False).outputs
         finally:
             if self._random is not None:
                 relay.randomness.restore(now)

@@ -48,6 +48,10 @@ class Checksums:
         self._done: list[_Entry] = []
         self._other: str | None = None  # a unit that returned another number of tensors
 
+    @property
+    def is_on(self) -> bool:
+        return self._numbers is not None
+
     def begin(self, *, on: bool) -> None:
         self._numbers = torch.zeros(_ROOM, device=self._device) if on else None
         if self._calls:

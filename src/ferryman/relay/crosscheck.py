@@ -2,7 +2,9 @@
 
 Before any weight changes, the first few micro-batches run, and all that they do is undone:
 
-1. One after the other, forward only, to find which variables of the user change (`survey.py`).
+1. One after the other, forward only, to find which variables of the user change (`survey.py`); then the first of them
+   once more, to find tensors that leave units in ways that the engine does not know (`escapes.py`) and weights that are
+   edited (`weight_edits.py`).
 2. One after the other, forward and backward, as plain accumulation does. What each unit's second run gives is compared
    with its first (`checksums.py`).
 3. Interleaved, as the step will run them. Losses, gradients and what is left behind in variables must be as in 2. A
@@ -14,17 +16,19 @@ What does not agree in the end is refused, by name.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ferryman.relay.discovery import Discovery, Watcher
 from ferryman.relay.observer import Roots
 from ferryman.relay.relay import Relay
 from ferryman.relay.rendezvous import MicroBatch
-from ferryman.relay.snapshot import Snapshot, generator_state, same_state
-from ferryman.relay.survey import Variable
+from ferryman.relay.snapshot import ARRAYS, TOLERANCE, Snapshot, generator_state, is_near, same_state
+from ferryman.relay.survey import HOOKS, Variable
 from ferryman.relay.user_state import Policy
 from ferryman.units import Item, Unit
 
@@ -34,7 +38,6 @@ TRIED = 3  # micro-batches: the third sees what the second has made of the first
 
 _ATTEMPTS = 4
 
-_LOSS_TOLERANCE = 1e-4
 _GRADIENT_TOLERANCE = 1e-2  # of its norm: a wrong gradient is off by as much as it is long
 
 
@@ -46,8 +49,11 @@ class CrossCheck:
         self._roots = roots
         self._units = units
 
-    def run(self, works: Sequence[Work], seed: int, *, stash_on_host: bool) -> None:
-        """Learns what there is to know for steps of these micro-batches; a ValueError says what cannot be right."""
+    def run(self, works: Sequence[Work], seed: int, *, stash_on_host: bool) -> list[float]:
+        """Learns what there is to know for steps of these micro-batches; a ValueError says what cannot be right.
+
+        Returns the losses of the first of them.
+        """
         relay, works = self._relay, works[:TRIED]
 
         def trial(
@@ -65,6 +71,9 @@ class CrossCheck:
 
         discovery = Discovery(relay, self._roots, self._units)
         trial(works[:2], discovery, in_turn=True, forward_only=True)
+        discovery.teach()
+        with relay.escapes.tracing():
+            trial(works[:1], _Trial(relay, self._roots), in_turn=True, forward_only=True)
         for _ in range(_ATTEMPTS):
             known = set(discovery.found)
             discovery.teach()
@@ -75,8 +84,9 @@ class CrossCheck:
                 break
         self._check_second_runs()
         discovery.teach(in_turn.ends)
+        losses = _floats(in_turn.losses)
         if len(works) == 1:
-            return
+            return losses
 
         def interleave() -> tuple[_Trial, list[Variable]]:
             interleaved = _Trial(relay, self._roots)
@@ -86,6 +96,7 @@ class CrossCheck:
 
         interleaved, wrong = self._find_policies(interleave)
         self._compare(in_turn, interleaved, wrong)
+        return losses
 
     def _find_policies(self, interleave: Callable[[], tuple[_Trial, list[Variable]]]) -> tuple[_Trial, list[Variable]]:
         """Tries other policies for variables that are left otherwise than in turn; returns what the last good ones
@@ -151,7 +162,7 @@ class _Trial(Watcher):
         super().__init__(roots)
         self._relay = relay
         self.ends: list[dict[Any, Snapshot]] = []  # known variables as each micro-batch left them
-        self._losses: list[torch.Tensor] = []
+        self.losses: list[torch.Tensor] = []
         self._gradients: dict[tuple[int, Item], list[torch.Tensor]] = {}  # the sum and the norm of each
         self._left: dict[str, Any] = {}
 
@@ -169,8 +180,8 @@ class _Trial(Watcher):
         self._gradients.setdefault((batch.number, item), []).append(sums)
 
     def end(self, losses: dict[int, torch.Tensor]) -> None:
-        self._losses = [losses[number] for number in sorted(losses)]
-        self._left = {v.name: _plain(v.get()) for v in self._relay.state.variables}
+        self.losses = [losses[number] for number in sorted(losses)]
+        self._left = {v.name: _plain(_value(v)) for v in self._relay.state.variables}
         self._left |= self._relay.edited_buffers()
 
     def _known(self) -> dict[Any, Snapshot]:
@@ -184,7 +195,7 @@ class _Trial(Watcher):
 
     def difference(self, other: _Trial) -> str | None:
         """The first loss or gradient that is another one, in words."""
-        for number, (one, two) in enumerate(zip(_floats(self._losses), _floats(other._losses), strict=True)):
+        for number, (one, two) in enumerate(zip(_floats(self.losses), _floats(other.losses), strict=True)):
             if not _agree(one, two):
                 return f"the loss of micro-batch {number} is {two:.6g}, and {one:.6g} one after the other"
         mine, theirs = self._sums(), other._sums()
@@ -208,6 +219,12 @@ class _Trial(Watcher):
         return found
 
 
+def _value(variable: Variable) -> Any:
+    """Without the keys of hooks, which are other ones each time that a hook is registered."""
+    value = variable.get()
+    return list(value.values()) if _last_name(variable) in HOOKS and isinstance(value, dict) else value
+
+
 def _last_name(variable: Variable) -> str:
     return variable.name.rpartition(".")[2]
 
@@ -224,14 +241,20 @@ def _plain(value: Any, depth: int = 0) -> Any:
     """What can be compared of a value, without anything that belongs to a run."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", torch.float64) if value.numel() < 2**16 else value.detach().sum().item()
+    if isinstance(value, ARRAYS) and np.asarray(value).dtype.kind in "biuf":
+        return torch.from_numpy(np.array(value, dtype=np.float64))
     if depth > 4 or value is None or isinstance(value, bool | int | float | str):
         return value if depth <= 4 else None
     if isinstance(value, dict):
-        return {str(key): _plain(member, depth + 1) for key, member in dict.items(value)}
+        return {_plain_key(key): _plain(member, depth + 1) for key, member in dict.items(value)}
     if isinstance(value, list | tuple):
         return [_plain(member, depth + 1) for member in value]
     state = generator_state(value)
     return type(value).__name__ if state is None else _State(state)
+
+
+def _plain_key(key: Any) -> str:
+    return f"a reference to {id(key())}" if isinstance(key, weakref.ref) else str(key)
 
 
 class _State(NamedTuple):
@@ -242,11 +265,9 @@ class _State(NamedTuple):
 
 def _agree(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, float):
-        if not (math.isfinite(a) and math.isfinite(b)):
-            return math.isfinite(a) == math.isfinite(b)
-        return abs(a - b) <= _LOSS_TOLERANCE * max(abs(a), abs(b), 1e-6)
+        return is_near(a, b)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.shape == b.shape and torch.allclose(a, b, rtol=_LOSS_TOLERANCE, atol=1e-6, equal_nan=True)
+        return a.shape == b.shape and torch.allclose(a, b, rtol=TOLERANCE, atol=1e-6, equal_nan=True)
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_agree(a[key], b[key]) for key in a)
     if isinstance(a, _State) and isinstance(b, _State):

@@ -10,7 +10,7 @@ from ferryman.relay.observer import Observer, Roots
 from ferryman.relay.relay import Relay
 from ferryman.relay.rendezvous import MicroBatch
 from ferryman.relay.snapshot import Snapshot, is_same
-from ferryman.relay.survey import Elements, Generator, Variable
+from ferryman.relay.survey import Array, Elements, Generator, Variable
 from ferryman.relay.user_state import Policy
 from ferryman.units import Unit
 
@@ -63,7 +63,7 @@ def _first_policy(variable: Variable, early: bool, ends: Sequence[dict[Any, Snap
     if not early:
         return Policy.SHARED  # changed where losses are computed, or in the backward
     values = [at_end[variable.key] for at_end in ends if variable.key in at_end]
-    if values and not isinstance(variable, Elements):  # edits in place do not show in these
+    if values and not isinstance(variable, Array | Elements):  # edits in place do not show in these
         if len(values) > 1 and all(value.same_as(values[0]) for value in values):
             return Policy.TEMPORARY
         if _grows(values):

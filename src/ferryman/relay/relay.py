@@ -24,16 +24,19 @@ from ferryman.relay.binding import adopt_assigned, bind, is_buffer
 from ferryman.relay.buffers import Bound, Buffers
 from ferryman.relay.calls import Call, Forward, refuse_caches
 from ferryman.relay.checksums import Checksums
+from ferryman.relay.escapes import Escapes
 from ferryman.relay.evaluation import Evaluation, upcoming
 from ferryman.relay.gradient_slots import GradientSlots
 from ferryman.relay.guard import Guard
 from ferryman.relay.held import HeldWeights
 from ferryman.relay.observer import Observer
 from ferryman.relay.randomness import Randomness
+from ferryman.relay.reach import beyond, tensors_in
 from ferryman.relay.rendezvous import Direction, MicroBatch, Surroundings
 from ferryman.relay.slots import WeightSlots
 from ferryman.relay.stash import DeviceStash, HostStash, Stash
 from ferryman.relay.user_state import UserState
+from ferryman.relay.weight_edits import WeightEdits
 from ferryman.server.server import Server
 from ferryman.units import Item, Unit
 
@@ -46,6 +49,7 @@ class Relay:
         self.state = UserState()
         self.buffers = Buffers()
         self.checksums = Checksums(device)
+        self.escapes = Escapes()
         self.kinds = sorted({"cpu", device.type})  # of devices that autocast may be on for
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.device = device
@@ -73,6 +77,7 @@ class Relay:
         # Of the step that runs.
         self.running: MicroBatch | None = None
         self._batches: list[MicroBatch] = []
+        self._losses: dict[int, torch.Tensor] = {}  # of micro-batches that have turned
         self._number = 0  # of runs so far
         self.for_good = False  # gradients cross for an update
         self._observer: Observer | None = None
@@ -91,6 +96,7 @@ class Relay:
         self._turns: set[nn.Module] = set()  # whose backward followed their forward at once
         self._late: set[Unit] = set()  # units that were called in the backward, by reentrant checkpointing
         self._resident_tensors: dict[Item, torch.Tensor] = {}  # on the device, in a step
+        self._resident_edits = WeightEdits((), by_bytes=False)
         self.serve(plan)
 
     @property
@@ -116,9 +122,11 @@ class Relay:
         }
         self._late.clear()
         self._training = {unit for unit in units if any(p.requires_grad for m in unit.modules for p in m.parameters())}
-        inside = {unit: {module for top in unit.modules for module in top.modules()} for unit in units}
+        # The modules of each unit, in an order that stays.
+        self.inside = {unit: list(dict.fromkeys(m for top in unit.modules for m in top.modules())) for unit in units}
+        within = {unit: set(modules) for unit, modules in self.inside.items()}
         self._resident_buffers = {  # that belong to modules of units
-            unit: [i for i in self._residents.items if is_buffer(i) and any(p.module in inside[unit] for p in i.places)]
+            unit: [i for i in self._residents.items if is_buffer(i) and any(p.module in within[unit] for p in i.places)]
             for unit in units
         }
         # The first guess at the visits to come; after a step it is known.
@@ -170,19 +178,22 @@ class Relay:
         for slots in (self._gradients, self._resident_gradients):
             slots.begin(for_good=for_good)
         self.stash = self._host_stash if stash_on_host and self._host_stash is not None else self._device_stash
-        losses: dict[int, torch.Tensor] = {}
+        losses = self._losses = dict[int, torch.Tensor]()
 
         def work(batch: MicroBatch) -> None:
+            modules = (module for inside in self.inside.values() for module in inside)
+            batch.inherited = tensors_in(beyond(modules, self.state.owners))
             with self.stash.watch(batch):
                 loss = works[batch.number]()
                 losses[batch.number] = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+                if self.escapes.traced:
+                    self.escapes.check(batch.number, loss)
                 if for_good:
                     self._send_loss(losses[batch.number])
                 batch.turned = True
                 if not forward_only:
                     loss.backward()
 
-        surroundings = Surroundings(self.device, self.randomness, self.compute, seed)
         visited: list[Unit] = []
         order = [unit for unit in self.order if unit not in without]
         with (
@@ -191,9 +202,13 @@ class Relay:
             self._adding_up(),
             contextlib.ExitStack() as stack,
         ):
-            batches = self._batches = [MicroBatch(number, work, surroundings) for number in range(len(works))]
-            for batch in batches:
-                stack.callback(batch.abandon)
+            survey = observer.survey if observer is not None else None if guard is None else guard.survey
+            thread_locals = [] if survey is None else survey.thread_locals
+            surroundings = Surroundings(self.device, self.randomness, self.compute, seed, thread_locals)
+            batches = self._batches = []
+            for number in range(len(works)):
+                batches.append(MicroBatch(number, work, surroundings, batches[-1] if batches else None))
+                stack.callback(batches[-1].abandon)
             self._turning.clear()
             for group in [[batch] for batch in batches] if in_turn else [batches]:
                 for batch in group:
@@ -209,6 +224,8 @@ class Relay:
                 for unit in self._gradients.held():
                     self._gradients.complete(unit)
                 self._resident_gradients.complete(self._residents)
+        if observer is None and (left := batches[-1].thread_state) is not None:
+            left.leave_behind(thread_locals)
         if not without and not forward_only:
             self._turns = set(self._turning)
             if not in_turn:
@@ -392,6 +409,7 @@ class Relay:
                 self._look_at_memory()
                 self._present = self.weights.tensors(unit, slot)
                 self.buffers.visit(self._buffers_of(unit))
+                edits = WeightEdits(self._present, by_bytes=self.escapes.traced)
                 guests = [batch for batch in batches if batch.wish is not None and batch.wish.unit is unit]
                 for batch, after in zip(guests, [*guests[1:], None], strict=True):
                     self.stash.restore(batch)
@@ -402,6 +420,7 @@ class Relay:
                         self.stash.follow(batch)
                         self._resume(batch)
                     self.stash.stow(batch)
+                edits.check()
                 direction = "backward" if backward else "turn" if self._all_turned() else "forward"
                 mark.label += f" ({direction})"
                 if finished := self._is_finished(unit):
@@ -424,7 +443,8 @@ class Relay:
         if self._open.get(unit) or (self.for_good and (not self._all_turned() or unit in self._late)):
             return False
         if self._guard is not None and self._all_turned():
-            self._guard.check()  # the first weights are about to change, or gradients to be kept
+            self._guard.check(self._losses)  # the first weights are about to change, or gradients to be kept
+            self._resident_edits.check()
         return True
 
     def _buffers_of(self, unit: Unit) -> list[Bound]:
@@ -443,6 +463,9 @@ class Relay:
             if self._guard is not None:
                 self._guard.begin()
             with self.compute.current():
+                by_bytes = self.escapes.traced or self.checksums.is_on
+                self._resident_edits = WeightEdits(list(self._resident_tensors.items()), by_bytes=by_bytes)
+            with self.compute.current():
                 self.state.begin(seed, exchange=exchange)
             try:
                 yield
@@ -451,6 +474,7 @@ class Relay:
                 self.buffers.undo()
                 raise
             with self.compute.current():
+                self._resident_edits.check()
                 self.state.end()
                 self.stash.bring_back()
                 self.adopt_residents()
@@ -485,7 +509,7 @@ class Relay:
             end = self.compute.here()
             end.precede_caller()
             edited = [pair for pair, version in zip(present, versions, strict=True) if pair[1]._version != version]
-            self.write_back(edited, end)
+            self.write_back([pair for pair in edited if is_buffer(pair[0])], end)
             self._resident_tensors = {}  # whose hooks refer to the relay
             self._resident_weights.leave(slot, end)
             self._number += 1

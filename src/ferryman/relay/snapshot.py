@@ -11,6 +11,10 @@ restore it with others in their place.
 
 from __future__ import annotations
 
+import array
+import contextvars
+import copy
+import math
 import random
 import types
 from collections import OrderedDict, deque
@@ -23,6 +27,7 @@ import torch
 from torch import nn
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, range, slice)
+ARRAYS = (np.ndarray, array.array, bytearray)
 # What holds no values that a step changes, or none that can be set.
 _OPAQUE = (
     nn.Module,
@@ -35,6 +40,7 @@ _OPAQUE = (
     types.CodeType,
     types.GeneratorType,
     torch.storage.UntypedStorage,
+    contextvars.ContextVar,
     np.ndarray,
     np.generic,
     Enum,
@@ -56,9 +62,10 @@ class _Node:
 
 
 class Snapshot:
-    """What some values hold, all the way down. `edited`: tensors whose own elements are remembered, too."""
+    """What some values hold, all the way down. `edited`: tensors and arrays, by identity, whose own elements are
+    remembered, too."""
 
-    def __init__(self, values: Iterable[Any], edited: Mapping[int, torch.Tensor] | None = None) -> None:
+    def __init__(self, values: Iterable[Any], edited: Mapping[int, Any] | None = None) -> None:
         self.tensors: list[torch.Tensor] = []  # each once, in the order in which they were found
         self.mutables: list[Any] = []  # all in it that can be changed in place
         self._indices: dict[int, int] = {}  # of tensors, by identity
@@ -104,6 +111,9 @@ class Snapshot:
             return _Node("leaf", value)
         if isinstance(value, torch.Tensor):
             return self._take_tensor(value)
+        if isinstance(value, ARRAYS) and id(value) in self._edited:
+            self.mutables.append(value)
+            return _Node("array", value, copy.copy(value))
         if depth > _DEPTH or isinstance(value, _OPAQUE):
             return _Node("leaf", value)
         if (seen := self._seen.get(id(value))) is not None:
@@ -167,6 +177,8 @@ def _is_same(
         return False
     if a.kind == "elements":
         return torch.equal(a.contents, b.contents)
+    if a.kind == "array":
+        return same_elements(a.contents, b.contents)
     if a.kind == "set":
         return bool(a.contents == b.contents)
     seen.add((id(a), id(b)))
@@ -202,7 +214,7 @@ class PlainSnapshot:
         return []
 
 
-def snapshot_of(value: Any, edited: Mapping[int, torch.Tensor]) -> Snapshot | PlainSnapshot:
+def snapshot_of(value: Any, edited: Mapping[int, Any]) -> Snapshot | PlainSnapshot:
     """A snapshot of one value. `edited`: as of a `Snapshot`."""
     if isinstance(value, _ATOMS) or (isinstance(value, torch.Tensor) and id(value) not in edited):
         return PlainSnapshot(value)
@@ -234,6 +246,9 @@ class _Restoring:
             return value(*members) if hasattr(value, "_fields") else value(members)
         if node.kind == "elements":
             value.data.copy_(contents)  # past the version: what autograd saved has these values again
+            return value
+        if node.kind == "array":
+            put_elements(value, contents)
             return value
         if node.kind == "generator":
             set_generator_state(value, contents)
@@ -276,6 +291,29 @@ def is_same(now: Iterable[Any], before: Sequence[Any]) -> bool:
     return len(now) == len(before) and all(
         a is b or (isinstance(a, _ATOMS) and type(a) is type(b) and a == b) for a, b in zip(now, before, strict=True)
     )
+
+
+TOLERANCE = 1e-4  # between numbers that differ by rounding alone
+
+
+def is_near(a: float, b: float) -> bool:
+    """Whether two numbers differ by rounding alone; if they are not finite, whether both are not."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.isfinite(a) == math.isfinite(b)
+    return abs(a - b) <= TOLERANCE * max(abs(a), abs(b), 1e-6)
+
+
+def same_elements(a: Any, b: Any) -> bool:
+    """Of two arrays."""
+    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")) if isinstance(a, np.ndarray) else bool(a == b)
+
+
+def put_elements(target: Any, elements: Any) -> None:
+    """Makes an array hold these, in place."""
+    if isinstance(target, np.ndarray):
+        target[...] = elements
+    else:
+        target[:] = elements
 
 
 def slot_names(value: Any) -> list[str]:

@@ -8,11 +8,15 @@ position) it cannot see; the cross-check of the first step (`crosscheck.py`) com
 
 from __future__ import annotations
 
+import copy
 import functools
+import queue
 import random
 import sys
+import threading
 import types
-from collections import deque
+import weakref
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -21,9 +25,12 @@ import torch
 from torch import nn
 
 from ferryman.relay.snapshot import (
+    ARRAYS,
     generator_state,
     is_same,
+    put_elements,
     put_into_dict,
+    same_elements,
     same_state,
     set_generator_state,
     slot_names,
@@ -33,12 +40,13 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()  # stand
 
 _DEPTH = 10
 _MOST = 200_000  # objects; a walk that meets more ends there
-_LARGE = 4096  # elements of a container that is looked at by its length alone
+_LARGE = 2**16  # elements of a container that is looked at by its length alone
 _CLONED = 2**24  # bytes; the elements of larger tensors are not remembered
 
 _INTERNAL = frozenset({"_parameters", "_modules", "_buffers", "forward"})
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Packages whose objects hold nothing that belongs to a step.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Packages whose objects hold nothing that belongs to a step, and objects of theirs that may.
+_OPEN = (types.SimpleNamespace, UserDict, UserList, queue.Queue, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "torch_virtual", "numpy", "ferryman", "builtins", "rich"}
 
 
@@ -66,6 +74,10 @@ class Elements(Variable):
         super().__init__(name, tensor, lambda: tensor if place is None else place.get(), lambda _: None)
         self.tensor = tensor
         self.place = place
+
+
+class Array(Variable):
+    """The elements of an array that is no tensor, and is edited in place."""
 
 
 class Generator(Variable):
@@ -137,27 +149,26 @@ class _Namespace(_Holder):
         return Variable(f"{self.name}.{name}", self.owner, lambda: mapping.get(name, MISSING), put)
 
 
-class _ClassNamespace(_Holder):
-    """The attributes of a class."""
+class _Attributes(_Holder):
+    """Attributes that lie in no dict that can be edited: those of a class, or those in slots."""
 
-    def __init__(self, name: str, kind: type) -> None:
+    def __init__(self, name: str, owner: Any) -> None:
         super().__init__(name)
-        self._kind = kind
+        self._owner = owner
 
     def look(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self._kind).items() if not _is_code(value)}
+        raise NotImplementedError
 
     def changed(self, before: dict[str, Any]) -> list[Variable]:
         now = self.look()
-        names = {*before, *now}
         return [
             Variable(
                 f"{self.name}.{name}",
-                self._kind,
+                self._owner,
                 functools.partial(self._get, name),
                 functools.partial(self._put, name),
             )
-            for name in sorted(names)
+            for name in sorted({*before, *now})
             if not is_same([now.get(name, MISSING)], [before.get(name, MISSING)])
         ]
 
@@ -166,13 +177,51 @@ class _ClassNamespace(_Holder):
             variable.put(before.get(variable.name.rpartition(".")[2], MISSING))
 
     def _get(self, name: str) -> Any:
-        return vars(self._kind).get(name, MISSING)
+        return self.look().get(name, MISSING)
 
     def _put(self, name: str, value: Any) -> None:
         if value is not MISSING:
-            setattr(self._kind, name, value)
-        elif name in vars(self._kind):
-            delattr(self._kind, name)
+            self._set(name, value)
+        elif name in self.look():
+            delattr(self._owner, name)
+
+    def _set(self, name: str, value: Any) -> None:
+        setattr(self._owner, name, value)
+
+
+class _ClassAttributes(_Attributes):
+    def look(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self._owner).items() if not _is_code(value)}
+
+
+class _Slots(_Attributes):
+    def look(self) -> dict[str, Any]:
+        return {name: getattr(self._owner, name) for name in slot_names(self._owner) if hasattr(self._owner, name)}
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self._owner, name, value)  # which a frozen dataclass allows
+
+
+class _ArrayElements(_Holder):
+    """The elements of an array of numpy or of the standard library."""
+
+    def __init__(self, name: str, array: Any, *, thorough: bool) -> None:
+        super().__init__(name)
+        self._array = array
+        nbytes = array.nbytes if isinstance(array, np.ndarray) else memoryview(array).nbytes
+        self._keeps = thorough and nbytes <= _CLONED
+
+    def look(self) -> Any:
+        return copy.copy(self._array) if self._keeps else None
+
+    def changed(self, before: Any) -> list[Variable]:
+        if before is None or same_elements(self._array, before):
+            return []
+        return [Array(self.name, self._array, lambda: self._array, lambda _: None)]
+
+    def put_back(self, before: Any) -> None:
+        if before is not None:
+            put_elements(self._array, before)
 
 
 class _Container(_Holder):
@@ -209,18 +258,21 @@ class _Container(_Holder):
             (self.container.update if isinstance(self.container, set) else self.container.extend)(before)
 
 
-class _Cell(_Holder):
-    """A variable that functions share with the function around them."""
+def cell_contents(cell: types.CellType) -> Any:
+    """The value of a variable that functions share with the function around them."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return MISSING
 
+
+class _Cell(_Holder):
     def __init__(self, name: str, cell: types.CellType) -> None:
         super().__init__(name)
         self.cell = cell
 
     def look(self) -> Any:
-        try:
-            return self.cell.cell_contents
-        except ValueError:  # not set yet
-            return MISSING
+        return cell_contents(self.cell)
 
     def changed(self, before: Any) -> list[Variable]:
         if is_same([self.look()], [before]):
@@ -297,6 +349,7 @@ class Survey:
         self._inside = inside
         self._holders: list[_Holder] = []
         self.owners: set[int] = set()  # the identities of all that was found
+        self.thread_locals: list[threading.local] = []
         self._kept: list[Any] = []  # alive, so that no identity is used twice
         if thorough:
             self._holders += [
@@ -337,6 +390,10 @@ class Survey:
         elif isinstance(value, torch.Tensor):
             if not value.requires_grad and value.is_leaf and type(value) is torch.Tensor:
                 self._holders.append(_TensorElements(name, value, place, thorough=self._thorough))
+        elif isinstance(value, ARRAYS):
+            self._holders.append(_ArrayElements(name, value, thorough=self._thorough))
+        elif isinstance(value, threading.local):
+            self.thread_locals.append(value)
         elif isinstance(value, types.MethodType):
             self._add(value.__self__, name, depth)
             self._add(value.__func__, name, depth)
@@ -366,7 +423,7 @@ class Survey:
         self._own(module._buffers)
         self._holders.append(attributes)
         for attribute, member in module.__dict__.items():
-            if attribute in _HOOKS:
+            if attribute in HOOKS:
                 self._holders.append(_Container(f"{name}.{attribute}", member))
                 self._own(member)
                 for hook in member.values():
@@ -386,12 +443,15 @@ class Survey:
     def _visit_class(self, kind: type, depth: int) -> None:
         if kind.__module__.partition(".")[0] in _FOREIGN:
             return
-        self._holders.append(_ClassNamespace(kind.__name__, kind))
+        self._holders.append(_ClassAttributes(kind.__name__, kind))
         for attribute, member in list(vars(kind).items()):
             function = getattr(member, "__func__", getattr(member, "fget", member))
             if isinstance(function, types.FunctionType):
                 self._add(function, f"{kind.__name__}.{attribute}", depth + 1)
-            elif isinstance(member, dict | list | set | deque) or generator_state(member) is not None:
+            elif (
+                isinstance(member, (dict, list, set, deque, torch.Tensor, *ARRAYS))
+                or generator_state(member) is not None
+            ):
                 self._add(member, f"{kind.__name__}.{attribute}", depth + 1)
         for base in kind.__bases__:
             self._add(base, base.__name__, depth + 1)
@@ -430,7 +490,7 @@ class Survey:
 
     def _visit_object(self, value: Any, name: str, depth: int) -> None:
         kind = type(value)
-        foreign = kind.__module__.partition(".")[0] in _FOREIGN and not isinstance(value, types.SimpleNamespace)
+        foreign = kind.__module__.partition(".")[0] in _FOREIGN and not isinstance(value, _OPEN)
         if isinstance(value, types.ModuleType) or (foreign and not isinstance(value, dict)):
             return
         attributes = getattr(value, "__dict__", None)
@@ -439,8 +499,9 @@ class Survey:
             self._holders.append(namespace)
             for attribute, member in attributes.items():
                 self._add(member, f"{name}.{attribute}", depth + 1, namespace.variable(attribute))
-        else:
-            for attribute in slot_names(value):
+        if slots := slot_names(value):
+            self._holders.append(_Slots(name, value))
+            for attribute in slots:
                 self._add(getattr(value, attribute, None), f"{name}.{attribute}", depth + 1)
         self._add(kind, kind.__name__, depth + 1)
 

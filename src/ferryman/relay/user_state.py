@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from ferryman.relay.snapshot import PlainSnapshot, Snapshot, snapshot_of
-from ferryman.relay.survey import Elements, Generator, Survey, Variable
+from ferryman.relay.survey import Array, Elements, Generator, Survey, Variable
 from ferryman.units import Unit
 
 _Saved = Snapshot | PlainSnapshot
@@ -48,10 +48,12 @@ class UserState:
 
     def __init__(self) -> None:
         self._variables: dict[Any, Variable] = {}
+        self._owners: set[int] = set()
         self._policies: dict[Any, Policy] = {}
         self.is_known = False  # whether anybody has looked which there are
         self._by_unit: dict[Unit, tuple[list[Variable], list[Variable]]] = {}
         self._edited: list[Elements] = []  # tensors that are edited in place
+        self._arrays: dict[int, Any] = {}  # and arrays, by identity
         # Of the step that runs.
         self._apart: list[Variable] = []
         self._views: dict[int, list[_Saved]] = {}  # of micro-batches that do not run now
@@ -70,15 +72,22 @@ class UserState:
     def variables(self) -> list[Variable]:
         return list(self._variables.values())
 
+    @property
+    def owners(self) -> Collection[int]:
+        """The identities of what holds the variables."""
+        return self._owners
+
     def policy(self, variable: Variable) -> Policy:
         return self._policies[variable.key]
 
     def know(self, variables: Iterable[Variable], policies: Mapping[Any, Policy], units: Collection[Unit]) -> None:
         """These change in a step. `units`: all that there are; those that can reach a variable take it for theirs."""
         self._variables = {variable.key: variable for variable in variables}
+        self._owners = {id(variable.owner) for variable in self._variables.values()}
         self._policies = dict(policies)
         self.is_known = True
         self._edited = [v for v in self._variables.values() if isinstance(v, Elements)]
+        self._arrays = {id(v.owner): v.owner for v in self._variables.values() if isinstance(v, Array)}
         self._by_unit = {unit: self._reached_by(unit) for unit in units} if self._variables else {}
 
     def knows(self, variable: Variable) -> bool:
@@ -102,9 +111,11 @@ class UserState:
         return [variable for variable in found if variable not in shared], shared
 
     @property
-    def edited(self) -> dict[int, torch.Tensor]:
-        """Tensors that are edited in place, by identity, as the running micro-batch has them."""
-        return {id(tensor): tensor for tensor in (v.get() for v in self._edited)} if self._edited else {}
+    def edited(self) -> Mapping[int, Any]:
+        """Tensors and arrays that are edited in place, by identity, as the running micro-batch has them."""
+        if not self._edited:
+            return self._arrays
+        return self._arrays | {id(tensor): tensor for tensor in (v.get() for v in self._edited)}
 
     # The exchange.
 
@@ -196,7 +207,7 @@ class UserState:
             self._current = None
 
     def _take(self) -> list[_Saved]:
-        edited = {id(v.tensor): v.tensor for v in self._edited if v.place is None}
+        edited = self._arrays | {id(v.tensor): v.tensor for v in self._edited if v.place is None}
         return [snapshot_of(variable.get(), edited) for variable in self._apart]
 
     def _put(self, snapshots: Sequence[_Saved]) -> None:
