@@ -31,7 +31,7 @@ class FirstSteps:
         self._units = units
         self._checked: set[Any] = set()
         self._survey: Survey | None = None
-        self._tried: tuple[int, list[float]] | None = None  # the seed and the losses of a trial that has just run
+        self._tried: tuple[int, list[float]] | None = None  # the seed and the losses of the trial that has just run
         self._steps = 0
 
     def is_new(self, parts: Sequence[Part]) -> bool:
@@ -40,7 +40,7 @@ class FirstSteps:
     def check(self, parts: Sequence[Part], works: Sequence[Work], seed: int, *, stash_on_host: bool) -> None:
         """Runs the cross-check for a kind of step."""
         losses = CrossCheck(self._relay, self.roots, self._units).run(works, seed, stash_on_host=stash_on_host)
-        self._tried = seed, losses
+        self._tried = seed, [loss / part.weight for loss, part in zip(losses, parts, strict=False)]
         self._checked.add(_kind_of(parts))
         self._survey = None
 
@@ -48,15 +48,17 @@ class FirstSteps:
         """Something has changed that no check has seen."""
         self._checked.clear()
 
-    def begin(self, seed: int, *, skips: bool) -> Guard:
+    def begin(self, parts: Sequence[Part], seed: int, *, skips: bool) -> Guard:
         """A step begins; it `skips` blocks, which a trial does not."""
         self._relay.checksums.begin(on=self._steps < _ALWAYS or self._steps % _NOW_AND_AGAIN == 0)
         self._steps += 1
         if self._survey is None:
             self._survey = Survey(*self.roots, thorough=False)
-        tried, self._tried = self._tried, None
-        is_repeated = tried is not None and tried[0] == seed and not skips
-        return Guard(self._survey, self._relay.state, tried[1] if tried is not None and is_repeated else ())
+        expected: list[float] = []
+        if self._tried is not None and self._tried[0] == seed and not skips:
+            expected = [loss * part.weight for loss, part in zip(self._tried[1], parts, strict=False)]
+        self._tried = None
+        return Guard(self._survey, self._relay.state, expected)
 
     def end(self) -> None:
         """The step has run: a ValueError if a unit's second run gave something else."""

@@ -47,5 +47,7 @@ class Absent(torch.Tensor):
         absent = next(leaf for leaf in flat if isinstance(leaf, cls))
         raise ValueError(
             f"the parameter {absent._name!r} is used outside the forward of its unit {absent._unit!r}, when it is not "
-            f"on the device (by {function}). Keep it there: resident=[{absent._name!r}]"
+            f"on the device (by {function}). Keep it there: resident=[{absent._name!r}]. Where the loss uses all "
+            "parameters, as a regulariser does, resident=['*'] keeps all of them; weight_decay= of the optimizer needs "
+            "none"
         )
