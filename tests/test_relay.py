@@ -163,8 +163,9 @@ def test_a_run_is_reproducible_and_its_micro_batches_differ(device):
     seen = []
 
     def loss(model, part):
-        seen.append(model(**part).loss)
-        return seen[-1]
+        value = model(**part).loss
+        seen.append(value.detach())  # with its graph, what it holds on the device would outlive the test
+        return value
 
     with Engine(model, device=device, loss=loss) as engine:
         results = []
@@ -295,7 +296,7 @@ def _forget(marks, real, slots, slot, *, for_good):
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_missing_wait_is_found(wait, virtual, monkeypatch):
     """The negative control: without one of the waits there is a race, or wrong gradients."""
-    torch_virtual.set_link(virtual, delay=0.05)
+    torch_virtual.set_link(virtual, delay=0.02)
     model = build(CASES["toy"])
     plain, batch = on(virtual, model), text(8)
     torch.manual_seed(5)
