@@ -88,7 +88,10 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+KINDS = ("one cycle", "sequence", "lambda", "plateau")  # what they keep: nothing, others, functions, the best so far
+
+
+@pytest.mark.parametrize("name", [*KINDS, *slow(*sorted(SCHEDULERS.keys() - {*KINDS}))])
 def test_schedulers_resume(tmp_path, name):
     assert_resumes(tmp_path, Run(scheduler=SCHEDULERS[name]))
 
@@ -220,14 +223,16 @@ ON_DEVICE = {"device": "virtual", "subgroup": 256}
 @pytest.mark.parametrize(
     ("optimizer", "one", "other"),
     [
-        ("AdamW", {"device": "virtual"}, {"device": "cpu"}),
         ("AdamW", {"device": "cpu"}, {**ON_DEVICE, "held": True, "updates": "static:0.5"}),
         ("AdamW", {**ON_DEVICE, "updates": "static:1.0"}, {"device": "virtual", "updates": "host"}),
         ("AdamW", {"device": "virtual"}, {"device": "virtual", "memory": "1MiB", "max_grad_norm": 0.5}),
-        ("AdamW", {"precision": "bf16"}, {}),
         ("AdamW", {"precision": "fp16"}, {"precision": "bf16"}),
         ("RMSprop", {"precision": "bf16", "device": "virtual"}, {"precision": "fp16", "device": "cpu"}),
-        ("RMSprop", {}, {"precision": "bf16"}),
+        *slow(
+            ("AdamW", {"device": "virtual"}, {"device": "cpu"}),
+            ("AdamW", {"precision": "bf16"}, {}),
+            ("RMSprop", {}, {"precision": "bf16"}),
+        ),
     ],
     ids=str,
 )

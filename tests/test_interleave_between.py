@@ -11,13 +11,13 @@ from slow import covering, slow
 from updates import WAYS, assert_near
 
 relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])
-mixed = pytest.mark.parametrize(("updates", "way", "held"), MIX)
+mixed = pytest.mark.parametrize(("updates", "way", "held"), [*MIX[:3], *slow(MIX[3])])
 SIZE = SUBGROUPS[3]
 
 TURNS = ("host", "stride:2", "auto", "static:0.5", "stride:3", "static:1", "static:0.5", "host", "auto", "static:1")
 
 
-@pytest.mark.parametrize(("way", "held"), [("eager", False), ("clipped", False), ("clipped", True)])
+@pytest.mark.parametrize(("way", "held"), [("eager", False), ("clipped", True), *slow(("clipped", False))])
 def test_switching_policies_changes_nothing(way, held, virtual, monkeypatch):
     let_auto_guess(monkeypatch)
     with Pair(virtual, updates="static:0.5", held=held, subgroup=SIZE, **WAYS[way]) as pair:

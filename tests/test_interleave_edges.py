@@ -5,7 +5,7 @@ import torch
 import torch_virtual
 from interleave import BROAD, SUBGROUPS, Pair
 from models import Block, model_loss, text
-from slow import covering
+from slow import covering, slow
 from torch import nn
 
 from ferryman.engine import Engine
@@ -15,7 +15,7 @@ SIZE, WIDTH = SUBGROUPS[3], 16
 relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])
 
 
-@pytest.mark.parametrize("updates", ["static:0.5", "stride:2", "auto"])
+@pytest.mark.parametrize("updates", ["stride:2", "auto", *slow("static:0.5")])
 def test_a_block_comes_into_a_budget(updates, virtual):
     with Pair(virtual, BROAD, updates=updates, memory="8MiB") as pair:
         pair.ours(0)
