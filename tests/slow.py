@@ -1,8 +1,59 @@
 """Cases that `make test-all` runs, and `make test` does not."""
 
+import inspect
+import itertools
+
 import pytest
+
+DEVICES = ("cpu", "virtual")  # as the fixture `device` has them
 
 
 def slow(*cases):
     """For `pytest.mark.parametrize`: several names together, in tuples, or one."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
+
+
+def covering(test):
+    """Above all `pytest.mark.parametrize` of a test: instead of all combinations of their values, and of the devices,
+    `make test` runs a few in which each value occurs. The others are slow."""
+    marks = [mark for mark in test.pytestmark if mark.name == "parametrize"]
+    axes = [_Axis(*mark.args, **mark.kwargs) for mark in marks]
+    if "device" in inspect.signature(test).parameters and not any("device" in axis.names for axis in axes):
+        axes.append(_Axis("device", DEVICES, indirect=["device"]))
+    quick = [[case for case in axis.cases if not case.marks] for axis in axes]
+    few = [[cases[number % len(cases)] for cases in quick] for number in range(max(map(len, quick)))]
+    combined = []
+    for chosen in itertools.product(*(axis.cases for axis in axes)):
+        marks_of_it = [mark for case in chosen for mark in case.marks]
+        if not any(all(a is b for a, b in zip(chosen, one, strict=True)) for one in few):
+            marks_of_it = marks_of_it or [pytest.mark.slow]
+        values = [value for case in chosen for value in case.values]
+        combined.append(pytest.param(*values, marks=marks_of_it, id="-".join(case.id for case in chosen)))
+    names = [name for axis in axes for name in axis.names]
+    indirect = [name for axis in axes for name in axis.indirect]
+    test.pytestmark = [mark for mark in test.pytestmark if mark.name != "parametrize"]
+    return pytest.mark.parametrize(names, combined, indirect=indirect)(test)
+
+
+class _Axis:
+    """What one `pytest.mark.parametrize` says."""
+
+    def __init__(self, names, cases, *, indirect=(), ids=None):
+        self.names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+        self.indirect = list(indirect)
+        self.cases = []
+        for number, case in enumerate(cases):
+            several = case.values if hasattr(case, "marks") else tuple(case) if len(self.names) > 1 else (case,)
+            known = ids[number] if isinstance(ids, (list, tuple)) else getattr(case, "id", None)
+            words = known or "-".join(
+                self._word(name, number, value, ids) for name, value in zip(self.names, several, strict=True)
+            )
+            self.cases.append(pytest.param(*several, marks=getattr(case, "marks", ()), id=words))
+
+    @staticmethod
+    def _word(name, number, value, ids):
+        """As pytest has it."""
+        if callable(ids):
+            return str(ids(value))
+        simple = value is None or isinstance(value, (str, int, float, bool))
+        return str(value) if simple else getattr(value, "__name__", f"{name}{number}")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
-from slow import slow
+from slow import covering, slow
 from torch import nn
 from transformers import DynamicCache
 from updates import assert_near
@@ -91,6 +91,7 @@ def fails(model, engine, compare, wrong, error, match):
     return caught
 
 
+@covering
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -139,6 +140,7 @@ def test_results_that_hide_their_tensors(device):
         assert_same(step(engine, model, text(8)), expected)
 
 
+@covering
 @pytest.mark.parametrize("wrong", ["model", "block", "block's second run"])
 def test_exceptions_of_the_model_come_out_as_themselves(wrong, device):
     with ready_afterwards(device) as (model, engine, compare):
@@ -148,10 +150,11 @@ def test_exceptions_of_the_model_come_out_as_themselves(wrong, device):
     assert caught.traceback[-1].path.name == "test_bad_input.py"
 
 
+@covering
 @pytest.mark.parametrize("at", [2, *slow(0, 3)])
-@pytest.mark.parametrize("error", [KeyError("loss"), KeyboardInterrupt()], ids=["KeyError", "KeyboardInterrupt"])
-def test_exceptions_of_the_loss_come_out_as_themselves(at, error, device):
-    armed = []
+@pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
+def test_exceptions_of_the_loss_come_out_as_themselves(at, kind, device):
+    error, armed = kind("loss"), []  # made here: one that outlived the test would keep its frames, and their tensors
 
     def loss(model, part):
         value = model(**part).loss
@@ -162,7 +165,7 @@ def test_exceptions_of_the_loss_come_out_as_themselves(at, error, device):
     with ready_afterwards(device, loss=loss) as (_, engine, compare):
         for _ in range(2):
             armed[:] = range(4)
-            with pytest.raises(type(error)) as caught:
+            with pytest.raises(kind) as caught:
                 engine.forward_backward(text(8), 4)
             assert caught.value is error
             assert traceback.extract_tb(caught.tb)[-1].name == "loss"
@@ -209,6 +212,7 @@ def test_exceptions_of_batches_that_load_themselves(device):
             engine.forward_backward(parts)
 
 
+@covering
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -288,6 +292,7 @@ def test_arguments_of_the_wrong_kind(options, words):
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
+@covering
 @pytest.mark.parametrize("returns", ["logits", "a dict", "an output without labels"])
 def test_models_that_return_no_loss(returns, device):
     """Labels, if it is a model that has a loss; else a loss of the user's."""
@@ -314,6 +319,7 @@ def test_steps_without_gradients_are_refused(device):
                 engine.forward_backward(text(8), 4)
 
 
+@covering
 @pytest.mark.parametrize("place", ["in a block", "outside"])
 def test_batch_norm_in_training_is_refused_by_name(place, device):
     model = Toy()

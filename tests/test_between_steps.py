@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch_virtual
 from models import CASES, build, cut, model_loss, plain_step, text
+from slow import covering
 from updates import MAIN_AND_SLOW, OPTIMIZERS, WAYS, assert_near, slow_kernels
 
 import ferryman
@@ -29,6 +30,7 @@ def ours(engine, seed):
     return engine.step(text(4, seed), 2)
 
 
+@covering
 @pytest.mark.parametrize("make", [torch.optim.RMSprop, lambda p, lr: torch.optim.Adam(p, lr=lr, amsgrad=True)])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_masters_survive_updates_by_torch(make, precision, device):
@@ -59,6 +61,7 @@ def test_refused_steps_do_not_count(device):
     assert_near(model, plain)
 
 
+@covering
 @pytest.mark.parametrize("way", WAYS)
 def test_loading_weights_waits_for_the_update(way, device, monkeypatch):
     slow_kernels(monkeypatch)
@@ -137,6 +140,7 @@ def test_the_optimizer_itself_is_not_stepped(device):
     optimizer.step()
 
 
+@covering
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("stash", ["device", "host"])
 def test_checkpointing_of_the_users_own(reentrant, stash, device):
@@ -169,6 +173,7 @@ def test_an_engine_that_cannot_be_made_leaves_the_optimizers_state(virtual):
     optimizer.step()
 
 
+@covering
 @pytest.mark.parametrize("name", MAIN_AND_SLOW)
 def test_asking_for_the_optimizers_state_changes_nothing(name, device):
     """Also before the first step, when all there is came from torch, and right after another was loaded."""
@@ -191,6 +196,7 @@ def test_asking_for_the_optimizers_state_changes_nothing(name, device):
     assert_near(model, plain, 1e-5 if name in ("Rprop", "RMSprop", "Adadelta") else 2e-6)
 
 
+@covering
 @pytest.mark.parametrize("name", ["Adagrad", "SGD, momentum", "RMSprop"])
 def test_parameters_that_never_had_a_gradient_go_on_plainly(name, device):
     model = build(CASES["toy"])
@@ -201,6 +207,7 @@ def test_parameters_that_never_had_a_gradient_go_on_plainly(name, device):
     plainly(model, optimizer, 1)  # torch finds for all what it looks for
 
 
+@covering
 @pytest.mark.parametrize("way", WAYS)
 def test_updates_of_the_step_before_are_not_counted_to_one_that_fails(way, device, monkeypatch):
     """They may still be under way when it begins."""

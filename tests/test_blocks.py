@@ -24,12 +24,13 @@ from models import (
     step,
     text,
 )
-from slow import slow
+from slow import covering, slow
 from torch import nn
 
 from ferryman.engine import Engine
 
 
+@covering
 @pytest.mark.parametrize("name", ["toy", "llama", *slow("gpt2")])
 @pytest.mark.parametrize("position", [0, "end"])
 def test_a_block_that_was_inserted(name, position, device):
@@ -44,6 +45,7 @@ def test_a_block_that_was_inserted(name, position, device):
         assert_steps(engine, model, plain, loose=loose, steps=2)
 
 
+@covering
 @pytest.mark.parametrize("name", ["toy", "llama", *slow("gpt2")])
 @pytest.mark.parametrize("position", [0, 1])
 def test_a_block_that_was_removed(name, position, device):
@@ -56,6 +58,7 @@ def test_a_block_that_was_removed(name, position, device):
         assert_steps(engine, model, plain, loose=loose, steps=2)
 
 
+@covering
 @pytest.mark.parametrize("name", ["toy", "llama"])
 def test_many_changes_in_a_row(name, device):
     """Before the first step as well; what was removed comes back; a list may shrink to one block and grow again."""
@@ -117,6 +120,7 @@ def test_fetches_that_nobody_waited_for_do_not_disturb(virtual):
         assert_steps(engine, model, plain)
 
 
+@covering
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
 def test_lists_are_told_apart_by_name(stack, device):
     case = CASES["t5"]
@@ -195,6 +199,7 @@ def test_a_block_without_parameters(device):
         assert_steps(engine, model, plain)
 
 
+@covering
 @pytest.mark.parametrize("when", ["at once", "after a step"])
 def test_a_removed_block_is_free(when, device):
     model = build(CASES["toy"])
@@ -280,6 +285,7 @@ def test_the_same_optimizer_goes_on(device):
     assert all(torch.equal(p, q.cpu()) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+@covering
 @pytest.mark.parametrize("name", ["toy", "llama", *slow("gpt2")])
 def test_closing_afterwards(name, device):
     model = build(CASES[name])
@@ -296,6 +302,7 @@ def test_closing_afterwards(name, device):
     assert_same(plain_step(model, cut(text(8), 4)), expected)
 
 
+@covering
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_evaluation_afterwards(name, device):
     """Also with a cache, in which blocks have numbers."""
@@ -447,6 +454,7 @@ def test_the_last_one_that_travels_stays(device):
         assert_steps(engine, model, plain)
 
 
+@covering
 @pytest.mark.parametrize("to", ["another block", "a resident"])
 def test_a_block_that_shares_parameters_stays(to, device):
     model = build(CASES["toy"])
@@ -463,6 +471,7 @@ def test_a_block_that_shares_parameters_stays(to, device):
         assert_steps(engine, model, plain, loose=("*",))
 
 
+@covering
 @pytest.mark.parametrize("options", [{"units": ["blocks.*.up"]}, {"resident": ["blocks.1.norm.weight"]}], ids=str)
 def test_a_block_of_which_a_part_is_resident_stays(options, device):
     model = build(CASES["toy"])

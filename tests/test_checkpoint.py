@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from checkpoints import Run, assert_equal, assert_resumes, everything, one_group, two_groups
 from models import CASES, Block, Toy, build, text
-from slow import slow
+from slow import covering, slow
 from torch.optim import lr_scheduler as schedules
 
 import ferryman
@@ -18,6 +18,7 @@ from ferryman.server import kernels
 # To the last bit.
 
 
+@covering
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("way", [{}, {"max_grad_norm": 0.3}])
 def test_resumes(tmp_path, device, precision, way):
@@ -25,16 +26,19 @@ def test_resumes(tmp_path, device, precision, way):
     assert_resumes(tmp_path, Run(options={"device": device, "precision": precision, **way}))
 
 
+@covering
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_narrow_model_resumes_with_its_float32_master(tmp_path, device, dtype):
     assert_resumes(tmp_path, Run(dtype=dtype, options={"device": device}))
 
 
+@covering
 @pytest.mark.parametrize("name", ["gpt2", "t5", "frozen top", *slow("bert", "frozen")])
 def test_models_resume(tmp_path, device, name):
     assert_resumes(tmp_path, Run(name, options={"device": device}))
 
 
+@covering
 @pytest.mark.parametrize("updates", ["host", "stride:2", "static:0.5", "auto"])
 @pytest.mark.parametrize("way", [{"held": True}, {"max_grad_norm": 0.3}])
 def test_every_policy_resumes(tmp_path, virtual, updates, way):
@@ -84,7 +88,10 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+KINDS = ("one cycle", "sequence", "lambda", "plateau")  # what they keep: nothing, others, functions, the best so far
+
+
+@pytest.mark.parametrize("name", [*KINDS, *slow(*sorted(SCHEDULERS.keys() - {*KINDS}))])
 def test_schedulers_resume(tmp_path, name):
     assert_resumes(tmp_path, Run(scheduler=SCHEDULERS[name]))
 
@@ -216,14 +223,16 @@ ON_DEVICE = {"device": "virtual", "subgroup": 256}
 @pytest.mark.parametrize(
     ("optimizer", "one", "other"),
     [
-        ("AdamW", {"device": "virtual"}, {"device": "cpu"}),
         ("AdamW", {"device": "cpu"}, {**ON_DEVICE, "held": True, "updates": "static:0.5"}),
         ("AdamW", {**ON_DEVICE, "updates": "static:1.0"}, {"device": "virtual", "updates": "host"}),
         ("AdamW", {"device": "virtual"}, {"device": "virtual", "memory": "1MiB", "max_grad_norm": 0.5}),
-        ("AdamW", {"precision": "bf16"}, {}),
         ("AdamW", {"precision": "fp16"}, {"precision": "bf16"}),
         ("RMSprop", {"precision": "bf16", "device": "virtual"}, {"precision": "fp16", "device": "cpu"}),
-        ("RMSprop", {}, {"precision": "bf16"}),
+        *slow(
+            ("AdamW", {"device": "virtual"}, {"device": "cpu"}),
+            ("AdamW", {"precision": "bf16"}, {}),
+            ("RMSprop", {}, {"precision": "bf16"}),
+        ),
     ],
     ids=str,
 )

@@ -31,7 +31,7 @@ def check(found, points):
     assert found["steps"] > 0
 
 
-POINTS = {"one": 30, "series": 20, "without exchange": 15}
+POINTS = {"one": 12, "series": 10, "without exchange": 10}
 BETWEEN = ("between, without exchange", "between, series without exchange")
 
 

@@ -11,6 +11,7 @@ import transformers as hf
 from checkpoints import everything, one_group
 from models import CASES, TEXT_SIZES, VOCABULARY, Case, build, cut, on, plain_step, text
 from safetensors.torch import load_file, save_file
+from slow import covering
 
 from ferryman.checkpoint import saving
 from ferryman.engine import Engine
@@ -75,6 +76,7 @@ def test_a_tokenizer_is_part_of_the_checkpoint(tmp_path):
             engine.load(tmp_path / "saved")
 
 
+@covering
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("limit", [None, 4096])
 def test_transformers_loads_it(tmp_path, name, limit, monkeypatch):
@@ -117,6 +119,7 @@ def test_transformers_loads_inserted_blocks(tmp_path):
 # Ours from theirs.
 
 
+@covering
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("size", ["5GB", "5KB"])
 def test_pretrained_weights_into_a_model_on_meta(tmp_path, name, size):
@@ -128,6 +131,7 @@ def test_pretrained_weights_into_a_model_on_meta(tmp_path, name, size):
         engine.step(KINDS[name].batch(4), 2)
 
 
+@covering
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_they_train_as_the_model_they_are_from(tmp_path, device, precision):
     build(KINDS["llama"]).save_pretrained(tmp_path)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch_virtual
 from models import CASES, Toy, assert_same, build, cut, model_loss, on, plain_step, step, text
+from slow import covering
 from torch import nn
 
 from ferryman.engine import Engine
@@ -41,6 +42,7 @@ def assert_works_by_itself(model, plain):
     assert_same(result, expected)
 
 
+@covering
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "mixtral", "reused", "frozen"])
 def test_the_model_comes_back(name, device):
     case = CASES[name]
@@ -83,6 +85,7 @@ def test_other_devices_one_after_the_other(virtual):
     assert_works_by_itself(model, plain)
 
 
+@covering
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_after_an_exception(when, device):
     def loss(model, part):
@@ -225,6 +228,7 @@ def test_a_device_that_does_not_exist(device):
     assert [p.data_ptr() for p in model.parameters()] == places
 
 
+@covering
 @pytest.mark.parametrize("options", [{"units": ["zzz"]}, {"units": []}, {"slots": 0}])
 def test_an_engine_that_cannot_be_made_leaves_the_model_alone(options, device):
     model = build(CASES["toy"])

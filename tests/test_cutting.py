@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from models import CASES, Block, assert_same, build, cut, gradients, on, plain_step, step
-from slow import slow
+from slow import covering, slow
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
@@ -137,6 +137,7 @@ def test_a_loss_that_cutting_would_change_is_refused(kind, loss, options, virtua
         engine.step(cut(numbers(), 8))
 
 
+@covering
 @pytest.mark.parametrize("loss", [mean_loss, with_regulariser, by_parts, with_gradients_only], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_mean_over_samples_is_cut_and_the_check_leaves_no_trace(loss, dropout, virtual):
@@ -268,9 +269,10 @@ def test_each_shape_is_checked_once(virtual):
         assert fetches(numbers(length=72)) > usual
 
 
-FEW = ("llama", "bert", "vit", "two losses")
+FEW = ("llama", "two losses")
 
 
+@covering
 @pytest.mark.parametrize("name", [*FEW, *slow(*(sorted(CASES.keys() - {*FEW, "skipping"})))])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_ordinary_models_are_cut(name, precision, virtual):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch_virtual
 from models import CASES, assert_same, build, cut, on, plain_step, step, text
+from slow import covering
 
 from ferryman.engine import Engine
 
@@ -25,6 +26,7 @@ def answer(model, batch):
     return result.logits if "labels" not in batch else result.loss
 
 
+@covering
 @pytest.mark.parametrize("name", CASES)
 def test_evaluation_equals_the_plain_model(name, device):
     if device.type != "cpu":
@@ -39,6 +41,7 @@ def test_evaluation_equals_the_plain_model(name, device):
     assert (engine.fetches > 0) == (device.type != "cpu")
 
 
+@covering
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral"])
 def test_generate_equals_the_plain_model(name, beams, device):

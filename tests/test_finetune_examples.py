@@ -1,28 +1,37 @@
 """The examples with transformers run, at their tiny size."""
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
+import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(name, tmp_path):
-    command = [sys.executable, EXAMPLES / name, "--tiny", "--steps", "3", "--output", tmp_path]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """In this process, which has imported already what takes longest."""
+
+    def run(name):
+        monkeypatch.setattr(sys, "argv", [name, "--tiny", "--steps", "3", "--output", str(tmp_path)])
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        monkeypatch.chdir(tmp_path)
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_trainer(tmp_path):
-    assert "loss on what it has seen" in run("finetune_trainer.py", tmp_path)
+def test_trainer(run, tmp_path):
+    assert "loss on what it has seen" in run("finetune_trainer.py")
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_hidden_layers == 6
 
 
-def test_lora(tmp_path, monkeypatch):
-    assert "optimizer state" in run("finetune_lora.py", tmp_path)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def test_lora(run, tmp_path):
+    assert "optimizer state" in run("finetune_lora.py")
     from finetune_trainer import tiny_model
 
     assert PeftModel.from_pretrained(tiny_model(), tmp_path).active_adapter == "default"

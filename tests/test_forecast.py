@@ -181,8 +181,11 @@ def tokens(samples):
     ("name", "options", "memory"),
     [
         ("gpt", {"precision": "bf16", "max_grad_norm": 1.0}, 6 << 20),
-        ("mixtral", {"precision": "bf16", "updates": "static:0.5"}, 16 << 20),
-        *slow(("llama", {"precision": "fp32"}, None), ("gpt", {"precision": "fp16", "updates": "stride:2"}, 1 << 30)),
+        *slow(
+            ("mixtral", {"precision": "bf16", "updates": "static:0.5"}, 16 << 20),
+            ("llama", {"precision": "fp32"}, None),
+            ("gpt", {"precision": "fp16", "updates": "stride:2"}, 1 << 30),
+        ),
     ],
 )
 def test_accounts_are_those_of_an_engine(name, options, memory, virtual):

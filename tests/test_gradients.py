@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from models import CASES, Toy, assert_same, build, cut, on, plain_step, step, text
+from slow import covering
 
 from ferryman.engine import Engine
 
@@ -22,6 +23,7 @@ def both(engine, model, plain, seed):
     return result, plain_step(plain, cut(text(4, seed), 2))
 
 
+@covering
 @pytest.mark.parametrize(
     "change",
     [
@@ -74,6 +76,7 @@ def test_a_copy_of_the_model_is_a_model_of_its_own(device):
     assert copy.deepcopy(copied).head is not copied.head
 
 
+@covering
 @pytest.mark.parametrize(("before", "after", "word"), [(False, True, "unfrozen"), (True, False, "frozen")])
 def test_freezing_and_unfreezing_in_between_is_refused(before, after, word, device):
     model = Toy()

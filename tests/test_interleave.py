@@ -5,7 +5,7 @@ import torch
 import torch_virtual
 from interleave import MIX, ODD, SUBGROUPS, Pair, let_auto_guess, plain_optimizer, subgroups_of
 from models import CASES
-from slow import slow
+from slow import covering, slow
 from updates import WAYS, slow_kernels
 
 from ferryman.server.device_updates import DeviceUpdates
@@ -14,6 +14,7 @@ every_way = pytest.mark.parametrize("way", WAYS)
 relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])
 
 
+@covering
 @relayed_and_held
 @every_way
 @pytest.mark.parametrize("updates", ["host", "static:0.5", "stride:2", "auto", *slow("static:1", "stride:3")])
@@ -25,6 +26,7 @@ def test_every_policy(updates, way, held, virtual):
     pair.check()
 
 
+@covering
 @relayed_and_held
 @every_way
 def test_whatever_auto_chooses_is_exact(way, held, virtual, monkeypatch):
@@ -53,6 +55,7 @@ def test_under_delays_longer_than_a_visit(updates, way, held, virtual, monkeypat
     pair.check()
 
 
+@covering
 @relayed_and_held
 @pytest.mark.parametrize(
     ("updates", "way"), [("stride:2", "eager"), ("auto", "clipped"), *slow(("static:0.5", "deferred"))]
@@ -67,6 +70,7 @@ def test_with_a_host_that_is_late(updates, way, held, virtual, monkeypatch):
     pair.check()
 
 
+@covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["static:0.5", "stride:2"])
 @pytest.mark.parametrize("count", [1, 7, *slow(2)])
@@ -83,6 +87,7 @@ def test_any_number_of_subgroups(count, updates, held, virtual):
     pair.check()
 
 
+@covering
 @relayed_and_held
 @pytest.mark.parametrize(
     ("updates", "way"),
@@ -135,6 +140,7 @@ def test_real_models(name, updates, way, held, virtual):
     pair.check()
 
 
+@covering
 @pytest.mark.parametrize(("updates", "held"), [("static:1", False), ("stride:2", True)])
 @pytest.mark.parametrize(
     "name", ["AdamW", "SGD, momentum", "Adagrad", "Lion", *slow("Adam with decay", "SGD", "SGD, Nesterov")]

@@ -5,11 +5,14 @@ import time
 import pytest
 import torch_virtual
 from interleave import BROAD, Pair
+from slow import slow
 from updates import WAYS
 
 from ferryman.server import kernels
 
 both_ways = pytest.mark.parametrize(("way", "held"), [("eager", False), ("clipped", True)])
+relayed = pytest.mark.parametrize(("way", "held"), [("eager", False), *slow(("clipped", True))])
+held_first = pytest.mark.parametrize(("way", "held"), [("clipped", True), *slow(("eager", False))])
 STEPS = 8  # within which the split has moved; it takes two or three
 
 
@@ -34,7 +37,7 @@ def shares(pair, seeds):
     return found
 
 
-@both_ways
+@relayed
 def test_a_slow_host_moves_work_to_the_device_and_a_slow_link_takes_it_back(way, held, virtual, monkeypatch):
     slow_host(monkeypatch, 0.02 / 16384)
     with Pair(virtual, BROAD, updates="auto", held=held, **WAYS[way]) as pair:
@@ -49,7 +52,7 @@ def test_a_slow_host_moves_work_to_the_device_and_a_slow_link_takes_it_back(way,
     pair.check()
 
 
-@both_ways
+@held_first
 def test_a_host_that_becomes_slow_gives_work_away(way, held, virtual, monkeypatch):
     pace = slow_host(monkeypatch, 0.0)
     torch_virtual.set_link(virtual, latency=0.01)

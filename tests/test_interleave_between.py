@@ -7,17 +7,17 @@ import torch
 import torch_virtual
 from interleave import MIX, ODD, SUBGROUPS, Pair, let_auto_guess
 from models import Block, cut, plain_step, text
-from slow import slow
+from slow import covering, slow
 from updates import WAYS, assert_near
 
 relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])
-mixed = pytest.mark.parametrize(("updates", "way", "held"), MIX)
+mixed = pytest.mark.parametrize(("updates", "way", "held"), [*MIX[:3], *slow(MIX[3])])
 SIZE = SUBGROUPS[3]
 
 TURNS = ("host", "stride:2", "auto", "static:0.5", "stride:3", "static:1", "static:0.5", "host", "auto", "static:1")
 
 
-@pytest.mark.parametrize(("way", "held"), [("eager", False), ("clipped", False), ("clipped", True)])
+@pytest.mark.parametrize(("way", "held"), [("eager", False), ("clipped", True), *slow(("clipped", False))])
 def test_switching_policies_changes_nothing(way, held, virtual, monkeypatch):
     let_auto_guess(monkeypatch)
     with Pair(virtual, updates="static:0.5", held=held, subgroup=SIZE, **WAYS[way]) as pair:
@@ -31,6 +31,7 @@ def test_switching_policies_changes_nothing(way, held, virtual, monkeypatch):
     pair.check()
 
 
+@covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["host", "stride:2", *slow("static:0.5")])
 def test_switching_while_gradients_wait_for_their_update(updates, held, virtual):
@@ -76,6 +77,7 @@ def test_weights_edited_between_steps_count(updates, way, held, virtual):
     pair.check()
 
 
+@covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["host", "static:1", "stride:2"])
 def test_weights_edited_between_backward_and_update_count(updates, held, virtual):
@@ -93,6 +95,7 @@ def test_weights_edited_between_backward_and_update_count(updates, held, virtual
     pair.check()
 
 
+@covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["host", "stride:2", *slow("static:1")])
 def test_gradients_of_the_users_own_before_any_step(updates, held, virtual):
@@ -143,6 +146,7 @@ def test_whoever_reads_weights_sees_the_new_ones(updates, way, held, virtual):
                 model.train()
 
 
+@covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["host", "stride:2", *slow("static:1")])
 def test_an_evaluation_on_the_device_is_over_before_its_weights_are_updated(updates, held, virtual):

@@ -5,6 +5,7 @@ import torch
 import torch_virtual
 from interleave import BROAD, SUBGROUPS, Pair
 from models import Block, model_loss, text
+from slow import covering, slow
 from torch import nn
 
 from ferryman.engine import Engine
@@ -14,7 +15,7 @@ SIZE, WIDTH = SUBGROUPS[3], 16
 relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])
 
 
-@pytest.mark.parametrize("updates", ["static:0.5", "stride:2", "auto"])
+@pytest.mark.parametrize("updates", ["stride:2", "auto", *slow("static:0.5")])
 def test_a_block_comes_into_a_budget(updates, virtual):
     with Pair(virtual, BROAD, updates=updates, memory="8MiB") as pair:
         pair.ours(0)
@@ -31,6 +32,7 @@ def test_a_block_comes_into_a_budget(updates, virtual):
         assert not torch.equal(block.up.weight, before)
 
 
+@covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["static:1", "stride:2"])
 def test_an_edit_outlives_a_step_that_fails(updates, held, virtual):
@@ -80,6 +82,7 @@ class Stack(nn.Module):
         return x
 
 
+@covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["static:1", "stride:2"])
 def test_frozen_tensors_between_trained_ones_are_left_alone(updates, held, virtual):
@@ -108,6 +111,7 @@ def test_an_edit_before_the_engine_closes_counts(precision, virtual):
     assert (pair.model.head.weight == 0.25).all()
 
 
+@covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["static:1", "stride:2"])
 def test_an_update_that_fails_later_is_told_of_as_what_it_is(updates, held, virtual, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 import torch_virtual
 from interleave import MIX, SUBGROUPS, Pair
 from models import model_loss, text
-from slow import slow
+from slow import covering, slow
 from updates import WAYS
 
 import ferryman
@@ -82,6 +82,7 @@ def test_a_deferred_step_whose_gradient_is_not_finite_did_not_happen(updates, wa
     pair.check()
 
 
+@covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["static:0.5", "stride:2", *slow("static:1")])
 def test_an_eager_step_never_uses_a_gradient_that_is_not_finite(updates, held, virtual):
@@ -106,6 +107,7 @@ def test_an_eager_step_never_uses_a_gradient_that_is_not_finite(updates, held, v
             torch.testing.assert_close(seen, pair.plain.eval()(**text(2)).logits, atol=1e-5, rtol=0)
 
 
+@covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["static:0.5", "stride:2"])
 def test_steps_that_are_not_finite_can_be_skipped(updates, held, virtual):
@@ -121,6 +123,7 @@ def test_steps_that_are_not_finite_can_be_skipped(updates, held, virtual):
     pair.check()
 
 
+@covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["static:0.5", "stride:2"])
 def test_an_overflow_in_float16_skips_the_step(updates, held, virtual):

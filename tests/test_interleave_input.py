@@ -6,6 +6,7 @@ import pytest
 import torch
 from interleave import BROAD, SUBGROUPS, Odd, Pair
 from models import build, text
+from slow import covering
 
 from ferryman.engine import Engine
 
@@ -109,6 +110,7 @@ def test_weights_are_held_where_the_budget_allows(virtual):
         assert "relayed" in str(engine.plan)
 
 
+@covering
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("updates", ["static:0.5", "stride:2"])
 def test_a_switch_that_is_refused_changes_nothing(updates, held, virtual):

@@ -7,7 +7,7 @@ import torch
 import torch_virtual
 from interleave import BROAD, MIX, SUBGROUPS, Pair, subgroups_of
 from models import CASES, text
-from slow import slow
+from slow import covering, slow
 from updates import WAYS
 
 from ferryman.cost.sizes import parse_bytes
@@ -55,6 +55,7 @@ def fetched(pair):
     return 2 * sum(sizes) - sum(sizes[-2:])
 
 
+@covering
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("updates", ["host", "static:0.5", "stride:2"])
 def test_bytes_of_a_step_that_is_relayed(updates, way, virtual):
@@ -73,6 +74,7 @@ def test_bytes_of_a_step_that_is_relayed(updates, way, virtual):
         assert seen.stats.device_share == pytest.approx(seen.device / (seen.device + seen.host))
 
 
+@covering
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("updates", ["host", "static:0.5", "stride:2"])
 def test_bytes_of_a_step_that_is_held(updates, way, virtual):
@@ -91,6 +93,7 @@ def test_bytes_of_a_step_that_is_held(updates, way, virtual):
         assert seen.stats.bytes_in == into + 4 * seen.on_host_in_units
 
 
+@covering
 @relayed_and_held
 @pytest.mark.parametrize(("precision", "gradient", "weights", "rest"), [("bf16", 2, 2, 10), ("fp16", 2, 2, 12)])
 def test_narrow_weights_and_gradients_cross_as_they_are(precision, gradient, weights, rest, held, virtual):
@@ -198,7 +201,9 @@ def test_updates_allocate_nothing_in_the_loop(way, held, virtual):
         assert grown == pytest.approx(fixed[updates] - fixed["host"], abs=16384)  # a copy may come back late
 
 
-@pytest.mark.parametrize(("updates", "way"), [("auto", "clipped"), ("stride:2", "eager"), ("static:0.5", "clipped")])
+@pytest.mark.parametrize(
+    ("updates", "way"), [("auto", "clipped"), ("stride:2", "eager"), *slow(("static:0.5", "clipped"))]
+)
 def test_a_budget_is_kept(updates, way, virtual):
     budget = parse_bytes("1536KiB", "memory")
     before = allocated(virtual)

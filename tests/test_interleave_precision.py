@@ -5,7 +5,7 @@ import torch
 from interleave import SUBGROUPS, Pair, let_auto_guess
 from models import Case, Toy
 from pieces import CASES, DTYPES, Tensors, generator, gradients, numbers, ulp, ulps
-from slow import slow
+from slow import covering, slow
 from updates import WAYS
 
 from ferryman.server import kernels
@@ -54,6 +54,7 @@ def masters_and_moments(pair):
     return {**moments, **{name: value.float() for name, value in pair.model.state_dict().items()}}
 
 
+@covering
 @pytest.mark.parametrize(("updates", "held"), [("static:0.5", False), ("stride:2", True), ("auto", False)])
 @pytest.mark.parametrize(
     ("precision", "way"), [("bf16", "clipped"), ("fp16", "eager"), *slow(("fp32", "clipped"), ("bf16", "eager"))]

@@ -98,7 +98,7 @@ def activations(width, content):
 
 @pytest.mark.parametrize(
     ("layers", "micro_batches", "width", "length"),
-    [(6, 2, 64, 256), (6, 8, 64, 1024), *slow((24, 8, 128, 64), (96, 2, 64, 256), (6, 64, 64, 256))],
+    [(6, 2, 64, 256), *slow((6, 8, 64, 1024), (24, 8, 128, 64), (96, 2, 64, 256), (6, 64, 64, 256))],
 )
 def test_the_peak_is_the_formula(layers, micro_batches, width, length, virtual):
     batch = numbers(micro_batches, width, length)
@@ -133,27 +133,27 @@ def test_a_slow_link_does_not_change_the_peak(virtual):
 
 
 @pytest.mark.parametrize("stash", ["device", *slow("host")])
-@pytest.mark.parametrize("deeper", [12, *slow(24)])
+@pytest.mark.parametrize("deeper", [8, *slow(12, 24)])
 def test_with_the_stash_on_the_device_the_formula_has_one_more_term(deeper, stash, virtual):
     def peak(layers, micro_batches):
         with Engine(Stack(layers), device=DEVICE, loss=square_loss, stash=stash) as engine:
             return steady_peak_of(engine, numbers(micro_batches), micro_batches)
 
     boundary = numbers(1)["x"].nbytes
-    base = peak(6, 8)
-    more = peak(deeper, 8) - base, peak(6, 16) - base
-    expected = ((deeper - 6) * 8, 6 * 8) if stash == "device" else (0, 0)  # an input for each block and micro-batch
+    base = peak(4, 4)
+    more = peak(deeper, 4) - base, peak(4, 8) - base
+    expected = ((deeper - 4) * 4, 4 * 4) if stash == "device" else (0, 0)  # an input for each block and micro-batch
     for grown, inputs in zip(more, expected, strict=True):
         assert grown == pytest.approx(inputs * boundary, rel=0.05, abs=1.5 * boundary)
 
 
-@pytest.mark.parametrize("others", [[(12, 4), (6, 16)], *slow([(24, 4), (6, 2), (6, 32)])], ids=str)
+@pytest.mark.parametrize("others", [[(8, 4), (4, 8)], *slow([(12, 4), (4, 16)], [(24, 4), (4, 2), (4, 32)])], ids=str)
 def test_the_peak_does_not_depend_on_depth_or_on_micro_batches(others, virtual):
     def peak(layers, micro_batches):
         with Engine(llama(layers), device=DEVICE, stash="host") as engine:
             return steady_peak_of(engine, tokens(micro_batches), micro_batches)
 
-    first = peak(6, 4)
+    first = peak(4, 4)
     for layers, micro_batches in others:
         assert peak(layers, micro_batches) == pytest.approx(first, rel=0.02), (layers, micro_batches)
 
@@ -167,7 +167,7 @@ def test_the_peak_does_not_depend_on_depth_up_to_384_layers(virtual):
     assert [peak(96), peak(384)] == pytest.approx([peak(6)] * 2, rel=0.02)
 
 
-@pytest.mark.parametrize("budget", ["1MiB", "3MiB", *slow("2MiB", "64MiB")])
+@pytest.mark.parametrize("budget", ["1MiB", *slow("2MiB", "3MiB", "64MiB")])
 def test_a_budget_is_kept_to_the_byte(budget, around, virtual):
     torch_virtual.set_capacity(around + parse_bytes(budget, "memory"), DEVICE)  # a byte more is an OutOfMemoryError
     with Engine(llama(8), device=DEVICE, memory=budget) as engine:
@@ -194,10 +194,10 @@ def test_steps_within_a_budget_equal_plain_ones_and_trials_leave_no_trace(name, 
 def test_a_larger_budget_means_fewer_micro_batches_and_fewer_fetches(virtual):
     seen = []
     for budget in ("768KiB", "2MiB", "4MiB", "16MiB"):
-        with Engine(llama(8), device=DEVICE, memory=budget) as engine:
-            engine.forward_backward(tokens(16))
+        with Engine(llama(4), device=DEVICE, memory=budget) as engine:
+            engine.forward_backward(tokens(8))
             before = engine.fetches
-            engine.forward_backward(tokens(16))
+            engine.forward_backward(tokens(8))
             seen.append((engine.choice.micro_batches, engine.fetches - before, len(engine.units)))
     assert seen == sorted(seen, reverse=True)
     assert seen[0][2] > seen[-1][2], "under the smallest budget blocks are cut into their children"
@@ -209,12 +209,12 @@ def test_blocks_stay_whole_as_long_as_a_sample_fits_beside_them(around, virtual)
     units = {}
     for length in (32, 64):
         torch_virtual.set_capacity(around + (1 << 20), DEVICE)
-        with Engine(llama(8), device=DEVICE, memory="1MiB") as engine:
-            assert len(engine.units) == 10, "8 blocks, the embedding and the head"
+        with Engine(llama(4), device=DEVICE, memory="1MiB") as engine:
+            assert len(engine.units) == 6, "4 blocks, the embedding and the head"
             assert peak_of(engine, tokens(2, length)) <= 1 << 20
             units[length] = len(engine.units)
-    assert units[32] == 10
-    assert units[64] > 10, "cut at the first batch, which shows what a sample takes"
+    assert units[32] == 6
+    assert units[64] > 6, "cut at the first batch, which shows what a sample takes"
 
 
 def test_units_that_are_named_are_not_cut(virtual):
@@ -231,11 +231,11 @@ def test_units_that_are_named_are_not_cut(virtual):
 
 def test_the_stash_is_on_the_device_where_there_is_room(virtual):
     for budget, on_host in (("1MiB", True), ("64MiB", False)):
-        with Engine(llama(8), device=DEVICE, memory=budget) as engine:
-            engine.forward_backward(tokens(8), micro_batches=8)
+        with Engine(llama(4), device=DEVICE, memory=budget) as engine:
+            engine.forward_backward(tokens(4), micro_batches=4)
             assert engine.choice.stash_on_host == on_host
-    with Engine(llama(8), device=DEVICE, memory="64MiB", stash="host") as engine:
-        engine.forward_backward(tokens(8), micro_batches=8)
+    with Engine(llama(4), device=DEVICE, memory="64MiB", stash="host") as engine:
+        engine.forward_backward(tokens(4), micro_batches=4)
         assert engine.choice.stash_on_host
 
 
@@ -246,7 +246,7 @@ def test_a_budget_too_small_is_refused_with_one_that_will_do(virtual):
         return re.search(rf"([\d.]+\wiB) {words}", str(caught.value))[1]
 
     def train(budget):
-        with Engine(llama(4), device=DEVICE, memory=budget) as engine:
+        with Engine(llama(2), device=DEVICE, memory=budget) as engine:
             engine.forward_backward(tokens(4))
 
     for_what_is_always_there = refusal_of("100.00KiB", "is needed before any activations")
@@ -277,14 +277,14 @@ def test_small_budgets_are_kept_in_every_step_or_refused(kib, stash, around, vir
         assert "would do" in str(error)  # noqa: PT017
 
 
-@pytest.mark.parametrize("deeper", [10, *slow(16)])
+@pytest.mark.parametrize("deeper", [4, *slow(10, 16)])
 def test_memory_between_fine_units_does_not_grow_with_depth_either(deeper, virtual):
     def peak(layers):
         options = {"units": ["*.c_attn", "*.c_proj", "*.c_fc", "*.wte", "*.wpe", "lm_head"], "stash": "host"}
         with Engine(gpt2(layers), device=DEVICE, **options) as engine:
             return steady_peak_of(engine, few_tokens(4, 64), 4)
 
-    assert peak(deeper) == pytest.approx(peak(4), rel=0.05)
+    assert peak(deeper) == pytest.approx(peak(2), rel=0.05)
 
 
 def test_a_trial_stays_within_the_budget_if_a_step_does(around, virtual):

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from models import CASES, build, cut, plain_step, text
-from slow import slow
+from slow import covering, slow
 from torch import optim
 from updates import assert_near
 
@@ -69,6 +69,7 @@ def train_plainly(model, optimizer, seed):
     optimizer.zero_grad()
 
 
+@covering
 @pytest.mark.parametrize(("kind", "options"), [*MAIN, *slow(*REST)], ids=name)
 def test_steps_closing_and_going_on(kind, options, device):
     model, plain = build(CASES["toy"]), build(CASES["toy"])

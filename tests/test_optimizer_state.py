@@ -7,6 +7,7 @@ from collections import defaultdict
 import pytest
 import torch
 from models import CASES, build, cut, plain_step, text
+from slow import covering, slow
 from torch import nn
 from updates import WAYS, assert_near, slow_kernels
 
@@ -103,6 +104,7 @@ CHANGES = {
 }
 
 
+@covering
 @pytest.mark.parametrize("name", MAKERS)
 def test_changes_have_the_effect_that_they_have_in_plain_pytorch(name, device):
     with Pair(MAKERS[name], device=device) as pair:
@@ -115,6 +117,7 @@ def test_changes_have_the_effect_that_they_have_in_plain_pytorch(name, device):
         pair.assert_states_are_near()
 
 
+@covering
 @pytest.mark.parametrize("way", WAYS)
 def test_changes_right_after_a_step_wait_for_its_update(way, device, monkeypatch):
     slow_kernels(monkeypatch, 0.005)
@@ -127,7 +130,7 @@ def test_changes_right_after_a_step_wait_for_its_update(way, device, monkeypatch
         assert_near(pair.model, pair.plain, 1e-4)
 
 
-@pytest.mark.parametrize("policy", ["host", "stride:2", "static:0.5"])
+@pytest.mark.parametrize("policy", ["host", "stride:2", *slow("static:0.5")])
 def test_state_that_is_on_the_device(policy, virtual):
     with Pair(device=virtual, updates=policy, subgroup=256) as pair:
         for change in CHANGES.values():
@@ -156,6 +159,7 @@ def test_reading_shows_the_true_state_and_changes_nothing(device, monkeypatch):
         assert_near(pair.model, pair.plain)
 
 
+@covering
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_reading_rounds_nothing(precision, device):
     """Moments stay in float32, also those of parameters in another dtype."""
@@ -182,6 +186,7 @@ def test_nobody_looks_nothing_waits(device):
         assert not pair.engine._panel.shows_states
 
 
+@covering
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_last_is_there_after_closing(change, device):
     with Pair(device=device) as pair:

@@ -5,12 +5,12 @@ import torch
 import torch_virtual
 import transformers
 from models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
-from slow import slow
+from slow import covering, slow
 from torch import nn
 
 from ferryman.engine import Engine
 
-DELAY = 0.05  # longer than a visit, so that a missing wait shows
+DELAY = 0.02  # longer than a visit, so that a missing wait shows
 
 
 def slow_link(device):
@@ -38,6 +38,7 @@ def test_every_model(name, device):
     assert_parity(device, build(case), case.batch(8), loose=case.loose)
 
 
+@covering
 @pytest.mark.parametrize("name", ["t5", *slow("reused", "skipping")])
 @pytest.mark.parametrize("slots", [3, 16])
 def test_any_number_of_slots(name, slots, virtual):
@@ -46,6 +47,7 @@ def test_any_number_of_slots(name, slots, virtual):
     assert_parity(virtual, build(case), case.batch(8), loose=case.loose, slots=slots)
 
 
+@covering
 @pytest.mark.parametrize(
     ("name", "units"),
     [
@@ -64,17 +66,20 @@ def test_units_cut_as_the_user_says(name, units, device):
     assert_parity(device, build(case), case.batch(8), units=units, loose=loose)
 
 
+@covering
 @pytest.mark.parametrize("micro_batches", [1, 2, 8])
 def test_any_number_of_micro_batches(micro_batches, device):
     case = CASES["bert"]
     assert_parity(device, build(case), case.batch(8), micro_batches=micro_batches, loose=case.loose)
 
 
+@covering
 @pytest.mark.parametrize(("samples", "micro_batches"), [(7, 4), (5, 2), (3, 2)])
 def test_a_ragged_last_micro_batch(samples, micro_batches, device):
     assert_parity(device, build(CASES["toy"]), text(samples), micro_batches=micro_batches)
 
 
+@covering
 @pytest.mark.parametrize("kind", ["tuple", "list of dicts", "list of tuples", "mapping"])
 def test_kinds_of_batches(kind, device):
     model = build(CASES["toy"])
@@ -107,6 +112,7 @@ def test_a_loss_of_the_users(device):
         assert_same(step(engine, model, batch), expected)
 
 
+@covering
 @pytest.mark.parametrize("name", ["bert", "skipping", *slow("frozen")])
 def test_training_with_an_ordinary_optimizer(name, device):
     case = CASES[name]
@@ -161,6 +167,7 @@ def test_gradients_of_other_parts_of_the_model_in_turn(device):
             assert_same(step(engine, model, batch, 2), expected)
 
 
+@covering
 @pytest.mark.parametrize("where", ["around the step", "in the loss"])
 def test_autocast(where, device):
     """What runs again runs in the same precision, also if the user's code has left its autocast by then."""

@@ -5,7 +5,7 @@ import torch
 import torch_virtual
 from models import cut, on, plain_step, text
 from peft import LoraConfig, PeftModel, get_peft_model
-from slow import slow
+from slow import covering, slow
 from trainers import assert_near, assert_same_logs, build, ferryman_trainer, logs, trainer, weights
 from transformers import Trainer
 
@@ -36,6 +36,7 @@ KINDS = {
 }
 
 
+@covering
 @pytest.mark.parametrize("kind", ["LoRA", "dropout", "one layer, biases", *slow("a trained head", "DoRA, rsLoRA")])
 @pytest.mark.parametrize("model", ["llama", *slow("gpt2")])
 def test_equals_plain_training(device, model, kind):

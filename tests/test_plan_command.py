@@ -24,6 +24,10 @@ MACHINE = (
     *("--device-flops", "150TFLOPS", "--host-updates", "900Mparam/s"),
 )
 
+# The blocks of gpt:base and gpt:large, but fewer.
+BASE = "gpt:layers=6,width=768,heads=12,context=1024"
+DEEP = "gpt:layers=12,width=1024,heads=16,context=1024"
+
 
 def run(*arguments):
     return CliRunner().invoke(app, ["plan", *arguments])
@@ -69,8 +73,8 @@ def test_what_does_not_fit_has_exit_code_1_and_a_budget_that_does():
 
 def test_blocks_stay_whole_where_a_sample_fits_beside_them():
     options = (*MACHINE, "--precision", "bf16", "--batch", "2")
-    units = [document("gpt:base", *options, "--device-memory", size)["plan"]["units"] for size in ("128MiB", "256MiB")]
-    assert units[0] > 2 * units[1] == 2 * len([*found_units("gpt:base")])
+    units = [document(BASE, *options, "--device-memory", size)["plan"]["units"] for size in ("128MiB", "256MiB")]
+    assert units[0] > 2 * units[1] == 2 * len([*found_units(BASE)])
 
 
 def found_units(name):
@@ -94,7 +98,7 @@ def test_the_engines_options_change_the_plan():
 
 
 def test_micro_batches_that_are_too_large_are_refused_with_a_number_that_fits():
-    options = ("gpt:base", *MACHINE, "--device-memory", "600MiB", "--batch", "64")
+    options = (BASE, *MACHINE, "--device-memory", "600MiB", "--batch", "64")
     found = document(*options, "--micro-batches", "1")
     assert not found["fits"]
     assert "micro-batches of 64 samples" in found["problems"][0]
@@ -104,19 +108,19 @@ def test_micro_batches_that_are_too_large_are_refused_with_a_number_that_fits():
 
 
 def test_what_the_host_cannot_hold_does_not_fit():
-    found = document("gpt:base", *MACHINE, "--host-memory", "256MiB")
+    found = document(BASE, *MACHINE, "--host-memory", "256MiB")
     assert not found["fits"]
     assert "narrower precision" in found["problems"][0]
 
 
 def test_more_device_memory_needs_fewer_fetches():
-    small, large = (document("gpt:large", *MACHINE, "--device-memory", size) for size in ("600MiB", "1200MiB"))
+    small, large = (document(DEEP, *MACHINE, "--device-memory", size) for size in ("600MiB", "1200MiB"))
     assert small["plan"]["weight_slots"] < large["plan"]["weight_slots"] or large["plan"]["held"]
 
 
 def test_following_its_advice_makes_compute_the_bound():
     slow = ("--device-memory", "400MiB", "--device-flops", "10TFLOPS", "--link", "4GB/s", "--stash", "host")
-    options = ("gpt:base", *MACHINE, *slow)
+    options = (BASE, *MACHINE, *slow)
     found = document(*options, "--batch", "1")
     even = found["step"]["break_even_micro_batches"]
     assert even > 1
@@ -126,9 +130,7 @@ def test_following_its_advice_makes_compute_the_bound():
 
 
 def test_without_the_devices_speed_compute_is_left_out_and_that_is_said():
-    found = document(
-        "gpt:base", *[word for word in MACHINE if "flops" not in word.lower()], "--device-memory", "300MiB"
-    )
+    found = document(BASE, *[word for word in MACHINE if "flops" not in word.lower()], "--device-memory", "300MiB")
     assert found["step"]["forward"]["compute"] == 0
     assert any("--device-flops" in said for said in found["assumptions"])
     assert found["step"]["operations_needed"] > 0
@@ -152,7 +154,7 @@ SEVERAL = ("--devices", "4", "--nodes", "2", "--network", "25GB/s", "--loopback"
 
 
 def test_several_devices_share_a_batch_and_what_the_host_keeps():
-    options = ("gpt:base", *MACHINE, "--device-memory", "200MiB", "--precision", "bf16", "--batch", "16")
+    options = (BASE, *MACHINE, "--device-memory", "200MiB", "--precision", "bf16", "--batch", "16")
     one, found = document(*options), document(*options, *SEVERAL)
     assert (found["machine"]["devices"], found["machine"]["nodes"], found["plan"]["samples"]) == (4, 2, 2)
     assert found["host"]["optimizer state"] == pytest.approx(one["host"]["optimizer state"] / 2, rel=0.01)

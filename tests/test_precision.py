@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from models import CASES, build, cut, plain_step, text
-from slow import slow
+from slow import covering, slow
 from torch import nn
 
 from ferryman.engine import Engine
@@ -67,6 +67,7 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
 
 
+@covering
 @pytest.mark.parametrize("way", [{}, {"max_grad_norm": 0.5}, *slow({"deferred": True})], ids=str)
 @pytest.mark.parametrize("name", ["toy", *slow("llama")])
 def test_bfloat16(name, way, device):
@@ -88,6 +89,7 @@ def test_bfloat16(name, way, device):
         assert float((p.detach() - reference.masters[key].detach()).abs().max()) <= 2e-6, key
 
 
+@covering
 @pytest.mark.parametrize("limit", [None, 0.5])
 def test_float16(limit, device):
     model = build(CASES["toy"])

@@ -48,7 +48,7 @@ def test_transformers_loads_it(two, tmp_path):
     assert written["state"] == ["ferryman/state.rank0.safetensors", "ferryman/state.rank1.safetensors"]
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", *slow(None)])
 def test_from_two_ranks_to_one_and_back(precision, two, tmp_path):
     whole = two.run(rank_jobs.train_and_save, "cpu", 6, precision=precision)[0]
     losses = []

@@ -10,7 +10,7 @@ import rank_jobs
 import torch
 from models import CASES, build
 from ranks import Ranks
-from slow import slow
+from slow import covering, slow
 from updates import WAYS, adamw
 
 from ferryman.cost.exchange import Crew
@@ -39,6 +39,7 @@ def test_two_ranks(name, device, way, two):
     compare(two, name, device, (2, 2), **WAYS[way])
 
 
+@covering
 @pytest.mark.parametrize("counts", [(3, 1), (0, 2), *slow(((2, 0),))])
 @pytest.mark.parametrize("way", ["eager", "clipped"])
 @pytest.mark.parametrize("device", ["virtual", *slow("cpu")])
@@ -46,6 +47,7 @@ def test_ranks_with_fewer_micro_batches_or_none(device, way, counts, two):
     compare(two, "gpt2", device, counts, **WAYS[way])
 
 
+@covering
 @pytest.mark.parametrize("way", ["eager", "clipped"])
 @pytest.mark.parametrize("updates", ["stride:2", "auto", *slow("static:0.5", "host")])
 @pytest.mark.parametrize("held", [False, *slow(True)])
@@ -172,7 +174,7 @@ def test_an_overflow_anywhere_skips_or_raises_everywhere(options, bad_rank, two)
 
 
 def test_a_budget_is_one_plan_for_all_ranks(two):
-    compare(two, "llama", "virtual", (2, 1), memory="46KiB", max_grad_norm=0.3)
+    compare(two, "llama", "virtual", (2, 1), steps=2, memory="46KiB", max_grad_norm=0.3)
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -229,6 +231,7 @@ def planned_for(crew, **options):
     )
 
 
+@covering
 @pytest.mark.parametrize(
     "options",
     [

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from models import CASES, build, cut, plain_step, text
+from slow import covering
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from updates import WAYS, assert_near, slow_kernels
@@ -81,6 +82,7 @@ READS = {
 }
 
 
+@covering
 @pytest.mark.parametrize("way", WAYS)
 def test_a_read_sees_the_update(way, device, monkeypatch):
     slow_kernels(monkeypatch, 0.005)
@@ -94,6 +96,7 @@ def test_a_read_sees_the_update(way, device, monkeypatch):
             assert {type(p) for p in model.parameters()} == {nn.Parameter}
 
 
+@covering
 @pytest.mark.parametrize("way", WAYS)
 def test_references_and_earlier_state_dicts_see_the_update(way, device, monkeypatch):
     slow_kernels(monkeypatch, 0.01)
@@ -114,6 +117,7 @@ def test_references_and_earlier_state_dicts_see_the_update(way, device, monkeypa
     assert {type(value) for value in earlier.values()} == {torch.Tensor}
 
 
+@covering
 @pytest.mark.parametrize("way", WAYS)
 def test_an_edit_right_after_a_step_comes_after_the_update(way, device, monkeypatch):
     slow_kernels(monkeypatch, 0.01)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from models import CASES, build, gradients, on, text
+from slow import covering
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from transformers import BatchEncoding
 
@@ -23,6 +24,7 @@ def items(batch):
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
+@covering
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_sum_over_tokens_is_that_of_the_whole_batch(device, name):
     model = build(CASES[name]).eval()  # no dropout: cutting the batch must change nothing
@@ -38,6 +40,7 @@ def test_a_sum_over_tokens_is_that_of_the_whole_batch(device, name):
             torch.testing.assert_close(gradient, expected[key], rtol=1e-5, atol=1e-7)
 
 
+@covering
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_equals_plain_accumulation(device, reduction):
     model = build(CASES["llama"])

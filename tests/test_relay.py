@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch_virtual
 from models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
+from slow import covering
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
@@ -33,6 +34,7 @@ def visits(trace):
     return [span.label.split(" ")[1] for span in trace.spans() if span.label.startswith("visit ")]
 
 
+@covering
 @pytest.mark.parametrize("slots", [1, 2, 3, 16])
 @pytest.mark.parametrize("micro_batches", [1, 2, 8])
 def test_fetches_do_not_depend_on_the_number_of_micro_batches(slots, micro_batches, virtual):
@@ -47,6 +49,7 @@ def test_fetches_do_not_depend_on_the_number_of_micro_batches(slots, micro_batch
     assert count_fetches(sweep, slots) == max(2 * len(names) - slots, len(names))
 
 
+@covering
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "mixtral", "skips", "reused", "two losses"])
 @pytest.mark.parametrize("slots", [2, 3])
 def test_fetches_of_any_model_follow_from_the_order_of_its_visits(name, slots, virtual):
@@ -160,8 +163,9 @@ def test_a_run_is_reproducible_and_its_micro_batches_differ(device):
     seen = []
 
     def loss(model, part):
-        seen.append(model(**part).loss)
-        return seen[-1]
+        value = model(**part).loss
+        seen.append(value.detach())  # with its graph, what it holds on the device would outlive the test
+        return value
 
     with Engine(model, device=device, loss=loss) as engine:
         results = []
@@ -292,7 +296,7 @@ def _forget(marks, real, slots, slot, *, for_good):
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_missing_wait_is_found(wait, virtual, monkeypatch):
     """The negative control: without one of the waits there is a race, or wrong gradients."""
-    torch_virtual.set_link(virtual, delay=0.05)
+    torch_virtual.set_link(virtual, delay=0.02)
     model = build(CASES["toy"])
     plain, batch = on(virtual, model), text(8)
     torch.manual_seed(5)

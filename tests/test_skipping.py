@@ -31,12 +31,13 @@ from models import (
     step,
     text,
 )
-from slow import slow
+from slow import covering, slow
 from torch import nn
 
 from ferryman.engine import Engine
 
 
+@covering
 @pytest.mark.parametrize("name", ["toy", "llama", *slow("gpt2")])
 @pytest.mark.parametrize("skipped", [{0}, {1}], ids=str)
 def test_a_step_that_skips_blocks(name, skipped, device):
@@ -205,6 +206,7 @@ def test_only_steps_skip(device):
         assert_steps(engine, model, pass_over(plain, {1}))
 
 
+@covering
 @pytest.mark.parametrize("first", [True, False])
 def test_skipping_a_block_that_returns_several_tensors(first, device):
     model, case = build(CASES["t5"]), CASES["t5"]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from models import Block, Result, assert_same, gradients, on
+from slow import covering
 from torch import nn
 
 from ferryman.cost.sizes import parse_bytes
@@ -72,6 +73,7 @@ def assert_whole(result, device, batch):
         torch.testing.assert_close(result.gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+@covering
 @pytest.mark.parametrize("count", [1, 4])
 def test_micro_batches_are_what_the_function_returns(device, count):
     model, batch = net(), sequences()

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from models import CASES, Block, Toy, build
+from slow import covering
 from torch import nn
 
 from ferryman.units import ALIGNMENT, find_units
@@ -76,6 +77,7 @@ def test_each_tensor_is_in_exactly_one_unit(name, limit):
     assert len(modules) == len(set(modules))
 
 
+@covering
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("limit", LIMITS)
 def test_tensors_lie_apart_and_aligned(name, limit):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from models import CASES, Toy, build, text
+from slow import covering
 from torch import nn
 
 import ferryman
@@ -108,6 +109,7 @@ def forgotten(optimizer):
     optimizer.param_groups[0]["params"].pop()
 
 
+@covering
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -132,6 +134,7 @@ def test_groups_that_change_in_mid_run(change, words, device):
         assert_unchanged(model, before)
 
 
+@covering
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("options", [{}, {"deferred": True}, {"max_grad_norm": 1.0}], ids=str)
 def test_a_loss_that_is_not_finite_changes_nothing(value, options, device):

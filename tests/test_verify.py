@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch_virtual
+from slow import slow
 from typer.testing import CliRunner
 
 from ferryman.cli.main import app
@@ -33,12 +34,15 @@ def rows_of(ran):
     return {(row["group"], row["check"]): row for row in json.loads(ran.stdout)["checks"]}
 
 
-def test_races_and_memory_hold_on_the_virtual_accelerator():
+@pytest.mark.parametrize("cases", [("weights late", "updates late"), *slow((tuple(races._CASES),))])
+def test_races_and_memory_hold_on_the_virtual_accelerator(cases, monkeypatch):
+    monkeypatch.setattr(races, "_CASES", {name: races._CASES[name] for name in cases})
     ran = run("--device", "virtual", "--quick", "--only", "races", "--only", "memory", "--json")
     assert ran.exit_code == 0, ran.output
     assert json.loads(ran.stdout)["ok"]
     rows = rows_of(ran)
     assert {group for group, _ in rows} == {"races", "memory"}
+    assert {check for group, check in rows if group == "races"} == {*cases}
     assert {row["result"] for row in rows.values()} == {"ok"}
     assert all("a race" in row["figures"].values() for (group, _), row in rows.items() if group == "races")  # controls
     assert torch_virtual.races() == []
