@@ -321,7 +321,7 @@ class Drawing:
 
 
 REFUSED = {
-    "a tensor in a queue": (Queueing, lambda: of_queue, {}, r"from inside the unit 'blocks\.\d'.*Return it from the unit"),
+    "a tensor in a queue": (Queueing, lambda: of_queue, {}, r"from inside the unit 'blocks\.\d'.*Return it from"),
     "max_norm": (Renormalised, lambda: loss, {}, r"'embed\.weight' is edited in place.*max_norm"),
     "a decay in a block": (Decaying, lambda: loss, {}, r"'blocks\.0\.linear\.weight' is edited in place"),
     "a teacher through .data": (
