@@ -21,12 +21,10 @@ def pytest_collection_finish(session):
 _kept = 0  # bytes of the device that a collection could not free
 
 
-@pytest.fixture(autouse=True)
-def no_leftovers():
+def pytest_runtest_logfinish(nodeid, location):
     """An exception that a test has caught keeps the test's frame alive, and with it tensors on the device, until the
     garbage collector runs. Tests that measure the device's memory would see those of tests before them."""
     global _kept
-    yield
     if torch_virtual.memory_allocated("virtual:0") > _kept:
         gc.collect()
         _kept = torch_virtual.memory_allocated("virtual:0")

@@ -1,6 +1,7 @@
 """Ranks for tests: processes that stay, with a process group, and do one job after the other."""
 
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import traceback
@@ -69,6 +70,7 @@ def _serve(pipe, around):
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    gc.freeze()
     while (asked := pipe.recv()) is not None:
         job, args, options = asked
         try:
@@ -77,4 +79,6 @@ def _serve(pipe, around):
             error.add_note(traceback.format_exc())
             answer = error
         pipe.send(answer)
+        del asked, job, args, options, answer
+        gc.collect()  # the threads of process groups end with the last reference to them; until then they use the CPU
     os._exit(0)  # without waiting for each other

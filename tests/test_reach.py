@@ -3,6 +3,7 @@ are edited in a forward: equal to plain PyTorch, or refused by name."""
 
 import array
 import contextvars
+import gc
 import itertools
 import queue
 import threading
@@ -11,6 +12,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import torch_virtual
 import transformers as hf
 from models import text
 from ordinary import WIDTH, Block, Model, assert_equal_to_plain, batches, loss, made, train
@@ -23,6 +25,14 @@ COLLECTED = contextvars.ContextVar("collected")
 LOCAL = threading.local()
 WEAK = weakref.WeakKeyDictionary()
 QUEUE = queue.SimpleQueue()
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    """Tensors of the device, that is."""
+    yield
+    COLLECTED.set(None)
+    WEAK.clear()
 
 
 def with_local_hook(position):
@@ -265,6 +275,23 @@ def test_what_transformers_collects_has_its_gradient(make, function, micro_batch
             assert found == pytest.approx(expected, rel=1e-5)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), parameter.cpu(), atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_what_was_collected_does_not_outlive_the_engine(virtual):
+    def train_and_close():
+        torch.manual_seed(0)
+        model = hf.LlamaForCausalLM(LLAMA)
+        batch = {name: ids % 64 for name, ids in text(4).items()}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Engine(model, optimizer, device=virtual, loss=of_attentions) as engine:
+            engine.step(batch, 2)
+
+    taken = []
+    for _ in range(2):
+        train_and_close()
+        gc.collect()
+        taken.append(torch_virtual.memory_allocated(virtual))
+    assert taken[1] <= taken[0]
 
 
 # Refused.

@@ -315,7 +315,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                         for_good=for_good,
                         without=without,
                         between=interrupts.check,
-                        guard=self._first_steps.begin(parts, seed, skips=bool(without)),
+                        guard=self._first_steps.begin(parts, seed, skips=bool(self._blocks.skipped)),
                     )
                     self._first_steps.end()
                 if for_good:

@@ -91,6 +91,8 @@ class Call:
         self._context = contextvars.copy_context()
         self._given = args, tuple(kwargs.values())  # until it runs
         self._before = Snapshot([*self._given, *(v.get() for v in self._private)], relay.state.edited)
+        if self._before.mutables or self._context:
+            relay.entangled.append(weakref.ref(self))
         self._shared_before: Snapshot | None = None  # at the forward's start
         self._first: _Run | None = None  # between the node's forward and its return
         self._random: State | None = None  # at the forward's start, if it drew any
@@ -220,6 +222,12 @@ class Call:
         wanted = [t for t in inputs if t.requires_grad]
         found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True) if wanted else ())
         return [next(found) if t.requires_grad else None for t in inputs]
+
+    def untangle(self) -> None:
+        """The step is over. A list that the call was given may hold what it has made, which refers to the call: a cycle
+        through autograd's graph, which Python cannot collect."""
+        self._before, self._shared_before = Snapshot(()), None
+        self._private, self._context = [], contextvars.Context()
 
     def drop_graph(self) -> None:
         """The backward did not follow at once: gives the memory back; the forward will run again."""

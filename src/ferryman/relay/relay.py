@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -88,6 +89,7 @@ class Relay:
         self._hooked: set[tuple[MicroBatch, Item]] = set()  # parameters whose hooks have run
         self._sums: dict[Item, torch.Tensor] = {}  # where gradients of the unit on visit are added up
         self._resident_sums: dict[Item, torch.Tensor] = {}
+        self.entangled: list[weakref.ref[Call]] = []  # calls that were given lists, dicts or objects
         self._open: dict[Unit, int] = {}  # calls whose backward is still to come
         self._latest: Call | None = None  # the last to go forward
         self._turning: set[nn.Module] = set()
@@ -219,13 +221,13 @@ class Relay:
                     visited.append(unit)
                     self._visit(unit, group, [] if in_turn else upcoming(order, visited))
                     between()
+            if observer is None and (left := batches[-1].thread_state) is not None:
+                left.leave_behind(thread_locals)
             with self.compute.occupy("add up losses"):
                 total = functools.reduce(torch.add, (losses[number] for number in range(len(works))))
                 for unit in self._gradients.held():
                     self._gradients.complete(unit)
                 self._resident_gradients.complete(self._residents)
-        if observer is None and (left := batches[-1].thread_state) is not None:
-            left.leave_behind(thread_locals)
         if not without and not forward_only:
             self._turns = set(self._turning)
             if not in_turn:
@@ -511,9 +513,16 @@ class Relay:
             edited = [pair for pair, version in zip(present, versions, strict=True) if pair[1]._version != version]
             self.write_back([pair for pair in edited if is_buffer(pair[0])], end)
             self._resident_tensors = {}  # whose hooks refer to the relay
+            self._resident_edits = WeightEdits((), by_bytes=False)
             self._resident_weights.leave(slot, end)
             self._number += 1
             self._open.clear()
+            for batch in self._batches:
+                batch.thread_state, batch.inherited = None, {}
+            self._batches = []
+            while self.entangled:
+                if (call := self.entangled.pop()()) is not None:
+                    call.untangle()
             self._latest = self._observer = self._guard = None
             self.stash.forget()
 
