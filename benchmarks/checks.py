@@ -44,7 +44,7 @@ def checking(engine: Engine, *, checksums: bool, guard: bool) -> None:
     """From the next step on these checks run, and no others."""
     watch = engine._first_steps
 
-    def begin() -> Guard:
+    def begin(*_: object, **__: object) -> Guard:
         watch._relay.checksums.begin(on=checksums)
         if watch._survey is None:
             watch._survey = Survey(*watch.roots, thorough=False)
