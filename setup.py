@@ -18,7 +18,7 @@ class BuildLibrary(build_ext):
 setup(
     ext_modules=[
         Extension(
-            "ferryman.libferryman",
+            "ferryman.runtime.libferryman",
             sources=[str(path) for path in sorted(NATIVE.glob("*.cpp"))],
             depends=[str(path) for path in sorted(NATIVE.iterdir())],
             # No -march and no -ffast-math: the kernels choose the instruction set at run time and keep IEEE arithmetic.

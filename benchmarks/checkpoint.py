@@ -26,7 +26,7 @@ from _bench import machine
 from torch import nn
 
 from ferryman.engine import Engine
-from ferryman.server import memory
+from ferryman.runtime import host_memory as memory
 
 ROUNDS = 15
 CHUNK = 16 << 20

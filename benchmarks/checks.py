@@ -25,10 +25,10 @@ from relay import DEVICE, LAYERS, MICRO_BATCHES, ROUNDS, batch_of, make, step
 from torch import nn
 from transformers import logging
 
-from ferryman import first_steps
 from ferryman.engine import Engine
-from ferryman.relay.guard import Guard
-from ferryman.relay.survey import Survey
+from ferryman.exactness.guard import Guard
+from ferryman.exactness.survey import Survey
+from ferryman.training import first_steps
 
 BLOCKS, INSIDE, EXCHANGED, WIDTH = 100, 8, 32, 8  # a block is itself, a list, and so many layers: 10 modules
 

@@ -28,13 +28,13 @@ import torch_virtual
 from _bench import host_of, machine
 from torch import nn
 
-from ferryman.cost.model import fluid_time, predict, smallest_useful_stride, stride_time
-from ferryman.cost.policy import parse_policy
-from ferryman.cost.rates import Rates
-from ferryman.cost.schedule import Traffic, best_discrete, idle
-from ferryman.cost.staging import BERTHS
 from ferryman.engine import Engine
-from ferryman.trace import Trace
+from ferryman.observe.trace import Trace
+from ferryman.plan.performance import fluid_time, predict, smallest_useful_stride, stride_time
+from ferryman.plan.policy import parse_policy
+from ferryman.plan.rates import Rates
+from ferryman.plan.schedule import Traffic, best_discrete, idle
+from ferryman.plan.staging import BERTHS
 
 DEVICE = "virtual"
 SUBGROUP, UNITS, WIDTH = 1 << 14, 12, 256  # a unit is four subgroups

@@ -29,11 +29,11 @@ import argparse
 import json
 from dataclasses import asdict, dataclass, replace
 
-from ferryman.cost.model import Phase, Prediction, predict, step_time
-from ferryman.cost.policy import Policy, parse_policy
-from ferryman.cost.rates import Rates
-from ferryman.cost.schedule import Traffic
-from ferryman.cost.staging import BERTHS
+from ferryman.plan.performance import Phase, Prediction, predict, step_time
+from ferryman.plan.policy import Policy, parse_policy
+from ferryman.plan.rates import Rates
+from ferryman.plan.schedule import Traffic
+from ferryman.plan.staging import BERTHS
 
 GIGA = 1e9
 RANKS, SUBGROUP = 4, 100_000_000

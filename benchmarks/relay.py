@@ -23,10 +23,10 @@ import torch_virtual
 from _bench import host_of, machine, medians
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
-from ferryman.cost.model import Phase, step_time
-from ferryman.cost.rates import Rates
 from ferryman.engine import Engine
-from ferryman.trace import Span, Trace
+from ferryman.observe.trace import Span, Trace
+from ferryman.plan.performance import Phase, step_time
+from ferryman.plan.rates import Rates
 
 DEVICE = "virtual"
 LAYERS, MICRO_BATCHES, CONTEXT, ROUNDS = 16, 8, 64, 5

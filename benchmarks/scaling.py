@@ -27,7 +27,7 @@ from _bench import machine
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ferryman.engine import Engine
-from ferryman.server.memory import trim
+from ferryman.runtime.host_memory import trim
 
 RANKS = (1, 2, 4)
 LINK = 20e6  # bytes a second, each way

@@ -29,8 +29,8 @@ from ferryman.cli.model import describe
 from ferryman.cli.options import Options
 from ferryman.cli.rule import make_optimizer
 from ferryman.cli.run import new_run
-from ferryman.cost.sizes import parse_bytes, show_bytes
-from ferryman.ranks import Ranks
+from ferryman.distributed.ranks import Ranks
+from ferryman.runtime.sizes import parse_bytes, show_bytes
 
 SMALL, LARGE = "virtual:0", "virtual:1"  # two devices: one of small memory, one with plenty
 COMPARED = 8  # steps of both, one after the other

@@ -1,4 +1,4 @@
-// The instruction sets that the kernels are compiled for. The order is shared with src/ferryman/native.py.
+// The instruction sets that the kernels are compiled for. The order is shared with src/ferryman/runtime/native.py.
 #pragma once
 
 #define FERRYMAN_EXPORT extern "C" __attribute__((visibility("default")))

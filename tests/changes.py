@@ -19,7 +19,7 @@ from models import (
 )
 from torch import nn
 
-from ferryman.relay.slots import count_fetches
+from ferryman.relay.weight_slots import count_fetches
 
 LISTS = {"toy": "blocks", "gpt2": "transformer.h", "llama": "model.layers"}
 

@@ -68,7 +68,7 @@ def everything(engine: Engine) -> dict[str, Any]:
     for unit in contents.units:
         for item in unit.items:
             found[item.name] = item.tensor.detach().clone()
-            if contents.panel is None or not item.trains:
+            if contents.optimizer_view is None or not item.trains:
                 continue
             state = contents.store.state(unit)
             found[item.name] = state.in_float32(item).detach().clone()
@@ -76,8 +76,8 @@ def everything(engine: Engine) -> dict[str, Any]:
             for key, value in {**state.kept(item), **(state.kept_by_torch(item) or {})}.items():
                 if key != "master":
                     found[f"{item.name}: {key}"] = value.clone() if isinstance(value, torch.Tensor) else value
-    if contents.panel is not None:
-        for number, group in enumerate(contents.panel.optimizer.param_groups):
+    if contents.optimizer_view is not None:
+        for number, group in enumerate(contents.optimizer_view.optimizer.param_groups):
             found[f"group {number}"] = {key: value for key, value in group.items() if key != "params"}
     return found
 

@@ -7,7 +7,7 @@ import torch_virtual
 from playwright.sync_api import sync_playwright
 from ranks import Ranks
 
-from ferryman.report import write_report
+from ferryman.observe.report import write_report
 
 torch.set_num_threads(1)  # models are tiny here: threads would cost more than they give
 

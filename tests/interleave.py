@@ -8,7 +8,7 @@ from torch import nn
 from updates import OPTIMIZERS, adamw, assert_near
 
 from ferryman.engine import Engine
-from ferryman.server import split
+from ferryman.server import balancer as split
 
 ON_DEVICE = ("static:0.5", "static:1", "stride:2", "stride:3")
 
@@ -131,7 +131,7 @@ def let_auto_guess(monkeypatch, seed=0):
     """Who updates what is thrown for, in every step anew: any choice must be exact."""
     chance = random.Random(seed)
     monkeypatch.setattr(split, "LEAST", 16)
-    monkeypatch.setattr("ferryman.planner.LEAST", 16)
+    monkeypatch.setattr("ferryman.plan.planner.LEAST", 16)
     monkeypatch.setattr(split, "_have_moved", lambda old, new: old is not new)  # once a step
     monkeypatch.setattr(split, "choose", lambda *args: chance.random() < 0.5)
     monkeypatch.setattr(split, "assign", lambda sizes, *args: [chance.random() < 0.5 for _ in sizes])

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ferryman import Lion
+from ferryman.model.units import master_dtype
 from ferryman.server import kernels, rules
 from ferryman.server.kernels import Piece
 from ferryman.server.rules import Numbers, Rule
-from ferryman.units import master_dtype
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]  # of gradients, and of weights
 

@@ -17,10 +17,10 @@ from transformers import Trainer
 from updates import adamw, slow_kernels
 
 from ferryman.cli import loop
+from ferryman.distributed.ranks import RankError, Ranks
 from ferryman.engine import Engine
-from ferryman.ranks import RankError, Ranks
-from ferryman.server import memory as host_memory
-from ferryman.trace import Trace, trace_path
+from ferryman.observe.trace import Trace, trace_path
+from ferryman.runtime import host_memory
 
 
 def my_part(batch, counts, samples):

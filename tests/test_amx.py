@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ferryman import amx
+from ferryman.runtime import amx
 
 x86_linux = pytest.mark.skipif(
     platform.machine() != "x86_64" or sys.platform != "linux", reason="AMX is a matter of x86, and tried on Linux"
@@ -72,7 +72,7 @@ def test_trying_tiles_survives_and_tells_the_truth():
 def test_trying_tiles_leaves_the_signal_handlers_alone():
     script = """
 import signal
-from ferryman import native
+from ferryman.runtime import native
 seen = []
 signal.signal(signal.SIGILL, lambda *_: seen.append("SIGILL"))
 signal.signal(signal.SIGSEGV, lambda *_: seen.append("SIGSEGV"))
@@ -96,7 +96,7 @@ import os, torch
 capabilities = dict(torch.cpu.get_capabilities()) | {"amx_tile": True}
 torch.cpu.get_capabilities = lambda: capabilities
 import ferryman
-from ferryman import amx
+from ferryman.runtime import amx
 print("works:", amx.try_tiles(), "limit:", os.environ.get("ONEDNN_MAX_CPU_ISA"))
 """
     printed = run(script + BF16, ONEDNN_VERBOSE="1")

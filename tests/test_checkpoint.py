@@ -114,12 +114,14 @@ def test_a_budget_that_changes_the_plan_resumes(tmp_path, virtual, dtype, precis
     with run(memory="48KiB", stash="host") as tight:
         tight.engine.load(tmp_path / "saved")
         server = tight.engine._parts.server
-        tight.engine._panel.optimizer.param_groups[0]["lr"] = 0.123  # the user's, and not the checkpoint's any more
+        tight.engine._optimizer_view.optimizer.param_groups[0]["lr"] = (
+            0.123  # the user's, and not the checkpoint's any more
+        )
         if edited:
             torch.nn.init.zeros_(tight.model.transformer.wpe.weight)
         tight.engine.forward_backward(CASES["gpt2"].batch(4), 4)
         assert tight.engine._parts.server is not server, "it was to be built anew"
-        assert tight.engine._panel.optimizer.param_groups[0]["lr"] == 0.123
+        assert tight.engine._optimizer_view.optimizer.param_groups[0]["lr"] == 0.123
         saved["group 0"]["lr"] = 0.123
         tight.engine.zero_grad()
         found = everything(tight.engine)
@@ -365,7 +367,7 @@ def test_without_an_optimizer(tmp_path, device):
 def test_blocks_that_were_inserted_are_saved(tmp_path, device):
     with Run(options={"device": device}) as run:
         block = Block()
-        run.engine._panel.optimizer.add_param_group({"params": list(block.parameters())})
+        run.engine._optimizer_view.optimizer.add_param_group({"params": list(block.parameters())})
         run.engine.insert(1, block)
         run.step()
         run.engine.save(tmp_path / "saved")

@@ -102,7 +102,7 @@ def test_what_is_not_there_is_said(tmp_path):
         with pytest.raises(ValueError, match=r"other is no checkpoint: it has no ferryman/checkpoint.json"):
             run.engine.load(tmp_path / "other")
         with pytest.raises(ValueError, match="has no object 'scheduler'"):
-            run.engine.load(tmp_path / "saved", objects={"scheduler": run.engine._panel.optimizer})
+            run.engine.load(tmp_path / "saved", objects={"scheduler": run.engine._optimizer_view.optimizer})
 
 
 @pytest.mark.parametrize("how", ["damaged", "from tomorrow"])

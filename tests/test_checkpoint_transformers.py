@@ -312,7 +312,7 @@ import os, sys, torch
 from safetensors.torch import save_file
 from torch import nn
 from ferryman.engine import Engine
-from ferryman.server.memory import trim
+from ferryman.runtime.host_memory import trim
 
 def high():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) << 10

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ferryman.cost.model import (
+from ferryman.plan.performance import (
     Phase,
     fluid_share,
     fluid_time,
@@ -18,9 +18,9 @@ from ferryman.cost.model import (
     step_time,
     stride_time,
 )
-from ferryman.cost.policy import parse_policy
-from ferryman.cost.rates import Rates
-from ferryman.cost.schedule import Traffic, best_discrete, idle, lane_seconds
+from ferryman.plan.policy import parse_policy
+from ferryman.plan.rates import Rates
+from ferryman.plan.schedule import Traffic, best_discrete, idle, lane_seconds
 
 STATE = Traffic(host_out=0, host_in=2, device_in=12, device_out=12)
 STAYS = Traffic(host_out=0, host_in=2, device_in=0, device_out=0)

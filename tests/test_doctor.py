@@ -8,9 +8,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ferryman import measure, native
 from ferryman.cli import doctor
 from ferryman.cli.main import app, main
+from ferryman.plan import measure
+from ferryman.runtime import native
 
 
 def run(*arguments):

@@ -403,7 +403,7 @@ def test_state_that_appears_after_the_first_steps_is_followed(device):
 
 def test_without_the_exchange_the_cross_check_finds_the_difference(device, monkeypatch):
     """The check fails where it should: micro-batches that see each other's state are noticed, by name."""
-    monkeypatch.setattr("ferryman.relay.user_state.UserState.enter", lambda self, number: None)
+    monkeypatch.setattr("ferryman.exactness.user_state.UserState.enter", lambda self, number: None)
     model = made(StateOnSelf, None)
     with (
         Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), device=device, loss=loss) as engine,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ferryman.files import replacing_file
+from ferryman.runtime.files import replacing_file
 
 
 @pytest.mark.parametrize("before", [None, "old"])

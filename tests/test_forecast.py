@@ -11,18 +11,18 @@ import transformers as hf
 from slow import slow
 from torch import nn
 
-from ferryman.batch import portion
 from ferryman.cli.model import describe
-from ferryman.cost.exchange import Crew, exchange
-from ferryman.cost.forecast import Sweep, Update, forecast
-from ferryman.cost.policy import Policy, parse_policy
-from ferryman.cost.rates import Rates
-from ferryman.cost.schedule import Traffic
 from ferryman.engine import Engine
-from ferryman.outlook import Machine, Training, look_ahead
-from ferryman.rehearsal import NotRehearsedError, rehearse
-from ferryman.units import find_units
-from ferryman.work import model_loss
+from ferryman.model.units import find_units
+from ferryman.plan.dry_run import NotRehearsedError, rehearse
+from ferryman.plan.estimate import Machine, Training, look_ahead
+from ferryman.plan.forecast import Sweep, Update, forecast
+from ferryman.plan.network import Crew, exchange
+from ferryman.plan.policy import Policy, parse_policy
+from ferryman.plan.rates import Rates
+from ferryman.plan.schedule import Traffic
+from ferryman.training.batch import portion
+from ferryman.training.user_code import model_loss
 
 RATES = Rates(host=1e9, device=math.inf, link_in=10e9, link_out=5e9)
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -264,7 +264,7 @@ def test_only_experts_that_are_active_count():
 
 
 def test_a_model_that_needs_data_says_so():
-    class Looks(nn.Module):
+    class GradientChecks(nn.Module):
         def __init__(self):
             super().__init__()
             self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
@@ -273,7 +273,7 @@ def test_a_model_that_needs_data_says_so():
             return self.blocks[1](self.blocks[0](x)[torch.nonzero(x[:, 0])].sum(1))
 
     with torch.device("meta"):
-        model = Looks()
+        model = GradientChecks()
     units, residents = find_units(model)
     with pytest.raises(NotRehearsedError, match="nonzero"):
         rehearse(model, units, residents, lambda m, x: m(x).sum(), torch.empty(2, 4, device="meta"))

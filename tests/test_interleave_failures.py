@@ -13,11 +13,11 @@ from slow import covering, slow
 from updates import WAYS
 
 import ferryman
-from ferryman.lanes import Lane
-from ferryman.marks import Mark
-from ferryman.relay.held import HeldWeights
+from ferryman.relay.held_weights import HeldWeights
+from ferryman.runtime.lanes import Lane
+from ferryman.runtime.marks import Mark
 from ferryman.server.device_updates import DeviceUpdates
-from ferryman.server.looks import Looks
+from ferryman.server.gradient_checks import GradientChecks
 from ferryman.server.server import Server
 
 relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])
@@ -225,14 +225,14 @@ def test_a_missing_wait_is_found(wait, virtual, monkeypatch):
 
 def test_a_missing_look_is_found(virtual, monkeypatch):
     """If the update did not wait for what the host says of a gradient, it would be used."""
-    real = Looks.on_device
+    real = GradientChecks.on_device
 
     def on_device(self, subgroup, look, consequence=None):
         real(self, subgroup, look, consequence)
         return look.landed
 
     torch_virtual.set_link(virtual, delay=0.002)
-    monkeypatch.setattr(Looks, "on_device", on_device)
+    monkeypatch.setattr(GradientChecks, "on_device", on_device)
     with Pair(virtual, updates="static:1", subgroup=SIZE) as pair:
         pair.ours(0)
         pair.engine.wait()

@@ -10,9 +10,9 @@ from models import CASES, text
 from slow import covering, slow
 from updates import WAYS
 
-from ferryman.cost.sizes import parse_bytes
-from ferryman.server.stats import Stats
-from ferryman.units import overlap, trained_offsets
+from ferryman.model.units import overlap, trained_offsets
+from ferryman.observe.stats import Stats
+from ferryman.runtime.sizes import parse_bytes
 
 relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])
 
@@ -41,7 +41,7 @@ class Crossed:
         self.on_host_in_units = sum(s.size for s in every if s not in owned and s.unit in pair.engine.units)
         self.resident_on_device = sum(s.size for s in owned if s.unit not in pair.engine.units)
         # A look at a gradient on the device tells the host a double for each tensor.
-        self.looks = 8 * sum(_tensors_in(subgroup) for subgroup in owned)
+        self.gradient_checks = 8 * sum(_tensors_in(subgroup) for subgroup in owned)
 
 
 def _tensors_in(subgroup):
@@ -63,11 +63,11 @@ def test_bytes_of_a_step_that_is_relayed(updates, way, virtual):
         seen = Crossed(pair, virtual)
         waits_on_host = way != "eager" and updates.startswith("stride")
         if updates.startswith("static"):  # weights alone, and gradients of the host's
-            into, out, looks = 0, 4 * seen.device + 4 * seen.host, seen.looks
+            into, out, looks = 0, 4 * seen.device + 4 * seen.host, seen.gradient_checks
         elif waits_on_host:  # all gradients go to the host, and those of the device's come back
             into, out, looks = (12 + 4) * seen.device, (12 + 4) * seen.device + 4 * seen.host, 0
         else:
-            into, out, looks = 12 * seen.device, 12 * seen.device + 4 * seen.host, seen.looks
+            into, out, looks = 12 * seen.device, 12 * seen.device + 4 * seen.host, seen.gradient_checks
         assert seen.into == fetched(pair) + into
         assert seen.out == out + looks
         assert (seen.stats.bytes_in, seen.stats.bytes_out) == (into, out)
@@ -88,7 +88,7 @@ def test_bytes_of_a_step_that_is_held(updates, way, virtual):
             out = 12 * seen.device + 4 * seen.host
         assert seen.fetches == 0
         assert seen.into == into + 4 * seen.on_host_in_units
-        assert seen.out == out + seen.looks
+        assert seen.out == out + seen.gradient_checks
         assert seen.stats.bytes_out == out
         assert seen.stats.bytes_in == into + 4 * seen.on_host_in_units
 
@@ -107,7 +107,7 @@ def test_narrow_weights_and_gradients_cross_as_they_are(precision, gradient, wei
         assert seen.resident_on_device == 0
         assert seen.stats.bytes_in == into + weights * seen.on_host_in_units * held
         assert seen.stats.bytes_out == out
-        assert seen.out == out + (seen.looks if stays else 0)
+        assert seen.out == out + (seen.gradient_checks if stays else 0)
 
 
 def test_state_is_fetched_once_and_again_after_it_was_asked_for(virtual):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ferryman import native
+from ferryman.runtime import native
 from ferryman.server import kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

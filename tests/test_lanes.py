@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch_virtual
 
-from ferryman.lanes import Lanes
-from ferryman.marks import LaneError
-from ferryman.trace import Trace
+from ferryman.observe.trace import Trace
+from ferryman.runtime.lanes import Lanes
+from ferryman.runtime.marks import LaneError
 
 DELAY = 0.06  # longer than any work here takes, so that a missing wait shows
 

@@ -13,8 +13,8 @@ from models import CASES, Block, assert_same, build, cut, on, plain_step, step
 from slow import slow
 from torch import nn
 
-from ferryman.cost.sizes import parse_bytes, show_bytes
 from ferryman.engine import Engine
+from ferryman.runtime.sizes import parse_bytes, show_bytes
 
 DEVICE = torch.device("virtual", 0)
 WIDTH, LENGTH = 64, 256

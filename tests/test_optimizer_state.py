@@ -183,7 +183,7 @@ def test_nobody_looks_nothing_waits(device):
         pair.step()
         pair.engine._parts.store.show_states = None  # would be called
         pair.step(2)
-        assert not pair.engine._panel.shows_states
+        assert not pair.engine._optimizer_view.shows_states
 
 
 @covering

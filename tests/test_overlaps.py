@@ -8,7 +8,7 @@ from models import CASES, WIDTH, Block, Toy, assert_same, build, cut, on, plain_
 from torch import nn
 
 from ferryman.engine import Engine
-from ferryman.overlaps import refuse_overlaps
+from ferryman.model.overlaps import refuse_overlaps
 
 
 def assert_step_is_same(engine, model, plain):

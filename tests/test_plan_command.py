@@ -11,13 +11,13 @@ import torch
 import transformers as hf
 from typer.testing import CliRunner
 
-from ferryman import measure
 from ferryman.cli import defaults
 from ferryman.cli.main import app, main
 from ferryman.cli.model import describe
 from ferryman.cli.options import Options
-from ferryman.cost.sizes import parse_rate, show_rate
-from ferryman.units import find_units
+from ferryman.model.units import find_units
+from ferryman.plan import measure
+from ferryman.runtime.sizes import parse_rate, show_rate
 
 MACHINE = (
     *("--device", "cpu", "--device-memory", "16GiB", "--host-memory", "512GiB", "--link", "12GB/s"),

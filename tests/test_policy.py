@@ -2,7 +2,7 @@
 
 import pytest
 
-from ferryman.cost.policy import Policy, parse_policy
+from ferryman.plan.policy import Policy, parse_policy
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from ranks import Ranks
 from slow import covering, slow
 from updates import WAYS, adamw
 
-from ferryman.cost.exchange import Crew
-from ferryman.cost.rates import Rates
-from ferryman.outlook import Machine, Training, look_ahead
-from ferryman.ranks import RankError
-from ferryman.units import trained_elements, weight_itemsize
+from ferryman.distributed.ranks import RankError
+from ferryman.model.units import trained_elements, weight_itemsize
+from ferryman.plan.estimate import Machine, Training, look_ahead
+from ferryman.plan.network import Crew
+from ferryman.plan.rates import Rates
 
 
 def compare(ranks, *args, **options):

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from updates import WAYS, assert_near, slow_kernels
 
 from ferryman.engine import Engine
-from ferryman.reads import Reads
+from ferryman.model.reads import Reads
 from ferryman.server import kernels
 
 

@@ -14,19 +14,19 @@ from slow import covering
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
-from ferryman.cost.policy import Policy
-from ferryman.cost.staging import Staging
+from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
-from ferryman.lanes import Lane, Lanes
-from ferryman.ranks import Ranks
+from ferryman.model.units import find_units
+from ferryman.observe.trace import Trace
+from ferryman.plan.policy import Policy
+from ferryman.plan.staging import Staging
 from ferryman.relay.gradient_slots import GradientSlots
-from ferryman.relay.slots import WeightSlots, count_fetches
+from ferryman.relay.weight_slots import WeightSlots, count_fetches
+from ferryman.runtime.lanes import Lane, Lanes
 from ferryman.server.precision import Scale
 from ferryman.server.server import Server
 from ferryman.server.settings import Settings
 from ferryman.server.store import RamStore
-from ferryman.trace import Trace
-from ferryman.units import find_units
 
 
 def visits(trace):

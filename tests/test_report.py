@@ -14,9 +14,9 @@ from models import gpt2, text
 from reports import command, place_of
 
 from ferryman.engine import Engine
-from ferryman.report.figures import RESOURCES, figures_of, kind_of
-from ferryman.report.recording import read
-from ferryman.trace import Span, Trace
+from ferryman.observe.report.figures import RESOURCES, figures_of, kind_of
+from ferryman.observe.report.recording import read
+from ferryman.observe.trace import Span, Trace
 
 STEPS, KEPT = 5, 3
 
@@ -125,7 +125,7 @@ def test_a_step_that_nothing_fills_is_not_said_to_be_bounded(tmp_path):
 
 
 def test_a_run_whose_figures_were_thinned_says_so(tmp_path, monkeypatch, capsys, show):
-    monkeypatch.setattr("ferryman.trace._FIGURES", 10)
+    monkeypatch.setattr("ferryman.observe.trace._FIGURES", 10)
     trace, path = Trace(keep_steps=2), tmp_path / "long.json"
     trace.add_lane("host")
     for number in range(50):

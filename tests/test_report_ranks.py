@@ -8,9 +8,9 @@ import pytest
 import rank_jobs
 from reports import command, place_of
 
-from ferryman.report.figures import figures_of, summary
-from ferryman.report.recording import read
-from ferryman.trace import trace_path
+from ferryman.observe.report.figures import figures_of, summary
+from ferryman.observe.report.recording import read
+from ferryman.observe.trace import trace_path
 
 
 @pytest.fixture(scope="module")

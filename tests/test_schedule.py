@@ -6,10 +6,10 @@ import random
 import pytest
 from slow import slow
 
-from ferryman.cost.model import fluid_share, fluid_time, predict
-from ferryman.cost.policy import Policy
-from ferryman.cost.rates import Rates
-from ferryman.cost.schedule import (
+from ferryman.plan.performance import fluid_share, fluid_time, predict
+from ferryman.plan.policy import Policy
+from ferryman.plan.rates import Rates
+from ferryman.plan.schedule import (
     SAMPLE,
     Queues,
     Traffic,

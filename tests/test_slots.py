@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ferryman.relay.slots import choose_fetch, count_fetches, next_use
+from ferryman.relay.weight_slots import choose_fetch, count_fetches, next_use
 
 
 def sweeps(n):

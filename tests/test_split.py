@@ -6,8 +6,8 @@ from models import Block, Result, assert_same, gradients, on
 from slow import covering
 from torch import nn
 
-from ferryman.cost.sizes import parse_bytes
 from ferryman.engine import Engine
+from ferryman.runtime.sizes import parse_bytes
 
 WIDTH, STEPS, SAMPLES = 32, 16, 8
 

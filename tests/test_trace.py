@@ -11,8 +11,8 @@ from models import Toy, text
 from slow import covering
 
 from ferryman.engine import Engine
-from ferryman.lanes import Lanes
-from ferryman.trace import Trace
+from ferryman.observe.trace import Trace
+from ferryman.runtime.lanes import Lanes
 
 
 def test_every_piece_of_work_is_recorded(device):

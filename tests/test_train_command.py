@@ -20,8 +20,8 @@ from ferryman.cli.main import app
 from ferryman.cli.model import SIZES
 from ferryman.cli.options import ENGINE, OPTIONAL, Options
 from ferryman.cli.run import new_run
+from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
-from ferryman.ranks import Ranks
 
 # What it is.
 

@@ -135,7 +135,7 @@ def test_a_batch_that_the_host_cannot_hold(corpus, tmp_path, monkeypatch):
     """On the CPU most of it is what is predicted, of which a micro-batch is there at a time."""
     run = tmp_path / "run"
     arguments = ["--data", corpus, "-o", run, "--batch", 64, "--steps", 1, "--no-trace"]
-    monkeypatch.setattr("ferryman.server.memory.available", lambda: 2 << 20)
+    monkeypatch.setattr("ferryman.runtime.host_memory.available", lambda: 2 << 20)
     message = refused(GPT, *arguments)
     assert "--batch 64: its 2,048 tokens take at least 4.29MiB of the host's memory, and 2.00MiB are free" in message
     assert not run.exists()

@@ -19,7 +19,7 @@ from ferryman.cli.options import Options
 from ferryman.cli.run import Run, new_run
 from ferryman.cli.words import in_words
 from ferryman.data.text import as_bytes
-from ferryman.ranks import Ranks
+from ferryman.distributed.ranks import Ranks
 
 
 @pytest.mark.parametrize(

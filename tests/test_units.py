@@ -8,7 +8,7 @@ from models import CASES, Block, Toy, build
 from slow import covering
 from torch import nn
 
-from ferryman.units import ALIGNMENT, find_units
+from ferryman.model.units import ALIGNMENT, find_units
 
 LIMITS = [None, 8000, 3000, 1]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import ferryman
 from ferryman.engine import Engine
-from ferryman.server import memory
+from ferryman.runtime import host_memory as memory
 
 
 def adamw(model):

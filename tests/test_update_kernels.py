@@ -194,7 +194,7 @@ import ctypes, itertools, mmap, sys
 import torch
 from ferryman.server import kernels, rules
 from ferryman.server.kernels import Piece
-from ferryman.units import master_dtype
+from ferryman.model.units import master_dtype
 
 beyond = int(sys.argv[1])
 page, count = mmap.PAGESIZE, 5

@@ -12,7 +12,7 @@ from slow import slow
 from typer.testing import CliRunner
 
 from ferryman.cli.main import app
-from ferryman.lanes import Lane
+from ferryman.runtime.lanes import Lane
 from ferryman.server import kernels
 from ferryman.server.server import Server
 from ferryman.verify import delays, overlap, parity, races

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ferryman.distributed.ranks import RankError, Ranks
 from ferryman.engine import Engine
-from ferryman.ranks import RankError, Ranks
 
 
 def loss(model, batch):

@@ -18,8 +18,8 @@ from playwright.sync_api import sync_playwright
 from transformers import GPT2Config, GPT2LMHeadModel, logging
 
 import ferryman
-from ferryman.report import write_report
-from ferryman.trace import Trace
+from ferryman.observe.report import write_report
+from ferryman.observe.trace import Trace
 
 DEVICE, BATCH, CONTEXT, STEPS = "virtual", 8, 64, 20
 

@@ -1,13 +1,17 @@
 """The engine: wires the parts together. Read from here.
 
-`Engine.forward_backward` cuts a batch into micro-batches (`batch.py`) and gives them to the relay (`relay/relay.py`),
-which runs the user's code and moves units (`units.py`) between the server's store (`server/store.py`) and the device's
-slots (`relay/slots.py`), on lanes (`lanes.py`). `Engine.step` has the server (`server/server.py`) update the weights,
-as the user's optimizer says (`server/panel.py`). A budget of device memory is kept by the plan (`cost/plan.py`) and by
-the size of micro-batches (`sizing.py`, `relay/fit.py`). A step of a new kind is tried before it is made
-(`first_steps.py`, `relay/crosscheck.py`), a batch is cut only if that changes nothing (`cutting.py`), and whoever reads
-weights waits for their updates (`reads.py`). Blocks come and go between steps (`blocks.py`). An assembly
-(`assembly.py`) makes what a plan needs, and puts it into the user's model. Checkpoints are in `checkpoint/`.
+- `Engine.forward_backward` cuts a batch into micro-batches (`training/batch.py`) and gives them to the relay
+  (`relay/driver.py`), which runs the user's code. The relay moves units (`model/units.py`) between the server's store
+  (`server/store.py`) and slots on the device (`relay/weight_slots.py`), on lanes (`runtime/lanes.py`).
+- `Engine.step` also has the server (`server/server.py`) update the weights, as the user's optimizer says
+  (`server/optimizer_view.py`).
+- A budget of device memory is kept by the plan (`plan/plan.py`) and by the size of micro-batches
+  (`plan/micro_batching.py`, `plan/fit.py`).
+- A step of a new kind is tried before it is made (`training/first_steps.py`, `training/crosscheck.py`). A batch is cut
+  only if that does not change its loss (`training/batch_check.py`). Reads of weights wait for updates that are under
+  way (`model/reads.py`).
+- An assembly (`training/assembly.py`) makes what a plan needs and installs it in the user's model. Blocks come and go
+  between steps (`model/blocks.py`). Checkpoints are in `checkpoint/`.
 """
 
 from __future__ import annotations
@@ -22,35 +26,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from ferryman import checks
-from ferryman.assembly import Assembly
-from ferryman.batch import Part, Split, parts_of
-from ferryman.blocks import Blocks, Position
 from ferryman.checkpoint import loading, pretrained, saving
 from ferryman.checkpoint.contents import Contents, Objects
 from ferryman.checkpoint.loaded import Loaded
-from ferryman.cost.plan import Need, Plan
-from ferryman.cost.sizes import parse_bytes
-from ferryman.cutting import Cutting
-from ferryman.first_steps import FirstSteps
-from ferryman.interrupts import Interrupts
-from ferryman.joint import add_up, compare, is_nothing, most_wanted, speak, weigh
-from ferryman.planner import Planner
-from ferryman.ranks import Ranks, Share
-from ferryman.recorder import Recorder
-from ferryman.relay.fit import Choice, Trial, advice
-from ferryman.relay.guard import NewStateError, NotRepeatableError
+from ferryman.distributed.agreement import add_up, compare, exchange_status, is_nothing, most_wanted, weigh
+from ferryman.distributed.ranks import Ranks, Share
+from ferryman.exactness.guard import NewStateError, NotRepeatableError
+from ferryman.model.blocks import Blocks, Position
+from ferryman.model.units import Unit, hint, units_of_block
+from ferryman.observe.recorder import Recorder
+from ferryman.observe.stats import Stats
+from ferryman.observe.trace import Trace
+from ferryman.plan.fit import Choice, Trial, advice
+from ferryman.plan.micro_batching import MicroBatching
+from ferryman.plan.plan import Need, Plan
+from ferryman.plan.planner import Planner
+from ferryman.runtime.interrupts import Interrupts
+from ferryman.runtime.sizes import parse_bytes
+from ferryman.server.gradient_checks import NonFiniteError
 from ferryman.server.kernels import default_threads
-from ferryman.server.looks import NonFiniteError
-from ferryman.server.panel import Panel
+from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.precision import dtype_of
 from ferryman.server.settings import Settings
-from ferryman.server.stats import Stats
 from ferryman.server.store import account
-from ferryman.sizing import Sizing
-from ferryman.trace import Trace
-from ferryman.units import Unit, hint, units_of_block
-from ferryman.work import Loss, model_loss, weighted_loss
+from ferryman.training import checks
+from ferryman.training.assembly import Assembly
+from ferryman.training.batch import Part, Split, parts_of
+from ferryman.training.batch_check import BatchCheck
+from ferryman.training.first_steps import FirstSteps
+from ferryman.training.user_code import Loss, model_loss, weighted_loss
 
 _RETRIES = 3  # of a step in which something changes that no check has seen
 
@@ -115,7 +119,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         checks.interleave_arguments(optimizer, self.device, slots, held, updates, subgroup)
         self._model, self._loss, self._reduction, self._split = model, loss, reduction, split
         self._stash, self._updates = stash, updates
-        self._panel = None if optimizer is None else Panel(optimizer, model)
+        self._optimizer_view = None if optimizer is None else OptimizerView(optimizer, model)
         compare(self._ranks, model, optimizer, {
             "device": self.device.type, "memory": self._budget, "precision": precision, "updates": updates,
             "max_grad_norm": max_grad_norm, "on_nonfinite": on_nonfinite, "deferred": deferred, "slots": slots,
@@ -125,19 +129,21 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._settings = Settings(
             max_grad_norm, on_nonfinite, deferred, host_threads or self._ranks.threads(default_threads())
         )
-        self._recorder = Recorder(trace, model, self.device, self._budget, self._panel, self._dtype_of, self.share)
+        self._recorder = Recorder(
+            trace, model, self.device, self._budget, self._optimizer_view, self._dtype_of, self.share
+        )
         self._planner = Planner(
             model, self.device, budget=self._budget, slots=slots, units=units, resident=resident, held=held,
-            subgroup=subgroup, dtype_of=self._dtype_of, panel=self._panel, settings=self._settings,
+            subgroup=subgroup, dtype_of=self._dtype_of, optimizer_view=self._optimizer_view, settings=self._settings,
             share=self._ranks.share,
         )  # fmt: skip
         self._blocks = Blocks(model, self.device)
-        self._cutting = Cutting(model, loss, reduction, self.device, None if split else self._budget)
+        self._batch_check = BatchCheck(model, loss, reduction, self.device, None if split else self._budget)
         self.choice: Choice | None = None  # of the last step: how many micro-batches, and where the stash was
         self._closed = False
         self._loaded = Loaded(model)
         self._parts = self._assemble(self._planner.make(updates))
-        self._sizing, self._first_steps = self._size(), self._watch()
+        self._micro_batching, self._first_steps = self._size(), self._watch()
 
     def forward_backward(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
         """The batch's loss, the mean or sum of its micro-batches'; gradients are added to the parameters' `.grad`.
@@ -158,23 +164,23 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         Returns when it is certain that the step is good. The update itself goes on beside what follows; whoever reads
         weights waits for it.
         """
-        panel = self._need_optimizer()
+        optimizer_view = self._need_optimizer()
         with self._own_reads():
-            self._parts.server.follow_user(panel)
+            self._parts.server.follow_user(optimizer_view)
             loss = self._run(batch, micro_batches, for_good=True)
-            self._finish(panel)
+            self._finish(optimizer_view)
         return loss
 
     def update(self) -> None:
         """Updates the weights with the gradients that `forward_backward` has left; they are cleared."""
-        panel = self._need_optimizer()
+        optimizer_view = self._need_optimizer()
         with self._own_reads():
-            self._parts.server.follow_user(panel)
+            self._parts.server.follow_user(optimizer_view)
             self._parts.gradients.take(self._parts.all_units)
             self._ranks.tell("making an update")
             self._parts.server.begin_step(kept=True)
             self._parts.server.send_rest(self._parts.relay.kept)
-            self._finish(panel)
+            self._finish(optimizer_view)
 
     @contextlib.contextmanager
     def _own_reads(self) -> Iterator[None]:
@@ -208,7 +214,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """Bytes of host memory that the server takes, by what they are for; of several ranks, what is this one's part,
         and the weights, which those of a node have in common."""
         parts, share = self._parts, self._ranks.share
-        return account(parts.all_units, self._panel, landing=not parts.server.is_eager, shares=[share])
+        return account(parts.all_units, self._optimizer_view, landing=not parts.server.is_eager, shares=[share])
 
     def stats(self) -> Stats | None:
         """What the updates of the last step were; waits for them. None before the first."""
@@ -224,11 +230,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """From the next step on this is who updates the weights; nothing else changes."""
         self._need_optimizer()
         self._ranks.agree({"updates=": updates})
-        needed = int(max(count for (count,) in self._ranks.count([self._sizing.needed])))
+        needed = int(max(count for (count,) in self._ranks.count([self._micro_batching.needed])))
         plan = self._planner.change(self._parts.plan, updates, needed)
         self._updates = updates
         self._parts.serve(plan)
-        self._sizing, self._first_steps = self._size(), self._watch()
+        self._micro_batching, self._first_steps = self._size(), self._watch()
 
     def wait(self) -> None:
         """Blocks until the weights are those of the last update, for those who read their memory through an alias (a
@@ -276,7 +282,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         parts = self._parts
         parts.lanes.wait()
         parts.settle()
-        return Contents(self._model, self.device, parts.all_units, parts.store, self._panel, parts.server, self._ranks)
+        return Contents(
+            self._model, self.device, parts.all_units, parts.store, self._optimizer_view, parts.server, self._ranks
+        )
 
     def _run(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
         generator, found = torch.get_rng_state(), ""
@@ -336,7 +344,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._blocks.skipped = frozenset()
         return self._recorder.ran(parts, self._ranks.add(total if scale == 1 else total / scale))
 
-    def _finish(self, panel: Panel) -> None:
+    def _finish(self, optimizer_view: OptimizerView) -> None:
         """Gradients are there, or on their way: has them used up."""
         with Interrupts():
             try:
@@ -350,7 +358,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 raise
             self._recorder.end()
             self.zero_grad()
-            panel.stepped()
+            optimizer_view.stepped()
 
     def _recover(self, *, forget: bool) -> None:
         """The lanes are drained; what came after a failure was not done, and is not waited for any more."""
@@ -359,11 +367,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         if forget:
             self.zero_grad()
 
-    def _need_optimizer(self) -> Panel:
+    def _need_optimizer(self) -> OptimizerView:
         self._check_open()
-        if self._panel is None:
+        if self._optimizer_view is None:
             raise ValueError("the engine has no optimizer: ferryman.Engine(model, optimizer), with one of torch.optim")
-        return self._panel
+        return self._optimizer_view
 
     def agree(self, **facts: Any) -> None:
         """Of several ranks: refuses on all of them, by name, what is not the same on all, as `steps=len(loader)`."""
@@ -400,14 +408,14 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         units = sorted((*self.units, *added), key=lambda unit: min(order[module] for module in unit.modules))
         plan = dataclasses.replace(self._parts.plan, units=tuple(units))
         try:
-            if self._panel is not None:
-                self._panel.look()
+            if self._optimizer_view is not None:
+                self._optimizer_view.look()
             self._planner.check_fits(plan, "with this block")
         except BaseException:
             self._blocks.remove(block)
             raise
         self._parts.add(block, added, plan)
-        self._sizing, self._first_steps = self._size(), self._watch()
+        self._micro_batching, self._first_steps = self._size(), self._watch()
 
     def remove(self, position: Position) -> nn.Module:
         """Takes the block out of the model, and returns it with its weights as they are now."""
@@ -422,7 +430,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._blocks.remove(block)
         plan = dataclasses.replace(self._parts.plan, units=tuple(unit for unit in self.units if unit not in gone))
         self._parts.remove(block, gone, plan)
-        self._sizing, self._first_steps = self._size(), self._watch()
+        self._micro_batching, self._first_steps = self._size(), self._watch()
         return block
 
     @property
@@ -457,18 +465,18 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def _assemble(self, plan: Plan) -> Assembly:
         scale, trace = self._planner.scale(), self._recorder.trace
-        model, panel, blocks = self._model, self._panel, self._blocks
-        return Assembly(model, self.device, plan, panel, blocks, self._settings, scale, self._ranks, trace)
+        model, optimizer_view, blocks = self._model, self._optimizer_view, self._blocks
+        return Assembly(model, self.device, plan, optimizer_view, blocks, self._settings, scale, self._ranks, trace)
 
     def _watch(self) -> FirstSteps:
         return FirstSteps(self._parts.relay, self._model, self._loss, self.units)
 
-    def _size(self) -> Sizing:
+    def _size(self) -> MicroBatching:
         def try_out(contents: list[Any], room: int) -> Trial:
             works = [self._work(content, 1 / len(contents)) for content in contents]
             return self._parts.try_out(works, room, self._first_steps.roots)
 
-        return Sizing(self._planner, self._parts.plan, self._updates, self._stash, try_out, self._split)
+        return MicroBatching(self._planner, self._parts.plan, self._updates, self._stash, try_out, self._split)
 
     def _work(self, content: Any, weight: float) -> Callable[[], torch.Tensor]:
         return lambda: weighted_loss(self._loss, self._model, content, weight, self.device, self._parts.relay.adopt)
@@ -482,18 +490,22 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 self._check_model()
                 found = Choice(0, stash_on_host=False)
                 if self._ranks.alone or not is_nothing(batch):
-                    found = self._sizing.choose(batch, micro_batches, begun=self._has_begun())
+                    found = self._micro_batching.choose(batch, micro_batches, begun=self._has_begun())
                 if isinstance(found, Choice) and found.micro_batches:
-                    self._cutting.check(batch, micro_batches, found.micro_batches, self._parts, self._first_steps.roots)
+                    self._batch_check.check(
+                        batch, micro_batches, found.micro_batches, self._parts, self._first_steps.roots
+                    )
                     parts = parts_of(batch, found.micro_batches, self._reduction, self._split)
                     self._check_first(parts, found, _next_seed())
             except ValueError as failed:
                 found = failed
             seed = _draw_seed() if isinstance(found, Choice) else 0
-            optimizer = None if self._panel is None else self._panel.optimizer
-            words = speak(self._ranks, found, parts, seed, optimizer, self._reduction, first=not self._has_begun())
+            optimizer = None if self._optimizer_view is None else self._optimizer_view.optimizer
+            words = exchange_status(
+                self._ranks, found, parts, seed, optimizer, self._reduction, first=not self._has_begun()
+            )
             if (needed := most_wanted(words)) is not None:
-                self._rebuild(self._sizing.smaller(needed))
+                self._rebuild(self._micro_batching.smaller(needed))
                 continue
             assert isinstance(found, Choice)
             self.choice = found._replace(micro_batches=len(parts))
@@ -525,7 +537,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         steps, scale = self.steps, self._parts.server.scale.state()
         self._parts.close()
         self._parts = self._assemble(plan)
-        self._sizing, self._first_steps = self._size(), self._watch()
+        self._micro_batching, self._first_steps = self._size(), self._watch()
         contents = self._contents()
         self._ranks.jointly("loading again", lambda: self._loaded.load_again(contents))
         self._parts.server.scale.restore(scale)

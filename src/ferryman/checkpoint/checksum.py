@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from ferryman import native
+from ferryman.runtime import native
 
 _POLYNOMIAL = 0xEDB88320
 _SHORT = 4096  # bytes, below which a call into the library costs more than it gains

@@ -11,12 +11,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from ferryman import checks
-from ferryman.ranks import Ranks
-from ferryman.server.panel import Panel
+from ferryman.distributed.ranks import Ranks
+from ferryman.model.units import Item, Unit
+from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.server import Server
 from ferryman.server.store import RamStore
-from ferryman.units import Item, Unit
+from ferryman.training import checks
 
 
 class Stateful(Protocol):
@@ -61,7 +61,7 @@ class Contents:
     device: torch.device
     units: tuple[Unit, ...]
     store: RamStore
-    panel: Panel | None
+    optimizer_view: OptimizerView | None
     server: Server
     ranks: Ranks
 
@@ -75,7 +75,7 @@ class Contents:
         self.store.check_values()
         for unit in self.units:
             checks.unchanged(unit, self.store.weights(unit), self.store.trained)
-            if self.panel is not None and any(item.tensor.grad is not None for item in unit.trained):
+            if self.optimizer_view is not None and any(item.tensor.grad is not None for item in unit.trained):
                 raise ValueError(
                     "there are gradients, from forward_backward, that no update has used yet, and a checkpoint has "
                     "none: save after engine.update(), or forget them with engine.zero_grad()"

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ferryman.cost.sizes import show_bytes
+from ferryman.runtime.sizes import show_bytes
 
 MANIFEST = Path("ferryman") / "checkpoint.json"
 

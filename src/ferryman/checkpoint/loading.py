@@ -16,8 +16,9 @@ from ferryman.checkpoint.manifest import check_sizes, check_sum, check_sums, rea
 from ferryman.checkpoint.missing import fill_missing
 from ferryman.checkpoint.stretch import Stretch, parse_stretch
 from ferryman.checkpoint.tensor_file import Entry
-from ferryman.server import kernels, memory
-from ferryman.units import Item, hint
+from ferryman.model.units import Item, hint
+from ferryman.runtime import host_memory as memory
+from ferryman.server import kernels
 
 
 def find(directory: Path) -> Path:
@@ -50,7 +51,7 @@ class Checkpoint:
         self._weights = self._entries("weights")
         self._state = self._entries("state")
         self._check_tensors()
-        if contents.panel is not None:
+        if contents.optimizer_view is not None:
             self._check_optimizer()
         missing = [name for name in self._objects if name not in self.manifest["objects"]]
         if missing:
@@ -61,8 +62,10 @@ class Checkpoint:
     def load(self) -> None:
         """From here on the engine is neither what it was nor what it shall be, until this returns."""
         rest = self.load_training()
-        if self._contents.panel is not None:
-            groups = zip(self._contents.panel.optimizer.param_groups, self.manifest["optimizer"]["groups"], strict=True)
+        if self._contents.optimizer_view is not None:
+            groups = zip(
+                self._contents.optimizer_view.optimizer.param_groups, self.manifest["optimizer"]["groups"], strict=True
+            )
             for group, there in groups:
                 group.update(plain.decode(there["options"], rest))
         self._contents.server.scale.restore(self.manifest["loss_scale"])
@@ -86,7 +89,7 @@ class Checkpoint:
         self._read("rest", lambda entry: rest.setdefault(entry.name, _new(entry)))
         self._load_weights()
         self._load_state()
-        if self._contents.panel is not None:
+        if self._contents.optimizer_view is not None:
             self._restore_optimizer(rest)
         fill_missing(self._contents)
         memory.trim()  # of what was read beside
@@ -113,14 +116,14 @@ class Checkpoint:
 
     def _load_state(self) -> None:
         """Without an optimizer there is one thing to take from it: with the master, narrow weights are float32."""
-        if self._contents.panel is None and not any(map(self._differs, self._names)):
+        if self._contents.optimizer_view is None and not any(map(self._differs, self._names)):
             return
         beside: dict[str, torch.Tensor] = {}
 
         def own(stretch: Stretch) -> tuple[torch.Tensor, slice] | None:
             """Where this rank keeps the like, and which of the tensor's elements."""
             item = self._names[stretch.name]
-            if self._contents.panel is None or (stretch.key == "master" and self._differs(stretch.name)):
+            if self._contents.optimizer_view is None or (stretch.key == "master" and self._differs(stretch.name)):
                 return None
             state = self._contents.store.state(self._units[item])
             return state.kept(item)[stretch.key], state.part(item)
@@ -152,7 +155,7 @@ class Checkpoint:
 
     def _trained(self) -> list[Item]:
         """What the optimizer keeps something of."""
-        return [] if self._contents.panel is None else [item for item in self._names.values() if item.trains]
+        return [] if self._contents.optimizer_view is None else [item for item in self._names.values() if item.trains]
 
     def _differs(self, name: str) -> bool:
         """Whether the tensor was saved in another precision."""
@@ -213,23 +216,25 @@ class Checkpoint:
             )
 
     def _check_optimizer(self) -> None:
-        panel, saved = self._contents.panel, self.manifest.get("optimizer")
-        assert panel is not None
+        optimizer_view, saved = self._contents.optimizer_view, self.manifest.get("optimizer")
+        assert optimizer_view is not None
         if saved is None:
             raise ValueError(
                 f"{self.path} was saved by an engine without an optimizer, so it has no state for one; "
                 "engine.load_weights(directory) loads the weights alone"
             )
-        kind = type(panel.optimizer).__name__
+        kind = type(optimizer_view.optimizer).__name__
         if saved["kind"] != kind:
             raise ValueError(f"{self.path} has the state of {saved['kind']}, and the engine's optimizer is {kind}")
-        groups = panel.optimizer.param_groups
+        groups = optimizer_view.optimizer.param_groups
         if len(groups) != len(saved["groups"]):
             raise ValueError(
                 f"{self.path} has {len(saved['groups'])} groups of parameters, and the optimizer {len(groups)}"
             )
         for number, (group, told) in enumerate(zip(groups, saved["groups"], strict=True)):
-            members = {name for name, item in self._names.items() if item.trains and panel.group(item) is group}
+            members = {
+                name for name, item in self._names.items() if item.trains and optimizer_view.group(item) is group
+            }
             if differences := _first_difference(members, set(told["parameters"])):
                 raise ValueError(f"group {number} of the optimizer is not that of {self.path}: {differences}")
         there: dict[str, set[str]] = {}

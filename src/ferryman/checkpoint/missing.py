@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ferryman.checkpoint.contents import Contents
-from ferryman.units import Item
+from ferryman.model.units import Item
 
 
 def fill_missing(contents: Contents) -> None:

@@ -22,8 +22,8 @@ from ferryman.checkpoint.loading import compare
 from ferryman.checkpoint.missing import fill_missing
 from ferryman.checkpoint.stream import DamagedError
 from ferryman.checkpoint.tensor_file import Entry
-from ferryman.server import memory
-from ferryman.units import Item
+from ferryman.model.units import Item
+from ferryman.runtime import host_memory as memory
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -21,8 +21,8 @@ from ferryman.checkpoint.contents import Contents, Files, Objects, Stateful, ran
 from ferryman.checkpoint.manifest import FORMAT, crc_of
 from ferryman.checkpoint.stretch import Stretch
 from ferryman.checkpoint.tensor_file import Sum
-from ferryman.server.panel import Panel
-from ferryman.units import Item
+from ferryman.model.units import Item
+from ferryman.server.optimizer_view import OptimizerView
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -168,7 +168,7 @@ def _facts(found: Sum) -> dict[str, int]:
 
 def _state(contents: Contents, names: dict[Item, str]) -> Tensors:
     """What the optimizer keeps here, in place."""
-    if contents.panel is None:
+    if contents.optimizer_view is None:
         return []
     found: Tensors = []
     for unit in contents.units:
@@ -196,13 +196,13 @@ def _describe(
     }
     for name, thing in objects.items():
         found["objects"][name] = plain.encode(thing.state_dict(), f"{mine}objects.{name}", tensors)
-    if contents.panel is not None:
-        found["optimizer"] = _describe_optimizer(contents, contents.panel, names, tensors)
+    if contents.optimizer_view is not None:
+        found["optimizer"] = _describe_optimizer(contents, contents.optimizer_view, names, tensors)
     return found
 
 
 def _describe_optimizer(
-    contents: Contents, panel: Panel, names: dict[Item, str], tensors: dict[str, torch.Tensor]
+    contents: Contents, optimizer_view: OptimizerView, names: dict[Item, str], tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     steps, theirs = {}, {}
     for unit in contents.units:
@@ -212,13 +212,13 @@ def _describe_optimizer(
             if state.owns(item) and (kept := state.kept_by_torch(item)):
                 theirs[names[item]] = plain.encode(kept, f"{names[item]}/torch", tensors)
     groups = []
-    for number, group in enumerate(panel.optimizer.param_groups):
+    for number, group in enumerate(optimizer_view.optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
-        members = [name for item, name in names.items() if item.trains and panel.group(item) is group]
+        members = [name for item, name in names.items() if item.trains and optimizer_view.group(item) is group]
         groups.append(
             {"parameters": sorted(members), "options": plain.encode(options, f"optimizer.groups[{number}]", tensors)}
         )
-    return {"kind": type(panel.optimizer).__name__, "groups": groups, "steps": steps, "torch": theirs}
+    return {"kind": type(optimizer_view.optimizer).__name__, "groups": groups, "steps": steps, "torch": theirs}
 
 
 def _write_shards(directory: Path, stem: str, tensors: Tensors, sums: dict[str, Sum]) -> list[str]:

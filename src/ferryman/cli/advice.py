@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from ferryman.cli.machine import Described
-from ferryman.cost.sizes import show_rate
-from ferryman.outlook import Outlook, Training
-from ferryman.units import landing_dtype, trained_elements
+from ferryman.model.units import landing_dtype, trained_elements
+from ferryman.plan.estimate import Outlook, Training
+from ferryman.runtime.sizes import show_rate
 
 
 def assumptions(given: Described, training: Training, outlook: Outlook) -> list[str]:

@@ -7,9 +7,9 @@ import torch
 from ferryman.cli.corpus import Corpus
 from ferryman.cli.model import Description
 from ferryman.cli.options import Options
-from ferryman.cost.sizes import show_bytes
-from ferryman.ranks import Ranks
-from ferryman.server import memory
+from ferryman.distributed.ranks import Ranks
+from ferryman.runtime import host_memory as memory
+from ferryman.runtime.sizes import show_bytes
 
 _ID = 8  # bytes of a token's number
 

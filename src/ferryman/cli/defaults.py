@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from ferryman import checks
 from ferryman.cli.model import Description
-from ferryman.cost.sizes import parse_bytes
+from ferryman.runtime.sizes import parse_bytes
+from ferryman.training import checks
 
 LONGEST = 1024  # tokens in a window
 

@@ -6,7 +6,7 @@ import importlib
 
 import torch
 
-from ferryman import checks
+from ferryman.training import checks
 
 
 def find_device(name: str | None, place: int | None = None) -> torch.device:

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ferryman.cli.run import to_line
-from ferryman.cost.sizes import show_bytes
+from ferryman.runtime.sizes import show_bytes
 
 Event = Mapping[str, Any]
 

@@ -23,11 +23,12 @@ from rich.markup import escape
 from rich.table import Table
 
 import ferryman
-from ferryman import amx, measure, native
 from ferryman.cli.device import find_device
-from ferryman.cost.sizes import show_bytes, show_rate
-from ferryman.pinned import PinnedMemory
-from ferryman.server import memory
+from ferryman.plan import measure
+from ferryman.runtime import amx, native
+from ferryman.runtime import host_memory as memory
+from ferryman.runtime.pinned import PinnedMemory
+from ferryman.runtime.sizes import show_bytes, show_rate
 
 EPILOG = """
 [bold]Examples[/bold]

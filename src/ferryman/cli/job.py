@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from ferryman.ranks import Ranks
+from ferryman.distributed.ranks import Ranks
 
 
 def agents(ranks: Ranks) -> list[str]:

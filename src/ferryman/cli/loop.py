@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ferryman.batch import portion
 from ferryman.checkpoint.contents import Files, Stateful
 from ferryman.checkpoint.directory import series, step_of
 from ferryman.checkpoint.manifest import is_whole
@@ -27,10 +26,11 @@ from ferryman.cli.rule import make_optimizer, set_rate
 from ferryman.cli.run import Run
 from ferryman.cli.stop import CLOSED, Stop
 from ferryman.data.windows import Windows
+from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
-from ferryman.ranks import Ranks
-from ferryman.report.page import write_report
-from ferryman.trace import Trace, trace_path
+from ferryman.observe.report.page import write_report
+from ferryman.observe.trace import Trace, trace_path
+from ferryman.training.batch import portion
 
 Tell = Callable[[Mapping[str, Any]], None]  # hears of every event; see `display.py`
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ferryman import measure
 from ferryman.cli.defaults import budget
 from ferryman.cli.device import find_device
-from ferryman.cost.exchange import Crew
-from ferryman.cost.rates import Rates
-from ferryman.cost.sizes import parse_bytes, parse_rate
-from ferryman.outlook import Machine, Training
-from ferryman.server import memory as host_memory
+from ferryman.plan import measure
+from ferryman.plan.estimate import Machine, Training
+from ferryman.plan.network import Crew
+from ferryman.plan.rates import Rates
+from ferryman.runtime import host_memory
+from ferryman.runtime.sizes import parse_bytes, parse_rate
 from ferryman.server.precision import PRECISIONS
 
 

@@ -10,7 +10,7 @@ import typer
 import ferryman
 from ferryman.cli import doctor, plan, report, train, verify
 from ferryman.cli.words import MISTAKES, exit_code, in_words
-from ferryman.ranks import RankError
+from ferryman.distributed.ranks import RankError
 
 app = typer.Typer(
     name="ferryman",

@@ -14,19 +14,19 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from ferryman import checks
 from ferryman.cli.advice import advice, assumptions
 from ferryman.cli.defaults import LONGEST, window
 from ferryman.cli.machine import Described, described
 from ferryman.cli.model import Description, describe, sizes
 from ferryman.cli.options import Deferred, Held, OnNonfinite, Options, Resident, Slots, SubgroupSize, Units, or_none
 from ferryman.cli.rule import RULES
-from ferryman.cost.exchange import Crew
-from ferryman.cost.forecast import Forecast, Lanes
-from ferryman.cost.plan import Plan
-from ferryman.cost.sizes import show_bytes, show_rate
-from ferryman.outlook import Outlook, Training, look_ahead
-from ferryman.units import hint
+from ferryman.model.units import hint
+from ferryman.plan.estimate import Outlook, Training, look_ahead
+from ferryman.plan.forecast import Forecast, Lanes
+from ferryman.plan.network import Crew
+from ferryman.plan.plan import Plan
+from ferryman.runtime.sizes import show_bytes, show_rate
+from ferryman.training import checks
 
 EPILOG = """
 [bold]Examples[/bold]

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from ferryman.cost.sizes import show_bytes
-from ferryman.report.figures import Figures, figures_of, summary, together
-from ferryman.report.page import write_report
-from ferryman.report.recording import read
+from ferryman.observe.report.figures import Figures, figures_of, summary, together
+from ferryman.observe.report.page import write_report
+from ferryman.observe.report.recording import read
+from ferryman.runtime.sizes import show_bytes
 
 
 def report(
@@ -48,7 +48,7 @@ def report(
 
     \b
     A trace is recorded by the engine:
-      trace = ferryman.trace.Trace(keep_steps=20)
+      trace = ferryman.observe.trace.Trace(keep_steps=20)
       engine = ferryman.Engine(model, optimizer, trace=trace)
       ...
       trace.save("trace.json")

@@ -22,7 +22,7 @@ from typing import Any
 import ferryman
 from ferryman.checkpoint.directory import last_saved, locked, series, step_of
 from ferryman.cli.options import FIXED, LENGTHS, Options, flag
-from ferryman.files import replacing_file
+from ferryman.runtime.files import replacing_file
 
 _SETTINGS = "run.json"
 _AGENTS = "agents"  # in it: those of the job that trains there, or did last; see job.py

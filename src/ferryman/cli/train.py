@@ -20,7 +20,7 @@ from ferryman.cli.options import NONE, OPTIONAL, Options, flag, given_as
 from ferryman.cli.run import Run, new_run, restarted, resumed_run
 from ferryman.cli.stop import Interrupt
 from ferryman.cli.words import MISTAKES, exit_code, in_words
-from ferryman.ranks import RankError, Ranks
+from ferryman.distributed.ranks import RankError, Ranks
 
 HELP = """
 Trains a causal language model that may be larger than the device.

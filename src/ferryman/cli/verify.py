@@ -14,7 +14,7 @@ from rich.table import Table
 
 import ferryman
 from ferryman.cli.device import find_device
-from ferryman.units import hint
+from ferryman.model.units import hint
 from ferryman.verify.bench import Bench
 from ferryman.verify.result import Figures, Outcome, Result
 from ferryman.verify.user_model import UserModel

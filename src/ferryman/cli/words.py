@@ -1,4 +1,4 @@
-"""Errors in the words of a command line: the library's speak of Python's, `max_grad_norm=-1.0`."""
+"""Errors in the words of a command line: the library's exchange_status of Python's, `max_grad_norm=-1.0`."""
 
 from __future__ import annotations
 

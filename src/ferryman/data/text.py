@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ferryman.files import replacing_file
+from ferryman.runtime.files import replacing_file
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 TOKEN_SUFFIXES = (".bin", ".npy")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ferryman.data.tokens import Tokens
-from ferryman.ranks import Share
+from ferryman.distributed.ranks import Share
 
 Batch = dict[str, torch.Tensor]
 

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from ferryman.engine import Engine
-from ferryman.units import hint
+from ferryman.model.units import hint
 
 # What the trainer says itself, by what a user would write instead of engine={name: ...}.
 _TRAINERS = {

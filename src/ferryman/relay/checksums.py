@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from ferryman.relay.calls import Call
+    from ferryman.relay.call import Call
 
 # How far the sums of an output may be apart, in norms of it: what rounding does to each element, by itself.
 _WIDE = (torch.float32, torch.float64)

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ferryman.relay.binding import adopt_assigned, bind, is_buffer
-from ferryman.units import Unit
+from ferryman.model.binding import adopt_assigned, bind, is_buffer
+from ferryman.model.units import Unit
 
 if TYPE_CHECKING:
-    from ferryman.relay.relay import Relay
+    from ferryman.relay.driver import Relay
 
 
 class Evaluation:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ferryman.lanes import Lane
-from ferryman.marks import Mark
+from ferryman.model.units import Item, Unit, gradient_bytes, gradient_views, landing_bytes, landing_dtype, narrow_bytes
+from ferryman.runtime.lanes import Lane
+from ferryman.runtime.marks import Mark
 from ferryman.server.server import Server
-from ferryman.units import Item, Unit, gradient_bytes, gradient_views, landing_bytes, landing_dtype, narrow_bytes
 
 
 class GradientSlots:

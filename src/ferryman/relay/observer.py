@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ferryman.relay.rendezvous import MicroBatch
-from ferryman.relay.survey import Survey
-from ferryman.units import Item
+from ferryman.exactness.survey import Survey
+from ferryman.model.units import Item
+from ferryman.relay.micro_batch import MicroBatch
 
 
 class Roots(NamedTuple):

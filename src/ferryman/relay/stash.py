@@ -34,10 +34,10 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ferryman.lanes import DeviceLane, Lane, Work
-from ferryman.marks import Mark
-from ferryman.pinned import PinnedMemory
-from ferryman.relay.rendezvous import MicroBatch
+from ferryman.relay.micro_batch import MicroBatch
+from ferryman.runtime.lanes import DeviceLane, Lane, Work
+from ferryman.runtime.marks import Mark
+from ferryman.runtime.pinned import PinnedMemory
 
 _SMALL = 64  # bytes; less is not worth a copy
 

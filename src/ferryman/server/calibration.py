@@ -7,27 +7,31 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ferryman.cost.rates import Rates
-from ferryman.cost.staging import Staging
+from ferryman.model.units import GRADIENT, Unit, trained_elements
+from ferryman.plan.rates import Rates
+from ferryman.plan.staging import Staging
 from ferryman.server import kernels
 from ferryman.server.device_updates import DeviceUpdates
 from ferryman.server.kernels import Piece
-from ferryman.server.panel import Panel
+from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.rules import Rule
-from ferryman.units import GRADIENT, Unit, trained_elements
 
 _MOST = 1 << 18  # elements: enough to see a rate, few enough to take milliseconds
 _TIMES = 2  # the first also warms up; the faster counts
 
 
 def measure(
-    device_updates: DeviceUpdates, staging: Staging, units: Sequence[Unit], panel: Panel | None, threads: int | None
+    device_updates: DeviceUpdates,
+    staging: Staging,
+    units: Sequence[Unit],
+    optimizer_view: OptimizerView | None,
+    threads: int | None,
 ) -> Rates | None:
     """None: the device has nothing to update, or no memory for it."""
     able = [unit for unit in units if staging.arrays(unit) is not None and trained_elements(unit)]
-    if not able or panel is None:
+    if not able or optimizer_view is None:
         return None
-    rule = panel.rule(able[0].trained[0])
+    rule = optimizer_view.rule(able[0].trained[0])
     assert rule is not None, "only a rule can be carried out on a device"
     largest = max(trained_elements(unit) for unit in able)
     count = min(_MOST, staging.subgroup, largest)

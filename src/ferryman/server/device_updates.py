@@ -7,7 +7,7 @@
 So the link is busy in both directions at once. Nothing is allocated on the way: subgroups pass through berths, and
 those whose state stays on the device have berths of their own. A gradient that lies on the device is used where it is.
 
-Note [Looks before updates]
+Note [GradientChecks before updates]
 Whether a gradient is finite is found out on the device as well, on a lane of its own, and told to the host. Where an
 eager update must not be made with one that is not, it waits for the host's answer, while others are looked at.
 """
@@ -20,16 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from ferryman.cost.staging import Staging, hold_bytes, most_tensors
-from ferryman.lanes import Lane, Lanes
-from ferryman.marks import Mark
-from ferryman.pinned import PinnedMemory
-from ferryman.server import kernels
-from ferryman.server.kernels import Piece, Scratch
-from ferryman.server.rules import Rule
-from ferryman.server.state import Order, Run, Spans
-from ferryman.server.store import RamStore
-from ferryman.units import (
+from ferryman.model.units import (
     GRADIENT,
     Item,
     Subgroup,
@@ -40,6 +31,15 @@ from ferryman.units import (
     trained_offsets,
     weight_itemsize,
 )
+from ferryman.plan.staging import Staging, hold_bytes, most_tensors
+from ferryman.runtime.lanes import Lane, Lanes
+from ferryman.runtime.marks import Mark
+from ferryman.runtime.pinned import PinnedMemory
+from ferryman.server import kernels
+from ferryman.server.kernels import Piece, Scratch
+from ferryman.server.rules import Rule
+from ferryman.server.state import Order, Run, Spans
+from ferryman.server.store import RamStore
 
 
 @dataclass

@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ferryman.lanes import Lanes
-from ferryman.marks import Mark
-from ferryman.pinned import PinnedMemory
-from ferryman.ranks import Ranks
-from ferryman.server.landing import Buffer, Landing
-from ferryman.server.panel import Panel
+from ferryman.distributed.ranks import Ranks
+from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, overlap, trained_offsets
+from ferryman.runtime.lanes import Lanes
+from ferryman.runtime.marks import Mark
+from ferryman.runtime.pinned import PinnedMemory
+from ferryman.server.landing_buffers import Buffer, LandingBuffers
+from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.state import bounds
 from ferryman.server.store import RamStore
-from ferryman.units import GRADIENT, Item, Subgroup, Unit, overlap, trained_offsets
 
 _CHUNK = 1 << 16  # elements that are added up at a time
 _ALIGNED = 64  # bytes
@@ -62,17 +62,17 @@ class Exchange:
         lanes: Lanes,
         device: torch.device,
         store: RamStore,
-        panel: Panel,
+        optimizer_view: OptimizerView,
         arrived: Arrived,
         complete: Callable[[Unit], None],
     ) -> None:
-        self._ranks, self._device, self._store, self._panel = ranks, device, store, panel
+        self._ranks, self._device, self._store, self._optimizer_view = ranks, device, store, optimizer_view
         self._arrived, self._complete = arrived, complete
         self._lane, self._sharing = lanes.host("exchange"), lanes.host("share")
         self._turns: list[_Turn] = []
         self._expected: dict[Subgroup, Buffer] = {}
         self._cuts: weakref.WeakKeyDictionary[Unit, list[int]] = weakref.WeakKeyDictionary()
-        self._messages, self._sums = Landing(device), Landing(device)
+        self._messages, self._sums = LandingBuffers(device), LandingBuffers(device)
         self._room = torch.empty(0, dtype=torch.uint8)  # what comes from all ranks
 
     def begin(
@@ -117,7 +117,7 @@ class Exchange:
 
     def owner(self, subgroup: Subgroup) -> int:
         if subgroup.unit not in self._cuts:
-            self._cuts[subgroup.unit] = bounds(subgroup.unit, self._panel, self._ranks.share)
+            self._cuts[subgroup.unit] = bounds(subgroup.unit, self._optimizer_view, self._ranks.share)
         cuts = self._cuts[subgroup.unit]
         return next(rank for rank in range(self._ranks.size) if cuts[rank] <= subgroup.start < cuts[rank + 1])
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from ferryman import native
+from ferryman.model.units import master_dtype
+from ferryman.runtime import native
 from ferryman.server import rules
 from ferryman.server.rules import Numbers, Rule
-from ferryman.units import master_dtype
 
 _logger = logging.getLogger("ferryman")
 

@@ -7,7 +7,7 @@ import re
 import torch
 from torch import nn
 
-from ferryman.units import DtypeOf, own_dtype
+from ferryman.model.units import DtypeOf, own_dtype
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

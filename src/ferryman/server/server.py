@@ -21,22 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ferryman.cost.staging import Staging
-from ferryman.lanes import Lanes
-from ferryman.marks import Mark
-from ferryman.ranks import Ranks
-from ferryman.server.device_updates import Berth
-from ferryman.server.exchange import Exchange
-from ferryman.server.landing import Buffer, Landing
-from ferryman.server.looks import Looks, non_finite, squares
-from ferryman.server.panel import Panel
-from ferryman.server.precision import Scale
-from ferryman.server.settings import Settings
-from ferryman.server.state import Order, bounds, is_whole
-from ferryman.server.stats import Stats
-from ferryman.server.store import RamStore
-from ferryman.server.updates import DeviceWeights, Updates
-from ferryman.units import (
+from ferryman.distributed.ranks import Ranks
+from ferryman.model.units import (
     GRADIENT,
     Item,
     Subgroup,
@@ -45,6 +31,20 @@ from ferryman.units import (
     landing_dtype,
     trained_elements,
 )
+from ferryman.observe.stats import Stats
+from ferryman.plan.staging import Staging
+from ferryman.runtime.lanes import Lanes
+from ferryman.runtime.marks import Mark
+from ferryman.server.device_updates import Berth
+from ferryman.server.exchange import Exchange
+from ferryman.server.gradient_checks import GradientChecks, non_finite, squares
+from ferryman.server.landing_buffers import Buffer, LandingBuffers
+from ferryman.server.optimizer_view import OptimizerView
+from ferryman.server.precision import Scale
+from ferryman.server.settings import Settings
+from ferryman.server.state import Order, bounds, is_whole
+from ferryman.server.store import RamStore
+from ferryman.server.updates import DeviceWeights, Updates
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Server:
     def __init__(
         self,
         store: RamStore,
-        panel: Panel | None,
+        optimizer_view: OptimizerView | None,
         lanes: Lanes,
         device: torch.device,
         settings: Settings,
@@ -75,16 +75,16 @@ class Server:
         self.store = store
         self._ranks = ranks
         self.scale = scale
-        self._panel = panel
+        self._optimizer_view = optimizer_view
         self._host = lanes.host("host")
-        self.looks = Looks(self._host, lanes.host("checks"), device, settings.threads)
+        self.gradient_checks = GradientChecks(self._host, lanes.host("checks"), device, settings.threads)
         self._settings = settings
         self._staging = staging
         self._updates = Updates(store, lanes, self._host, device, staging, settings.threads, alone=ranks.alone)
-        self._landing = Landing(device)
+        self._landing = LandingBuffers(device)
         self._exchange: Exchange | None = None
-        if not ranks.alone and panel is not None:
-            self._exchange = Exchange(ranks, lanes, device, store, panel, self._arrived, self._exchanged)
+        if not ranks.alone and optimizer_view is not None:
+            self._exchange = Exchange(ranks, lanes, device, store, optimizer_view, self._arrived, self._exchanged)
         self._units: Sequence[Unit] = ()  # in forward order
         # Of the step that runs.
         self._orders: dict[Unit, list[Order]] = {}
@@ -98,12 +98,12 @@ class Server:
     def serve(self, units: Sequence[Unit], weights: DeviceWeights, staging: Staging, *, held: bool) -> None:
         """These are the units from now on, in forward order; when no lane has work."""
         self._staging, self._units = staging, units
-        self._updates.serve(units, weights, staging, self._panel, held=held)
+        self._updates.serve(units, weights, staging, self._optimizer_view, held=held)
 
     @property
     def updates(self) -> bool:
         """Whether it has an optimizer to follow."""
-        return self._panel is not None
+        return self._optimizer_view is not None
 
     @property
     def is_eager(self) -> bool:
@@ -139,10 +139,10 @@ class Server:
         self.settle()
         self._updates.bring_home()
 
-    def follow_user(self, panel: Panel) -> None:
+    def follow_user(self, optimizer_view: OptimizerView) -> None:
         """What has been changed since the last update: groups, weights in place, the optimizer's state."""
-        panel.look()
-        if panel.shows_states or self.store.edited:
+        optimizer_view.look()
+        if optimizer_view.shows_states or self.store.edited:
             self.bring_home()
         self._updates.forget_weights()
         self.store.follow_edits()
@@ -162,10 +162,10 @@ class Server:
 
     def subgroups(self, unit: Unit) -> list[Subgroup]:
         """Of all ranks."""
-        if self._panel is None:
+        if self._optimizer_view is None:
             return cut_into_subgroups(unit, self._staging.subgroup)
-        size = max(trained_elements(unit), 1) if is_whole(unit, self._panel) else self._staging.subgroup
-        cuts = itertools.pairwise(bounds(unit, self._panel, self._ranks.share))
+        size = max(trained_elements(unit), 1) if is_whole(unit, self._optimizer_view) else self._staging.subgroup
+        cuts = itertools.pairwise(bounds(unit, self._optimizer_view, self._ranks.share))
         return [subgroup for low, high in cuts for subgroup in cut_into_subgroups(unit, size, low, high)]
 
     def begin_step(self, *, kept: bool = False) -> None:
@@ -177,13 +177,13 @@ class Server:
 
     def stays(self, subgroup: Subgroup) -> bool:
         """Whether the subgroup's gradient is used on the device, or waits there, and does not cross."""
-        split, on_device = self._updates.split, self._updates.on_device
+        balancer, on_device = self._updates.balancer, self._updates.on_device
         if on_device is None or self._exchange is not None:
             return False
         self._updates.observe()
         if self.is_eager:
-            return split.at_once(subgroup)
-        return subgroup in on_device.holds and split.among_all(subgroup, split.waiting_bytes)
+            return balancer.at_once(subgroup)
+        return subgroup in on_device.holds and balancer.among_all(subgroup, balancer.waiting_bytes)
 
     def use(self, subgroup: Subgroup, gradient: torch.Tensor, items: Collection[Item], after: Collection[Mark]) -> Mark:
         """A gradient on the device that stays there; the mark after which its memory may be used again."""
@@ -192,13 +192,16 @@ class Server:
         if self.is_eager:
             self._check_losses()
             look = on_device.look(subgroup, gradient, items, after, None)
-            checked = self.looks.on_device(subgroup, look, self.what_has_changed)
-            orders, before = self._orders_of(subgroup.unit, items), [*after, *self.looks.losses_checked, checked]
+            checked = self.gradient_checks.on_device(subgroup, look, self.what_has_changed)
+            orders, before = (
+                self._orders_of(subgroup.unit, items),
+                [*after, *self.gradient_checks.losses_checked, checked],
+            )
             return self._updates.make_on_device(subgroup, orders, gradient, 1.0, before).used
         hold = on_device.holds[subgroup]
         before = [] if hold.free is None else [hold.free]
         look = on_device.look(subgroup, gradient, items, [*after, *before], hold)
-        self.looks.on_device(subgroup, look)
+        self.gradient_checks.on_device(subgroup, look)
         self._on_hold[subgroup] = hold, hold.memory[: gradient.nbytes].view(gradient.dtype)
         self._add_source(subgroup.unit, gradient.dtype, items)
         return look.landed
@@ -224,12 +227,12 @@ class Server:
             return
         if not self.is_eager:
             self._add_source(subgroup.unit, target.dtype, items)
-            self.looks.on_host(subgroup, target, items, [mark])
+            self.gradient_checks.on_host(subgroup, target, items, [mark])
             return
         self._check_losses()
         orders = self._orders_of(subgroup.unit, items)
-        seen = self.looks.on_host(subgroup, target, items, [mark], self.what_has_changed)
-        self._updates.split.host.add(seen, 0)  # its time counts
+        seen = self.gradient_checks.on_host(subgroup, target, items, [mark], self.what_has_changed)
+        self._updates.balancer.host.add(seen, 0)  # its time counts
         self._landing.latest.free = self._updates.make_on_host(subgroup, orders, target, 1.0)
 
     def _arrived(
@@ -243,12 +246,12 @@ class Server:
                 for last in self.ready(unit):
                     last.wait()  # which tensors the last step's were for is known when they have been made
             orders = self._orders_of(unit, unit.trained)
-            self.looks.on_host(subgroup, gradient, items, [mark], self.what_has_changed)
+            self.gradient_checks.on_host(subgroup, gradient, items, [mark], self.what_has_changed)
             buffer.free = self._updates.make_on_host(subgroup, orders, gradient, 1.0, only=items)
             return
         source = self._add_source(unit, gradient.dtype, items)
         waits = source.flat[subgroup.start - source.low : subgroup.stop - source.low]
-        seen = self.looks.on_host(subgroup, gradient, items, [mark, *self.ready(unit)])
+        seen = self.gradient_checks.on_host(subgroup, gradient, items, [mark, *self.ready(unit)])
         buffer.free = self._host.submit(
             lambda: waits.copy_(gradient), after=[seen], label=f"land {unit.name}", reads=[gradient], writes=[waits]
         )
@@ -305,11 +308,11 @@ class Server:
                 self.keep(unit, items)
                 flat = self._sources[unit].flat
                 for subgroup in self.subgroups(unit):
-                    self.looks.on_host(subgroup, flat[subgroup.start : subgroup.stop], items, [])
-        self.looks.wait()
+                    self.gradient_checks.on_host(subgroup, flat[subgroup.start : subgroup.stop], items, [])
+        self.gradient_checks.wait()
         scales = {item: source.scale for source in self._sources.values() for item in source.items}
-        broken = self.looks.broken()
-        finite, self._norm = self._of_all(broken, self.looks.norm(scales))
+        broken = self.gradient_checks.broken()
+        finite, self._norm = self._of_all(broken, self.gradient_checks.norm(scales))
         if not finite and not self.scale.moves and self._settings.on_nonfinite == "raise":
             raise non_finite(broken, self.what_has_changed(), agreed=True)
         self.scale.went(finite=finite)
@@ -381,7 +384,7 @@ class Server:
         self._landing.close()
         if self._exchange is not None:
             self._exchange.close()
-        self.looks.close()
+        self.gradient_checks.close()
         self._updates.close()
 
     def forget_gradients(self) -> None:
@@ -389,7 +392,7 @@ class Server:
         self._updates.begin_again()
         self._sources.clear()
         self._on_hold.clear()
-        self.looks.forget()
+        self.gradient_checks.forget()
 
     def _orders_of(self, unit: Unit, items: Collection[Item]) -> list[Order]:
         if unit not in self._orders:
@@ -418,9 +421,9 @@ class Server:
             hold.free = self._updates.make_on_device(subgroup, orders, gradient, factor, []).used
             return
         gradient = source.flat[subgroup.start - source.low : subgroup.stop - source.low]
-        split = self._updates.split
-        waited = GRADIENT.itemsize if source.is_kept else split.waiting_bytes
-        if self._updates.on_device is not None and split.among_all(subgroup, waited):
+        balancer = self._updates.balancer
+        waited = GRADIENT.itemsize if source.is_kept else balancer.waiting_bytes
+        if self._updates.on_device is not None and balancer.among_all(subgroup, waited):
             self._updates.make_on_device(subgroup, orders, gradient, factor, [])
         else:
             self._updates.make_on_host(subgroup, orders, gradient, factor)
@@ -429,7 +432,7 @@ class Server:
         if self._exchange is not None and not self.is_eager:
             return  # all ranks find out together, from the gradients
         if self._settings.on_nonfinite == "raise" and not self.scale.moves:
-            self.looks.check_losses()
+            self.gradient_checks.check_losses()
 
 
 def _narrow(source: torch.Tensor, factor: float, into: torch.Tensor) -> None:

@@ -11,13 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ferryman.pinned import PinnedMemory
-from ferryman.ranks import Share
-from ferryman.server import kernels
-from ferryman.server.kernels import Piece
-from ferryman.server.panel import Panel
-from ferryman.server.rules import Group, Numbers, Rule
-from ferryman.units import (
+from ferryman.distributed.ranks import Share
+from ferryman.model.units import (
     GRADIENT,
     GRAIN,
     Item,
@@ -30,6 +25,11 @@ from ferryman.units import (
     trained_offsets,
     weight_itemsize,
 )
+from ferryman.runtime.pinned import PinnedMemory
+from ferryman.server import kernels
+from ferryman.server.kernels import Piece
+from ferryman.server.optimizer_view import OptimizerView
+from ferryman.server.rules import Group, Numbers, Rule
 
 _CHUNK = 1 << 20  # elements
 
@@ -44,40 +44,40 @@ class Order:
     group: Group
 
 
-def bounds(unit: Unit, panel: Panel, share: Share) -> list[int]:
+def bounds(unit: Unit, optimizer_view: OptimizerView, share: Share) -> list[int]:
     """Where each rank's part of a unit's trained elements begins; and, at the end, where the last one ends."""
     total = trained_elements(unit)
-    if not is_whole(unit, panel):
+    if not is_whole(unit, optimizer_view):
         return share.bounds(total, GRAIN)
     owner = zlib.crc32(unit.name.encode()) % share.size  # one has it all
     return [0] * (owner + 1) + [total] * (share.size - owner)
 
 
-def part(unit: Unit, panel: Panel, share: Share) -> tuple[int, int]:
+def part(unit: Unit, optimizer_view: OptimizerView, share: Share) -> tuple[int, int]:
     """This rank's."""
-    every = bounds(unit, panel, share)
+    every = bounds(unit, optimizer_view, share)
     return every[share.rank], every[share.rank + 1]
 
 
-def part_elements(unit: Unit, panel: Panel, share: Share) -> int:
-    low, high = part(unit, panel, share)
+def part_elements(unit: Unit, optimizer_view: OptimizerView, share: Share) -> int:
+    low, high = part(unit, optimizer_view, share)
     return high - low
 
 
-def state_itemsize(unit: Unit, panel: Panel) -> int:
+def state_itemsize(unit: Unit, optimizer_view: OptimizerView) -> int:
     """Bytes that a rule keeps of each element."""
-    return arrays(unit, panel) * GRADIENT.itemsize
+    return arrays(unit, optimizer_view) * GRADIENT.itemsize
 
 
-def arrays(unit: Unit, panel: Panel) -> int:
+def arrays(unit: Unit, optimizer_view: OptimizerView) -> int:
     """How many numbers are kept of each element; what torch itself keeps is torch's."""
-    ruled = [rule for item in unit.trained if (rule := panel.rule(item)) is not None]
+    ruled = [rule for item in unit.trained if (rule := optimizer_view.rule(item)) is not None]
     return max((len(rule.states) for rule in ruled), default=0)
 
 
-def is_whole(unit: Unit, panel: Panel) -> bool:
+def is_whole(unit: Unit, optimizer_view: OptimizerView) -> bool:
     """Whether tensors must be updated as wholes, on the host: torch's own optimizers count steps by tensor."""
-    return any(panel.rule(item) is None for item in unit.trained)
+    return any(optimizer_view.rule(item) is None for item in unit.trained)
 
 
 class Run(NamedTuple):
@@ -112,12 +112,12 @@ class _Part(NamedTuple):
 class UnitState:
     """The optimizer's memory of one unit, as far as it is this rank's."""
 
-    def __init__(self, unit: Unit, panel: Panel, device: torch.device, share: Share) -> None:
-        self._panel = panel
+    def __init__(self, unit: Unit, optimizer_view: OptimizerView, device: torch.device, share: Share) -> None:
+        self._optimizer_view = optimizer_view
         self._offsets = trained_offsets(unit)
-        self.low, high = part(unit, panel, share)
+        self.low, high = part(unit, optimizer_view, share)
         self._masters = PinnedMemory((high - self.low) * master_itemsize(unit), device)
-        count = arrays(unit, panel)
+        count = arrays(unit, optimizer_view)
         self._states = [PinnedMemory((high - self.low) * GRADIENT.itemsize, device) for _ in range(count)]
         self._parts: dict[Item, _Part] = {}
         for item, begin in self._offsets.items():
@@ -142,12 +142,12 @@ class UnitState:
         `shown`: what the server has was there, or another state in its place, so tensors without an entry start anew.
         """
         for item in self._steps:
-            theirs = self._panel.take_state(item.tensor)
+            theirs = self._optimizer_view.take_state(item.tensor)
             if not theirs:
                 if shown:
                     self._start(item)
                 continue
-            rule = self._panel.rule(item)
+            rule = self._optimizer_view.rule(item)
             if rule is None and theirs is self.kept_by_torch(item):
                 continue  # it is what torch goes on with
             self._theirs[item] = theirs
@@ -168,9 +168,9 @@ class UnitState:
         self._steps[item] = 0
         self._torch.pop(item, None)
         self._theirs.pop(item, None)
-        if (rule := self._panel.rule(item)) is not None:
+        if (rule := self._optimizer_view.rule(item)) is not None:
             for state in self._states_of(item, rule):
-                state.fill_(rule.start(self._panel.group(item)))
+                state.fill_(rule.start(self._optimizer_view.group(item)))
 
     def undo(self, orders: Sequence[Order]) -> None:
         """These were not carried out."""
@@ -181,13 +181,13 @@ class UnitState:
         """To torch's optimizer, what it had before, of tensors that have not been updated since."""
         for item, theirs in self._theirs.items():
             if self._steps[item] == int(theirs.get("step", 1)):
-                self._panel.give_state(item.tensor, theirs)
+                self._optimizer_view.give_state(item.tensor, theirs)
 
     def give_states(self, *, in_place: bool = False) -> None:
         """To torch's optimizer: to go on without an engine, in the dtype that it would have made them in; or,
         `in_place`, for the user to read and edit."""
         for item, steps in self._steps.items():
-            rule, theirs = self._panel.rule(item), self._theirs.get(item)
+            rule, theirs = self._optimizer_view.rule(item), self._theirs.get(item)
             if rule is None:
                 theirs = self.kept_by_torch(item)
             elif steps:
@@ -196,11 +196,11 @@ class UnitState:
                 theirs = {name: state.view(shape).to(dtype) for name, state in states}
                 theirs["step"] = torch.tensor(float(steps))
             if theirs:
-                self._panel.give_state(item.tensor, theirs)
+                self._optimizer_view.give_state(item.tensor, theirs)
 
     def kept(self, item: Item) -> dict[str, torch.Tensor]:
         """What there is of a tensor beside its weights, in place: what these lack in float32, and the rule's state."""
-        master, rule = self._master[item], self._panel.rule(item)
+        master, rule = self._master[item], self._optimizer_view.rule(item)
         found = {} if master is None else {"master": master}
         if rule is not None:
             found.update(zip(rule.states, self._states_of(item, rule), strict=True))
@@ -210,7 +210,7 @@ class UnitState:
         """The state of a tensor that is left to torch, which goes on with it; some optimizers keep none."""
         if item in self._torch:
             return next(iter(self._torch[item].state.values()), {})
-        return self._theirs.get(item) if self._panel.rule(item) is None else None
+        return self._theirs.get(item) if self._optimizer_view.rule(item) is None else None
 
     def steps(self, item: Item) -> int:
         return self._steps[item]
@@ -267,7 +267,7 @@ class UnitState:
         self._in_vain = set()
         for item in items:
             self._steps[item] += 1
-            rule, group = self._panel.rule(item), self._panel.group(item)
+            rule, group = self._optimizer_view.rule(item), self._optimizer_view.group(item)
             options = {name: value for name, value in group.items() if name != "params"}
             numbers = rule.numbers(group, self._steps[item]) if rule is not None else ()
             orders.append(Order(item, rule, numbers, options))
@@ -371,7 +371,7 @@ class UnitState:
         item, optimizer = order.item, self._torch.get(order.item)
         values = self.in_float32(item).view(item.tensor.shape)
         if optimizer is None:
-            kind: Any = type(self._panel.optimizer)
+            kind: Any = type(self._optimizer_view.optimizer)
             parameter = nn.Parameter(values)
             optimizer = self._torch[item] = kind([parameter], **_for_constructor(order.group, kind))
             if item in self._theirs:

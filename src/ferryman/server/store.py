@@ -6,11 +6,8 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from ferryman.pinned import PinnedMemory
-from ferryman.ranks import Ranks, Share
-from ferryman.server.panel import Panel
-from ferryman.server.state import UnitState, bounds, fill, part_elements, state_itemsize
-from ferryman.units import (
+from ferryman.distributed.ranks import Ranks, Share
+from ferryman.model.units import (
     GRADIENT,
     Item,
     Unit,
@@ -21,6 +18,9 @@ from ferryman.units import (
     trained_elements,
     trained_offsets,
 )
+from ferryman.runtime.pinned import PinnedMemory
+from ferryman.server.optimizer_view import OptimizerView
+from ferryman.server.state import UnitState, bounds, fill, part_elements, state_itemsize
 
 _NOTHING = 0xFF  # each byte of what came without values: in any floating-point format not a number
 
@@ -35,9 +35,11 @@ class RamStore:
     its own on each host, since a model may write there (a count, a running mean). Values are those of the first rank.
     """
 
-    def __init__(self, units: Iterable[Unit], device: torch.device, panel: Panel | None, ranks: Ranks) -> None:
+    def __init__(
+        self, units: Iterable[Unit], device: torch.device, optimizer_view: OptimizerView | None, ranks: Ranks
+    ) -> None:
         self._device = device
-        self._panel = panel
+        self._optimizer_view = optimizer_view
         self._ranks = ranks
         self._weights: dict[Unit, PinnedMemory] = {}
         self._states: dict[Unit, UnitState] = {}
@@ -54,7 +56,9 @@ class RamStore:
         ranks = self._ranks
         common = ranks.shared_bytes(unit.nbytes) if self._is_common(unit) else None
         memory = self._weights[unit] = PinnedMemory(unit.nbytes, self._device, common)
-        state = None if self._panel is None else UnitState(unit, self._panel, self._device, ranks.share)
+        state = (
+            None if self._optimizer_view is None else UnitState(unit, self._optimizer_view, self._device, ranks.share)
+        )
         if state is not None:
             self._states[unit] = state
         for item in unit.items:
@@ -134,9 +138,9 @@ class RamStore:
 
     def sums(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
         """Flat memory for the gradients of all ranks, of what is this one's."""
-        assert self._panel is not None
+        assert self._optimizer_view is not None
         if (unit, dtype) not in self._sums:
-            nbytes = part_elements(unit, self._panel, self._ranks.share) * dtype.itemsize
+            nbytes = part_elements(unit, self._optimizer_view, self._ranks.share) * dtype.itemsize
             self._sums[unit, dtype] = PinnedMemory(nbytes, self._device)
         return self._sums[unit, dtype].bytes
 
@@ -160,10 +164,10 @@ class RamStore:
 
     def take_states(self) -> None:
         """What the user has left in `optimizer.state`, if they have looked at it."""
-        if self._panel is not None and self._panel.shows_states:
+        if self._optimizer_view is not None and self._optimizer_view.shows_states:
             for state in self._states.values():
                 state.take_states(shown=True)
-            self._panel.hide_states()
+            self._optimizer_view.hide_states()
 
     def show_states(self) -> None:
         """Puts the optimizer's state where torch looks for it."""
@@ -212,11 +216,11 @@ class RamStore:
 
     def _in_float32(self, unit: Unit, item: Item) -> torch.Tensor:
         """From the ranks that have its parts."""
-        assert self._panel is not None
+        assert self._optimizer_view is not None
         mine, ranks = self._states[unit].in_float32(item), self._ranks
         if ranks.alone:
             return mine.view(item.tensor.shape)
-        cuts, begin = bounds(unit, self._panel, ranks.share), trained_offsets(unit)[item]
+        cuts, begin = bounds(unit, self._optimizer_view, ranks.share), trained_offsets(unit)[item]
         whole = torch.empty(item.tensor.numel())
         for owner in range(ranks.size):
             if (both := overlap(item, begin, cuts[owner], cuts[owner + 1] - cuts[owner])) is not None:
@@ -225,7 +229,11 @@ class RamStore:
 
 
 def account(
-    units: Iterable[Unit], panel: Panel | None, *, landing: bool, shares: Collection[Share] = (Share(),)
+    units: Iterable[Unit],
+    optimizer_view: OptimizerView | None,
+    *,
+    landing: bool,
+    shares: Collection[Share] = (Share(),),
 ) -> dict[str, int]:
     """Bytes of host memory, by what they are for; `landing`: gradients of all units are there at once.
 
@@ -234,12 +242,12 @@ def account(
     units = list(units)
     common = sum(unit.nbytes for unit in units if unit.modules)
     found = {"weights": common + len(shares) * sum(unit.nbytes for unit in units if not unit.modules)}
-    if panel is None:
+    if optimizer_view is None:
         found["gradients"] = len(shares) * sum(gradient_bytes(unit) for unit in units)
         return found
-    parts = {unit: sum(part_elements(unit, panel, share) for share in shares) for unit in units}
+    parts = {unit: sum(part_elements(unit, optimizer_view, share) for share in shares) for unit in units}
     found["the float32 master's rest"] = sum(part * master_itemsize(unit) for unit, part in parts.items())
-    found["optimizer state"] = sum(part * state_itemsize(unit, panel) for unit, part in parts.items())
+    found["optimizer state"] = sum(part * state_itemsize(unit, optimizer_view) for unit, part in parts.items())
     if landing:
         found["gradients"] = sum(part * landing_dtype(unit).itemsize for unit, part in parts.items())
     return found

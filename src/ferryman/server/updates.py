@@ -1,6 +1,6 @@
 """Carries updates out: each subgroup's on the host or on the device, after whatever used its memory before.
 
-`split.py` says where, `device_updates.py` does the device's part. Here is known which updates a unit waits for, how
+`balancer.py` says where, `device_updates.py` does the device's part. Here is known which updates a unit waits for, how
 long they took, and what crossed the link for them.
 """
 
@@ -12,17 +12,17 @@ from typing import Protocol
 
 import torch
 
-from ferryman.cost.staging import Staging
-from ferryman.lanes import Lane, Lanes
-from ferryman.marks import Mark
+from ferryman.model.units import Item, Subgroup, Unit
+from ferryman.observe.stats import Record, Stats
+from ferryman.plan.staging import Staging
+from ferryman.runtime.lanes import Lane, Lanes
+from ferryman.runtime.marks import Mark
 from ferryman.server import calibration
+from ferryman.server.balancer import Balancer
 from ferryman.server.device_updates import DeviceUpdates, Done
-from ferryman.server.panel import Panel
-from ferryman.server.split import Split
+from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.state import Order, Run
-from ferryman.server.stats import Record, Stats
 from ferryman.server.store import RamStore
-from ferryman.units import Item, Subgroup, Unit
 
 
 class DeviceWeights(Protocol):
@@ -61,7 +61,7 @@ class Updates:
         *,
         alone: bool,
     ) -> None:
-        self.split = Split()
+        self.balancer = Balancer()
         self.on_device: DeviceUpdates | None = None
         self.begun: set[Unit] = set()  # units whose updates were carried out, or begun, in the step that runs
         self.has_begun = False  # any, ever
@@ -78,24 +78,30 @@ class Updates:
         self._last: Record | None = None
 
     def serve(
-        self, units: Sequence[Unit], weights: DeviceWeights, staging: Staging, panel: Panel | None, *, held: bool
+        self,
+        units: Sequence[Unit],
+        weights: DeviceWeights,
+        staging: Staging,
+        optimizer_view: OptimizerView | None,
+        *,
+        held: bool,
     ) -> None:
         """These are the units from now on, in forward order; when no lane has work."""
         if self._last is not None:
-            self._last.predicted_rate = self.split.predicted_rate(self._last.rates)
+            self._last.predicted_rate = self.balancer.predicted_rate(self._last.rates)
         self._weights, self._staging = weights, staging
-        if panel is not None and staging.on_device:
+        if optimizer_view is not None and staging.on_device:
             if self.on_device is None:
                 self.on_device = DeviceUpdates(self._store, staging, self._lanes, self._device, weights.memory)
             self.on_device.make_room_for(units, staging, held=held)
-            if self.split.rates is None:
-                measured = calibration.measure(self.on_device, staging, units, panel, self._threads)
-                self.split.start_from(measured)
+            if self.balancer.rates is None:
+                measured = calibration.measure(self.on_device, staging, units, optimizer_view, self._threads)
+                self.balancer.start_from(measured)
         elif self.on_device is not None:
             self.on_device.bring_home()
             self.on_device.release()
         self.forget_marks()
-        self.split.serve(units, staging, held=held)
+        self.balancer.serve(units, staging, held=held)
         self._record = self._new_record(self._record.step)
 
     @property
@@ -150,7 +156,7 @@ class Updates:
         """Parameters a second: as predicted, and as they were in the last step, if that is over."""
         last = self._last
         achieved = None if last is None or not last.is_over else last.stats().achieved_rate
-        return self.split.predicted_rate(self.split.rates), achieved
+        return self.balancer.predicted_rate(self.balancer.rates), achieved
 
     def fetched(self, unit: Unit, mark: Mark, nbytes: int) -> None:
         """The unit's weights are read until the mark."""
@@ -166,8 +172,8 @@ class Updates:
         """Once a step, as late as can be: the updates of the last one may have ended only now."""
         if not self._record.observed:
             self._note_last()
-            self.split.observe()
-            self._record.observed, self._record.rates = True, self.split.rates
+            self.balancer.observe()
+            self._record.observed, self._record.rates = True, self.balancer.rates
 
     def end_step(self) -> None:
         """All of its updates have been asked for."""
@@ -204,7 +210,7 @@ class Updates:
             writes=spans.tensors(),
         )
         self._ready.setdefault(unit, {})["host"] = self._updated[subgroup] = mark
-        self.split.host.add(mark, subgroup.size)
+        self.balancer.host.add(mark, subgroup.size)
         self._record.by_host(mark, subgroup.size)
         if self._weights is None or not self._alone:  # all that ranks have updated is fetched at once
             return mark
@@ -232,7 +238,7 @@ class Updates:
         done = self.on_device.update(subgroup, orders, gradient, factor, before, lambda: begun.add(unit))
         self._ready.setdefault(unit, {})["device"] = self._updated[subgroup] = done.ended
         self._weights.updated(unit, done.used)
-        self.split.device.add(done.used, subgroup.size)
+        self.balancer.device.add(done.used, subgroup.size)
         for mark in done.came:
             self._saw_link("in", mark, done.bytes_in)
         self._saw_link("out", done.ended, done.bytes_out)
@@ -252,7 +258,7 @@ class Updates:
         """After a failure, when no lane has work any more."""
         self._record = self._new_record(self._record.step)
         self.forget_marks()
-        self.split.forget()
+        self.balancer.forget()
         if self.on_device is not None:
             self.on_device.recover()
 
@@ -270,11 +276,11 @@ class Updates:
 
     def _saw_link(self, direction: str, mark: Mark, nbytes: int) -> None:
         """Something crosses the link, which shows how fast it is, and what is queued there."""
-        if self.split.rates is not None:
-            (self.split.link_in if direction == "in" else self.split.link_out).add(mark, nbytes)
+        if self.balancer.rates is not None:
+            (self.balancer.link_in if direction == "in" else self.balancer.link_out).add(mark, nbytes)
 
     def _new_record(self, step: int) -> Record:
-        return Record(step, str(self._staging.policy), not self._staging.deferred, self.split.rates)
+        return Record(step, str(self._staging.policy), not self._staging.deferred, self.balancer.rates)
 
     def _note_last(self) -> None:
         """The last step's updates, if they are over, go into the trace."""
@@ -286,5 +292,5 @@ class Updates:
 
     def _stats_of(self, record: Record) -> Stats:
         if record.predicted_rate is None:
-            record.predicted_rate = self.split.predicted_rate(record.rates)
+            record.predicted_rate = self.balancer.predicted_rate(record.rates)
         return record.stats()

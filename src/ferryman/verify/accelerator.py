@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ferryman.device_name import device_name
+from ferryman.runtime.device_name import device_name
 from ferryman.server.precision import PRECISIONS
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 import torch
 
 from ferryman.engine import Engine
-from ferryman.lanes import DeviceLane, Lane
+from ferryman.runtime.lanes import DeviceLane, Lane
 from ferryman.verify.accelerator import Accelerator
 
 # Longer than a visit of these models takes: shorter delays hide missing waits.

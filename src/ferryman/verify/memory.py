@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ferryman.cost.sizes import show_bytes
 from ferryman.engine import Engine
+from ferryman.runtime.sizes import show_bytes
 from ferryman.verify.bench import Bench
 from ferryman.verify.models import Transformer, batch, build
 from ferryman.verify.reference import Plain, adamw

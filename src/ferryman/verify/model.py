@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from ferryman.batch import parts_of, samples_in
 from ferryman.engine import Engine
-from ferryman.relay.survey import Survey
-from ferryman.relay.user_state import Policy
+from ferryman.exactness.survey import Survey
+from ferryman.exactness.user_state import Policy
+from ferryman.training.batch import parts_of, samples_in
+from ferryman.training.user_code import to_device
 from ferryman.verify.bench import Bench, apart, distance, largest
 from ferryman.verify.reference import Tensors, adamw
 from ferryman.verify.result import Check, Figures, Verdict
 from ferryman.verify.user_model import Made, UserModel, micro_batches, seed_all
-from ferryman.work import to_device
 
 _STEPS = 3
 _NORM = 1.0  # to which gradients are clipped

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from ferryman.engine import Engine
-from ferryman.lanes import Lanes
-from ferryman.pinned import PinnedMemory
-from ferryman.trace import Trace, busy_time
+from ferryman.observe.trace import Trace, busy_time
+from ferryman.runtime.lanes import Lanes
+from ferryman.runtime.pinned import PinnedMemory
 from ferryman.verify.bench import Bench
 from ferryman.verify.models import Batch, Transformer, batch, build
 from ferryman.verify.result import Check, Figures, Outcome, Verdict

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ferryman.engine import Engine
-from ferryman.marks import Mark
-from ferryman.server.looks import NonFiniteError
+from ferryman.runtime.marks import Mark
+from ferryman.server.gradient_checks import NonFiniteError
 from ferryman.verify import models
 from ferryman.verify.bench import SUBGROUP, Bench, distance
 from ferryman.verify.delays import Delays, replaced

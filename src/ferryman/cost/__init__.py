@@ -1,1 +1,0 @@
-"""What things take: memory and, later, time."""

@@ -1,0 +1,79 @@
+"""What a unit's code can reach that no walk from the model finds: context variables, and what local hooks refer to.
+
+A hook on a module inside a unit may append to a list that only the loss knows (`features = []`), or to a collector in a
+context variable, as transformers does for `output_attentions=True`. Tensors that a unit leaves there are outputs of its
+call, as those in attributes are.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import types
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ferryman.exactness.snapshot import Snapshot
+from ferryman.exactness.survey import MISSING, Variable, cell_contents
+
+
+def _put_context(values: Iterable[tuple[contextvars.ContextVar[Any], Any]]) -> None:
+    for variable, value in values:
+        if variable.get(MISSING) is not value:
+            variable.set(value)
+
+
+# All context variables that are set where the call runs, as pairs. What is not set stays so.
+CONTEXT = Variable(
+    "context variables",
+    contextvars.ContextVar,
+    lambda: tuple(contextvars.copy_context().items()),
+    _put_context,
+)
+
+
+def beyond(modules: Iterable[nn.Module], known: Collection[int]) -> list[Variable]:
+    """Context variables, if there are any, and what forward hooks of these modules refer to. `known`: the identities
+    of what a walk has found to change, and is treated already."""
+    found = [CONTEXT] if contextvars.copy_context() else []
+    for module in modules:
+        if module._forward_hooks or module._forward_pre_hooks:
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                found += [variable for variable in _referred_to_by(hook) if id(variable.owner) not in known]
+    return found
+
+
+def tensors_in(variables: Iterable[Variable]) -> dict[int, torch.Tensor]:
+    """By identity."""
+    return {id(tensor): tensor for tensor in Snapshot([variable.get() for variable in variables]).tensors}
+
+
+def _referred_to_by(hook: Any) -> Iterator[Variable]:
+    if isinstance(hook, functools.partial):
+        for value in (*hook.args, *hook.keywords.values()):
+            yield _constant(value)
+        yield from _referred_to_by(hook.func)
+    elif isinstance(hook, types.MethodType):
+        yield _constant(hook.__self__)
+        yield from _referred_to_by(hook.__func__)
+    elif isinstance(hook, types.FunctionType):
+        for cell in hook.__closure__ or ():
+            yield Variable("a variable of a hook", cell, functools.partial(cell_contents, cell), _setter(cell))
+    elif not isinstance(hook, types.BuiltinFunctionType):
+        yield _constant(hook)
+
+
+def _constant(value: Any) -> Variable:
+    """It stays the same object; what it holds may change."""
+    return Variable("what a hook refers to", value, lambda: value, lambda _: None)
+
+
+def _setter(cell: types.CellType) -> Any:
+    def put(value: Any) -> None:
+        if value is not MISSING:
+            cell.cell_contents = value
+
+    return put

@@ -1,0 +1,224 @@
+"""What the user's code keeps in Python from one operator to the next, held apart for each micro-batch.
+
+Micro-batches take turns, so a value that one of them has stored (`self.residual = x`) would be overwritten by another
+before it is read. The variables that the first step has shown to change are therefore swapped whenever another
+micro-batch goes on, like registers at a context switch. How depends on the variable:
+
+- *private*: each micro-batch has its own, and begins with what the one before it had at that time. In the end it has
+  the value of the last micro-batch that changed it.
+- *temporary*: changed and put back within a micro-batch, as a flag that a context manager sets. Each micro-batch has
+  its own, and begins with what was there before the step.
+- *log*: a list that only grows. Each micro-batch has its own, and in the end all that was added is there in order.
+- *shared*: left alone, for what is right in the order in which the relay runs things: counters in a block, which serves
+  micro-batches in order, or a list of losses, since losses are computed in order.
+- *seeded*: the global generators of `random` and numpy. Each micro-batch seeds its own, as it does torch's.
+
+What a variable is, the cross-check of the first step finds out (`crosscheck.py`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from ferryman.exactness.snapshot import PlainSnapshot, Snapshot, snapshot_of
+from ferryman.exactness.survey import Array, Elements, Generator, Survey, Variable
+from ferryman.model.units import Unit
+
+_Saved = Snapshot | PlainSnapshot
+
+_NONE: tuple[list[Variable], list[Variable]] = ([], [])
+
+
+class Policy(Enum):
+    PRIVATE = "private"
+    TEMPORARY = "temporary"
+    LOG = "log"
+    SHARED = "shared"
+    SEEDED = "seeded"
+
+
+class UserState:
+    """The variables that are known to change, and each micro-batch's view of them while a step runs."""
+
+    def __init__(self) -> None:
+        self._variables: dict[Any, Variable] = {}
+        self._owners: set[int] = set()
+        self._policies: dict[Any, Policy] = {}
+        self.is_known = False  # whether anybody has looked which there are
+        self._by_unit: dict[Unit, tuple[list[Variable], list[Variable]]] = {}
+        self._edited: list[Elements] = []  # tensors that are edited in place
+        self._arrays: dict[int, Any] = {}  # and arrays, by identity
+        # Of the step that runs.
+        self._apart: list[Variable] = []
+        self._views: dict[int, list[_Saved]] = {}  # of micro-batches that do not run now
+        self._bases: dict[int, list[_Saved]] = {}  # what each began with
+        self._outside: list[_Saved] = []
+        self._originals: list[torch.Tensor] = []  # of those that are edited in place
+        self._renews = False
+        self._current: int | None = None
+        self._inherited: dict[int, dict[int, torch.Tensor]] = {}  # what variables held when each began
+        self._seed = 0
+
+    def __len__(self) -> int:
+        return len(self._variables)
+
+    @property
+    def variables(self) -> list[Variable]:
+        return list(self._variables.values())
+
+    @property
+    def owners(self) -> Collection[int]:
+        """The identities of what holds the variables."""
+        return self._owners
+
+    def policy(self, variable: Variable) -> Policy:
+        return self._policies[variable.key]
+
+    def know(self, variables: Iterable[Variable], policies: Mapping[Any, Policy], units: Collection[Unit]) -> None:
+        """These change in a step. `units`: all that there are; those that can reach a variable take it for theirs."""
+        self._variables = {variable.key: variable for variable in variables}
+        self._owners = {id(variable.owner) for variable in self._variables.values()}
+        self._policies = dict(policies)
+        self.is_known = True
+        self._edited = [v for v in self._variables.values() if isinstance(v, Elements)]
+        self._arrays = {id(v.owner): v.owner for v in self._variables.values() if isinstance(v, Array)}
+        self._by_unit = {unit: self._reached_by(unit) for unit in units} if self._variables else {}
+
+    def knows(self, variable: Variable) -> bool:
+        places = (edited.place for edited in self._edited)
+        return variable.key in self._variables or any(place and place.key == variable.key for place in places)
+
+    def of(self, unit: Unit) -> tuple[Sequence[Variable], Sequence[Variable]]:
+        """The variables that the unit's code can reach: those that each micro-batch has its own of, and shared ones."""
+        return self._by_unit.get(unit, _NONE)
+
+    def _reached_by(self, unit: Unit) -> tuple[list[Variable], list[Variable]]:
+        owners = Survey([(module, "") for module in unit.modules], thorough=False).owners
+        found = [
+            variable
+            for variable in self._variables.values()
+            if id(variable.owner) in owners
+            or (isinstance(variable, Generator) and variable.is_global)
+            or (isinstance(variable, Elements) and variable.place is not None and id(variable.place.owner) in owners)
+        ]
+        shared = [variable for variable in found if self._policies[variable.key] is Policy.SHARED]
+        return [variable for variable in found if variable not in shared], shared
+
+    @property
+    def edited(self) -> Mapping[int, Any]:
+        """Tensors and arrays that are edited in place, by identity, as the running micro-batch has them."""
+        if not self._edited:
+            return self._arrays
+        return self._arrays | {id(tensor): tensor for tensor in (v.get() for v in self._edited)}
+
+    # The exchange.
+
+    def begin(self, seed: int, *, exchange: bool) -> None:
+        """A step begins; without `exchange` its micro-batches run one after the other."""
+        self._apart = [
+            variable
+            for variable in self._variables.values()
+            if (policy := self._policies[variable.key]) is Policy.SEEDED or (exchange and policy is not Policy.SHARED)
+        ]
+        self._views, self._bases, self._inherited, self._current, self._seed = {}, {}, {}, None, seed
+        self._outside = self._take()
+        self._originals = [v.get() for v in self._edited]
+        self._renews = exchange
+
+    def enter(self, number: int) -> None:
+        """This micro-batch goes on now."""
+        if number == self._current or not self._variables:
+            return
+        self._leave()
+        if number in self._views:
+            self._put(self._views[number])
+            self._renew(everything=False)
+        else:
+            if number - 1 in self._views:
+                self._put(self._views[number - 1])
+            for variable, outside in zip(self._apart, self._outside, strict=True):
+                if self._policies[variable.key] is Policy.TEMPORARY:
+                    variable.put(*outside.restore())
+                elif self._policies[variable.key] is Policy.SEEDED:
+                    assert isinstance(variable, Generator)
+                    seed_generator(variable.generator, self._seed + number)
+            self._renew(everything=True)
+            self._bases[number] = self._take()
+            held = Snapshot([variable.get() for variable in self.variables]).tensors
+            self._inherited[number] = {id(tensor): tensor for tensor in held}
+        self._current = number
+
+    def end(self, *, undo: bool = False) -> None:
+        """The step is over: leaves behind what plain accumulation would have. `undo`: as it was before."""
+        if self._apart:
+            self._leave()
+            self._put(self._outside if undo else [self._left_behind(at) for at in range(len(self._apart))])
+        for variable, original in zip(self._edited, self._originals, strict=True):
+            if variable.place is not None and (left := variable.get()) is not original:
+                if not undo and isinstance(left, torch.Tensor):
+                    with torch.no_grad():
+                        original.copy_(left.detach())
+                variable.place.put(original)
+        self._views, self._bases, self._inherited, self._outside, self._apart = {}, {}, {}, [], []
+        self._current = None
+
+    def is_inherited(self, tensor: torch.Tensor) -> bool:
+        """Whether the running micro-batch has it from the one before, or from the last step."""
+        return self._current is not None and id(tensor) in self._inherited[self._current]
+
+    def _left_behind(self, at: int) -> _Saved:
+        """Of one variable: as the last micro-batch that changed it has left it; of a log, with all that was added."""
+        policy, left = self._policies[self._apart[at].key], self._outside[at]
+        if policy in (Policy.SEEDED, Policy.TEMPORARY):
+            return left
+        added: list[Any] = []
+        for number in sorted(self._views):
+            base, mine = self._bases[number][at], self._views[number][at]
+            if base.same_as(mine) and not isinstance(self._apart[at], Elements):  # edits in place do not show
+                continue
+            left = mine
+            if policy is Policy.LOG:
+                added += mine.members()[len(base.members()) :]
+        if policy is Policy.LOG and added:
+            self._outside[at].restore()
+            log = self._apart[at].get()
+            log.extend(added)
+            return Snapshot([log])
+        return left
+
+    def _renew(self, *, everything: bool) -> None:
+        """Has the micro-batch that goes on edit tensors of its own: autograd may have saved what others edited.
+
+        Those that are shared begin with what was edited last; others (`everything`) are renewed when it begins.
+        """
+        for variable in self._edited if self._renews else ():
+            if variable.place is not None and (everything or self._policies[variable.key] is Policy.SHARED):
+                variable.place.put(variable.get().detach().clone())
+
+    def _leave(self) -> None:
+        if self._current is not None:
+            self._views[self._current] = self._take()
+            self._current = None
+
+    def _take(self) -> list[_Saved]:
+        edited = self._arrays | {id(v.tensor): v.tensor for v in self._edited if v.place is None}
+        return [snapshot_of(variable.get(), edited) for variable in self._apart]
+
+    def _put(self, snapshots: Sequence[_Saved]) -> None:
+        for variable, snapshot in zip(self._apart, snapshots, strict=True):
+            (variable.place or variable if isinstance(variable, Elements) else variable).put(*snapshot.restore())
+
+
+def seed_generator(generator: Any, seed: int) -> None:
+    """As `random.seed` and `numpy.random.seed` would, which take other ranges of numbers."""
+    if isinstance(generator, random.Random):
+        generator.seed(seed)
+    else:
+        assert isinstance(generator, np.random.RandomState)
+        generator.seed(seed % 2**32)

@@ -1,0 +1,177 @@
+"""The model's repeated blocks, by position: what can be inserted, removed and skipped between steps.
+
+A position is a number, or the block's name ("decoder.layers.3") where the model has several lists of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ferryman.model.units import block_lists
+from ferryman.relay.rng import Randomness
+
+Forward = Callable[..., Any]
+Position = int | str
+
+# What transformers' configurations call the number of blocks, and a list with an entry for each.
+_COUNT, _KINDS = "num_hidden_layers", "layer_types"
+# What their blocks' modules call the position, which is also that of the block in a cache.
+_NUMBER = "layer_idx"
+
+
+class _Form(NamedTuple):
+    """What a block returns: one tensor like its input, and what is around it."""
+
+    constants: list[Any]
+    spec: pytree.TreeSpec
+    at: int
+
+    def around(self, hidden: torch.Tensor) -> Any:
+        leaves = list(self.constants)
+        leaves[self.at] = hidden
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+class Blocks:
+    """Finds blocks and changes the lists that hold them."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.skipped: frozenset[nn.Module] = frozenset()  # in the step that runs
+        self._to_skip: frozenset[nn.Module] = frozenset()  # in the next one
+        self._model = model
+        self._lists = block_lists(model)  # found once: a list that shrinks to one block is a list still
+        self._randomness = Randomness(device)
+        self._forms: dict[type[nn.Module], _Form] = {}
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for blocks in self._lists.values():
+            yield from blocks.children()
+
+    def list_at(self, position: Position) -> nn.Module:
+        """The list that the position is in."""
+        return self._find(position)[1]
+
+    def at(self, position: Position) -> nn.Module:
+        name, blocks, index = self._find(position)
+        if not 0 <= index < len(blocks):
+            raise ValueError(f"there is no block {position!r}: {name!r} has blocks 0 to {len(blocks) - 1}")
+        return blocks[index]
+
+    def skip(self, positions: Position | Iterable[Position]) -> None:
+        """In the next step."""
+        several = [positions] if isinstance(positions, int | str) else positions
+        self._to_skip = frozenset(self.at(position) for position in several)
+
+    def begin_step(self) -> None:
+        self.skipped, self._to_skip = self._to_skip, frozenset()
+
+    def are_skipped(self, modules: Iterable[nn.Module]) -> bool:
+        """In the step that runs: whether all of these are in blocks that are."""
+        return {module for block in self.skipped for module in block.modules()}.issuperset(modules)
+
+    def insert(self, position: Position, block: nn.Module) -> None:
+        """The block will be at this position; those from there on move up."""
+        name, blocks, index = self._find(position)
+        if not 0 <= index <= len(blocks):
+            raise ValueError(f"a block cannot be inserted at {position!r}: {name!r} takes positions 0 to {len(blocks)}")
+        if [child for child, _ in blocks.named_children()] != [str(number) for number in range(len(blocks))]:
+            raise ValueError(f"{name!r} has blocks with names of their own, so none can be inserted between them")
+        neighbour = min(index, len(blocks) - 1)
+        blocks.insert(index, block)
+        self._tell(name, len(blocks) - 1, lambda kinds: kinds.insert(index, kinds[neighbour]))
+
+    def remove(self, block: nn.Module) -> None:
+        name, blocks = next(pair for pair in self._lists.items() if block in list(pair[1].children()))
+        assert isinstance(blocks, nn.ModuleList | nn.Sequential)
+        index = list(blocks).index(block)
+        del blocks[index]
+        self._tell(name, len(blocks) + 1, lambda kinds: kinds.pop(index))
+
+    def skippable(self, block: nn.Module, forward: Forward) -> Forward:
+        """A forward that hands its input on if the block is to be skipped."""
+
+        def run_or_skip(*args: Any, **kwargs: Any) -> Any:
+            kind = type(block)
+            if block not in self.skipped and (kind in self._forms or not torch.is_grad_enabled()):
+                return forward(*args, **kwargs)
+            hidden = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), None)
+            if block not in self.skipped:
+                result = forward(*args, **kwargs)
+                if (form := _form_of(result, hidden)) is not None:
+                    self._forms[kind] = form
+                return result
+            if kind not in self._forms:  # none such has run yet: this one does, to see what it returns
+                before = self._randomness.state()
+                with torch.no_grad():
+                    result = forward(*args, **kwargs)
+                self._randomness.restore(before)
+                if (form := _form_of(result, hidden)) is None:
+                    raise ValueError(_not_skipped(block, result, hidden))
+                self._forms[kind] = form
+            assert hidden is not None, "it has a shape"
+            return self._forms[kind].around(hidden)
+
+        return run_or_skip
+
+    def _find(self, position: Position) -> tuple[str, nn.ModuleList, int]:
+        lists = self._lists
+        if not lists:
+            raise ValueError("the model has no list of repeated blocks (ModuleList or Sequential) to change")
+        if isinstance(position, str):
+            name, _, number = position.rpartition(".")
+            if name not in lists or not number.isdigit():
+                known = ", ".join(repr(f"{name}.0".lstrip(".")) for name in lists)
+                raise ValueError(f"{position!r} does not name a block; blocks are called like {known}")
+            return name, cast("nn.ModuleList", lists[name]), int(number)
+        if type(position) is not int:
+            raise ValueError(f"a block's position is a number or its name, this is {position!r}")
+        if len(lists) != 1:
+            names = ", ".join(f"'{name}.{position}'" for name in lists)
+            raise ValueError(
+                f"position {position} is not enough: the model has several lists of blocks; name it, {names}"
+            )
+        ((name, blocks),) = lists.items()
+        return name, cast("nn.ModuleList", blocks), position
+
+    def _tell(self, name: str, before: int, change: Callable[[list[Any]], object]) -> None:
+        """Models of transformers run as many blocks as their configuration says, whatever the list holds.
+
+        The configuration is that of the module around the list; encoder and decoder have one each.
+        """
+        blocks = list(self._lists[name].children())
+        path = name.split(".") if name else []
+        around = [self._model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
+        config = next((module.config for module in around if hasattr(module, "config")), None)
+        if getattr(config, _COUNT, None) == before:
+            kinds = getattr(config, _KINDS, None)
+            if isinstance(kinds, list) and len(kinds) == before:
+                change(kinds)
+            setattr(config, _COUNT, len(blocks))
+        for number, block in enumerate(blocks):
+            for module in block.modules():
+                if type(module.__dict__.get(_NUMBER)) is int:
+                    setattr(module, _NUMBER, number)
+
+
+def _form_of(result: Any, hidden: torch.Tensor | None) -> _Form | None:
+    """None if the result is more than one tensor like the input, or less."""
+    leaves, spec = pytree.tree_flatten(result)
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if hidden is None or len(tensors) != 1 or leaves[tensors[0]].shape != hidden.shape:
+        return None
+    return _Form([None if i in tensors else leaf for i, leaf in enumerate(leaves)], spec, tensors[0])
+
+
+def _not_skipped(block: nn.Module, result: Any, hidden: torch.Tensor | None) -> str:
+    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
+    wanted = "its input" if hidden is None else f"the shape {tuple(hidden.shape)}"
+    return (
+        f"a {type(block).__name__} cannot be skipped by the engine: that hands a block's input on in place of its "
+        f"result, which must be one tensor of {wanted}; its tensors are: {shapes}. Skip it in the model's own forward"
+    )

@@ -1,0 +1,111 @@
+"""What the engine puts into the user's model while it has it, and takes out again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ferryman.model.reads import Reads
+
+Forward = Callable[..., Any]
+
+
+class _StandIn:
+    """Stands for a module's forward. A copy of the module, also a pickled one, gets the module's own instead."""
+
+    def __init__(self, module: nn.Module, forward: Forward, own: Forward | None) -> None:
+        self._module, self._forward, self.own = module, forward, own
+        self.__signature__ = inspect.signature(module.forward)  # some callers look which arguments there are
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.own is not None:
+            return copy.deepcopy(self.own, memo)
+        copied = memo[id(self._module)]
+        return types.MethodType(type(copied).forward, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.own is not None:
+            return copy.copy, (self.own,)
+        return getattr, (self._module, "forward")  # when this is called, the module has only what its class has
+
+
+class _Hook:
+    """A hook of the engine's on a module. In a copy of the module, also a pickled one, it does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(_do_nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
+class ModelPatch:
+    """Forwards that stand in for modules' own, and hooks on reading their weights."""
+
+    def __init__(self) -> None:
+        # What instances had for `forward` of their own, to be put back; usually nothing.
+        self._forwards: dict[nn.Module, Forward | None] = {}
+        self._hooks: dict[nn.Module, tuple[RemovableHandle, ...]] = {}
+
+    def replace(self, module: nn.Module, forward: Forward) -> None:
+        own = self._forwards.setdefault(module, module.__dict__.get("forward"))
+        module.__dict__["forward"] = _StandIn(module, forward, own)
+
+    def watch(self, modules: Iterable[nn.Module], reads: Reads) -> None:
+        """Whoever asks one of them for its state_dict, or loads one, waits for updates that are under way."""
+        for module in modules:
+            if module not in self._hooks:
+                self._hooks[module] = (
+                    module.register_state_dict_pre_hook(_Hook(lambda *_: reads.settle())),
+                    module.register_state_dict_post_hook(_Hook(functools.partial(_remember, reads))),
+                    module.register_load_state_dict_pre_hook(_Hook(lambda *_: reads.settle())),
+                )
+
+    def give_back(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            if module in self._forwards:
+                own = self._forwards.pop(module)
+                module.__dict__.pop("forward", None)
+                if own is not None:
+                    module.__dict__["forward"] = own
+            for hook in self._hooks.pop(module, ()):
+                hook.remove()
+
+    def end(self) -> None:
+        self.give_back({*self._forwards, *self._hooks})
+
+
+def _remember(reads: Reads, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Of a module's own entries in a state_dict, those that have the memory of its parameters."""
+    for name, parameter in module._parameters.items():
+        shown = state.get(prefix + name)
+        if parameter is None or type(shown) is not torch.Tensor or shown.device != parameter.device:
+            continue
+        if shown.data_ptr() == parameter.data_ptr():
+            reads.remember(shown)
+
+
+def is_taken(module: nn.Module) -> bool:
+    """Whether an engine has the module."""
+    return isinstance(module.__dict__.get("forward"), _StandIn)

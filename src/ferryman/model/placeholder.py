@@ -1,0 +1,53 @@
+"""What stands in a module for a tensor whose unit is not on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ferryman.model.units import Unit
+
+
+class Placeholder(torch.Tensor):
+    """Has the tensor's shape, dtype and device; using its values is an error that names it."""
+
+    _name: str
+    _unit: str
+    _is_param = True  # so that isinstance(..., Parameter) holds, as it would for the tensor itself
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor, name: str, unit: Unit, device: torch.device) -> Placeholder:
+        made: Placeholder = torch.Tensor._make_wrapper_subclass(
+            cls, tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+        )
+        made._name, made._unit = name, unit.name
+        return made
+
+    def __init__(self, tensor: torch.Tensor, name: str, unit: Unit, device: torch.device) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.autograd.grad:
+            absent = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+            raise ValueError(
+                f"torch.autograd.grad is asked for the gradient of {absent._name!r}, which is on the device only while "
+                f"its unit {absent._unit!r} runs. Keep it there: resident=[{absent._name!r}]"
+            )
+        return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        flat = torch.utils._pytree.tree_leaves((args, kwargs or {}))
+        absent = next(leaf for leaf in flat if isinstance(leaf, cls))
+        raise ValueError(
+            f"the parameter {absent._name!r} is used outside the forward of its unit {absent._unit!r}, when it is not "
+            f"on the device (by {function}). Keep it there: resident=[{absent._name!r}]. Where the loss uses all "
+            "parameters, as a regulariser does, resident=['*'] keeps all of them; weight_decay= of the optimizer needs "
+            "none"
+        )

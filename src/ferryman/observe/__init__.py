@@ -1,0 +1,1 @@
+"""What ran when: traces, statistics, reports."""

@@ -1,0 +1,124 @@
+"""What the engine writes into a trace: facts about the run, and the figures of its steps. Without a trace, nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import ferryman
+from ferryman.distributed.ranks import Share
+from ferryman.model.units import DtypeOf
+from ferryman.observe.trace import Trace
+from ferryman.plan.plan import Plan
+from ferryman.runtime.device_name import device_name
+from ferryman.server.optimizer_view import OptimizerView
+from ferryman.training.batch import Part
+
+
+class Recorder:
+    """A step ends with its update or, where the engine makes none, with its backward."""
+
+    def __init__(
+        self,
+        trace: Trace | None,
+        model: nn.Module,
+        device: torch.device,
+        budget: int | None,
+        optimizer_view: OptimizerView | None,
+        dtype_of: DtypeOf,
+        share: Share,
+    ) -> None:
+        self.trace = trace
+        self._updates = optimizer_view is not None
+        self._ended = 0
+        self._plan: Plan | None = None  # that the trace knows
+        self._parts: list[Any] = []  # of the step that is open
+        self._losses: list[torch.Tensor] = []
+        # Who only evaluates beside a training says nothing of itself: the trace is of the training.
+        self._tells = trace is not None and (optimizer_view is not None or not trace.facts)
+        if trace is not None and self._tells:
+            parameters = dict(model.named_parameters())
+            trace.know(
+                {
+                    "version": ferryman.__version__,
+                    "rank": share.rank,
+                    "ranks": share.size,
+                    "device": device_name(device),
+                    "virtual": device.type == "virtual",
+                    "budget": budget,
+                    "model": type(model).__name__,
+                    "optimizer": None if optimizer_view is None else type(optimizer_view.optimizer).__name__,
+                    "parameters": sum(p.numel() for p in parameters.values()),
+                    "trained": sum(p.numel() for p in parameters.values() if p.requires_grad),
+                    "precision": sorted({str(dtype_of(name, p))[6:] for name, p in parameters.items()}),
+                }
+            )
+
+    def begin(self, done: int, plan: Plan) -> None:
+        """A step begins, after so many that were updated, or goes on with more micro-batches."""
+        if self.trace is None:
+            return
+        if plan is not self._plan:
+            self._plan = plan
+            if self._tells:
+                self.trace.know({"plan": _facts_of(plan)})
+        if not self._losses:
+            self.trace.begin_step(1 + (done if self._updates else self._ended))
+
+    def ran(self, parts: Sequence[Part], loss: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of these micro-batches are over; returns their loss."""
+        if self.trace is not None:
+            self._parts += parts
+            self._losses.append(loss)
+            if not self._updates:
+                self.end()
+        return loss
+
+    def end(self) -> None:
+        """The step has made its update, or has asked for it."""
+        if self.trace is not None and self._losses:  # else the gradients were the user's own
+            self.trace.end_step(
+                loss=statistics.fmean(loss.item() for loss in self._losses),
+                micro_batches=len(self._parts),
+                samples=_sum(part.amount if isinstance(part.amount, int) else None for part in self._parts),
+                tokens=_sum(_tokens_in(part.content) for part in self._parts),
+            )
+            self._ended += 1
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Gradients were given up, and with them the step that is open."""
+        self._parts.clear()
+        self._losses.clear()
+
+
+def _facts_of(plan: Plan) -> dict[str, Any]:
+    return {
+        "units": len(plan.units),
+        "held": plan.held,
+        "weight_slots": plan.weight_slots,
+        "gradient_slots": plan.gradient_slots,
+        "updates": str(plan.staging.policy) if plan.updates else None,
+        "deferred": plan.staging.deferred,
+        "account": plan.account,
+    }
+
+
+def _tokens_in(content: Any) -> int | None:
+    """As models of transformers name them."""
+    ids = content.get("input_ids") if isinstance(content, Mapping) else None
+    return ids.numel() if isinstance(ids, torch.Tensor) else None
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """None if any is not known."""
+    total = 0
+    for count in counts:
+        if count is None:
+            return None
+        total += count
+    return total

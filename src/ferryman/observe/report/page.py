@@ -1,0 +1,168 @@
+"""The page: figures and spans, put into one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ferryman.observe.report.figures import (
+    RESOURCES,
+    Account,
+    Figures,
+    account_figures,
+    figures_of,
+    kind_of,
+    resource_of,
+    together,
+)
+from ferryman.observe.report.recording import Recording, read
+from ferryman.runtime.files import replacing_file
+
+_SCRIPTS = ("format.js", "charts.js", "timeline.js", "sections.js")
+
+# Of an update's figures, those that the page shows.
+_UPDATES = ("device_share", "bytes_in", "bytes_out", "host_waited", "device_waited", "predicted_rate", "achieved_rate")
+
+
+def write_report(
+    trace: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    target: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> list[Figures]:
+    """Writes the report of a trace file, whole or not at all; returns the figures, of each rank.
+
+    Of several ranks, the first one's file will do where the others' are beside it (`trace_path`); or all of them.
+    """
+    traces = [trace] if isinstance(trace, str | os.PathLike) else list(trace)
+    path = Path(target)
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} is there already; overwrite=True (--force) replaces it, or choose another name")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no directory {path.parent} to write {path.name} into; make it first")
+    figures = [figures_of(recording) for recording in read(*traces)]
+    with replacing_file(path) as file:
+        file.write_text(render(figures, Path(traces[0]).name), encoding="utf-8")
+    return figures
+
+
+def render(figures: Sequence[Figures], name: str) -> str:
+    """The page's text."""
+    files = resources.files("ferryman.observe.report")
+
+    def asset(file: str) -> str:
+        return (files / file).read_text(encoding="utf-8")
+
+    origin = min(min(of.recording.spans[0].start, of.accounts[0].step.start) for of in figures)
+    content = {"name": name, "together": together(figures), "ranks": [_rank(of, origin) for of in figures]}
+    # Within a script element nothing but "<" could end it.
+    data = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    parts = {
+        "title": html.escape(f"{name}: ferryman report"),
+        "style": asset("page.css"),
+        "script": "\n".join(asset(script) for script in _SCRIPTS),
+        "data": data.replace("<", "\\u003c"),
+    }
+    return re.sub(r"{{(\w+)}}", lambda mark: parts[mark[1]], asset("page.html"))  # in one go: parts may hold marks
+
+
+def _rank(of: Figures, origin: float) -> dict[str, Any]:
+    """Times are microseconds from the origin."""
+    recording = of.recording
+    labels: dict[str, int] = {}
+    lanes = _lanes(recording, labels, origin)
+    units = _units(labels)
+    return {
+        "rank": recording.rank,
+        "facts": dict(recording.facts),
+        "has_steps": bool(recording.steps),
+        "seconds": of.seconds,
+        "tokens_rate": of.tokens_rate,
+        "samples_rate": of.samples_rate,
+        "peak": of.peak,
+        "typical": of.accounts.index(of.typical),
+        "lanes": lanes,
+        "labels": [{"text": text, "kind": kind_of(text), "short": _short(text, units)} for text in labels],
+        "memory": {
+            "at": [_micro(sample.at - origin) for sample in recording.samples],
+            "bytes": [sample.nbytes for sample in recording.samples],
+        },
+        "steps": _steps(recording),
+        "accounts": [_account(account, origin) for account in of.accounts],
+    }
+
+
+def _lanes(recording: Recording, labels: dict[str, int], origin: float) -> list[dict[str, Any]]:
+    """By column, as that is a third of the size; numbers each label."""
+    lanes = {
+        name: {"name": name, "resource": resource_of(name), "start": [], "length": [], "label": [], "bytes": []}
+        for name in sorted(recording.lanes, key=_place)
+    }
+    for span in recording.spans:
+        lane: dict[str, Any] = lanes[span.lane]
+        lane["start"].append(_micro(span.start - origin))
+        lane["length"].append(_micro(span.end - span.start))
+        lane["label"].append(labels.setdefault(span.label, len(labels)))
+        lane["bytes"].append(span.nbytes)
+    return [lane for lane in lanes.values() if lane["start"]]
+
+
+def _place(lane: str) -> tuple[int, int]:
+    """Lanes that share a resource are together."""
+    resource = resource_of(lane)
+    if resource not in RESOURCES:
+        return len(RESOURCES), 0
+    return list(RESOURCES).index(resource), RESOURCES[resource].index(lane)
+
+
+def _units(labels: Iterable[str]) -> dict[str, str]:
+    """The units that visits name, the longest first, each with what is left without what all of them begin with."""
+    units = {text.removeprefix("visit ").rpartition(" (")[0] for text in labels if text.startswith("visit ")}
+    first, last = (min(units).split("."), max(units).split(".")) if units else ([], [])
+    shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first[:-1], last[:-1], strict=False))
+    common = "".join(f"{part}." for part, _ in shared)  # what the first and the last in order share, all share
+    return {unit: unit.removeprefix(common) for unit in sorted(units, key=len, reverse=True) if unit}
+
+
+def _short(label: str, units: Mapping[str, str]) -> str:
+    """The unit that the label names; the label itself where it names none."""
+    return next((short for unit, short in units.items() if unit in label), label)
+
+
+def _steps(recording: Recording) -> dict[str, list[Any]]:
+    """All steps, by column."""
+    steps = recording.steps
+    updates = [recording.updates.get(step.number, {}) for step in steps]
+    return {
+        "number": [step.number for step in steps],
+        "seconds": [step.seconds for step in steps],
+        "loss": [_finite(step.loss) for step in steps],
+        "peak": [step.peak for step in steps],
+        **{name: [_finite(of.get(name)) for of in updates] for name in _UPDATES},
+        "policy": [of.get("updates") for of in updates],
+    }
+
+
+def _account(account: Account, origin: float) -> dict[str, Any]:
+    step = account.step
+    figures = account_figures(account)
+    for part in (figures["whole"], *figures["phases"]):
+        part["start"], part["end"] = _micro(part["start"] - origin), _micro(part["end"] - origin)
+    about = {"micro_batches": step.micro_batches, "samples": step.samples, "tokens": step.tokens, "peak": step.peak}
+    return {**figures, **about}
+
+
+def _micro(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+def _finite(value: Any) -> Any:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None

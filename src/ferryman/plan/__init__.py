@@ -1,0 +1,1 @@
+"""What fits, and how long it takes: the only place that decides."""

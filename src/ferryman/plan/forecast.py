@@ -1,0 +1,193 @@
+"""The forecast: how long a step would take and what bounds it, from what it does and what a machine can do.
+
+A step's sweeps are phases of the performance model (`model.py`), which has the equations; here they are filled in. What
+happens once a sweep, whatever the number of micro-batches, is weights that are fetched, gradients that leave and the
+update; what happens for each micro-batch is arithmetic and, where the stash is on the host, its way there and back.
+So with more micro-batches, compute grows and the link does not: at the *break-even* compute begins to bound the step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from ferryman.plan.network import Exchange
+from ferryman.plan.performance import Phase, Prediction, predict, step_time
+from ferryman.plan.policy import Policy
+from ferryman.plan.rates import Rates
+from ferryman.plan.schedule import SAMPLE, Traffic
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a forward or a backward does."""
+
+    operations: float  # floating-point, of one micro-batch
+    fetched: float = 0.0  # bytes of weights in, once
+    brought: float = 0.0  # bytes of the stash in, for each micro-batch
+    stowed: float = 0.0  # bytes of the stash out, for each micro-batch
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update does, once a step; of several ranks, on each."""
+
+    policy: Policy
+    parameters: int  # that this rank updates
+    subgroup: int  # parameters
+    berths: int
+    deferred: bool  # it runs beside the next forward, else beside the backward
+    traffic: Traffic
+    resident: Traffic  # of what stays on the device
+    landing: float  # bytes per parameter of gradients that wait on the host for the norm of all
+    waits_on_device: bool = False  # those of the device's subgroups wait there
+    others: int = 0  # parameters that other ranks update: gradients leave for them, and weights come back, all the same
+    exchange: Exchange = field(default_factory=Exchange)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Seconds that each is busy in one phase."""
+
+    compute: float
+    link_in: float
+    link_out: float
+    update: float
+    exchange: float | None = None  # None: there are no ranks to exchange anything with
+    network: float | None = None
+
+    @property
+    def named(self) -> dict[str, float]:
+        found = {"compute": self.compute, "link in": self.link_in, "link out": self.link_out, "update": self.update}
+        others = {"exchange": self.exchange, "network": self.network}
+        return found | {lane: seconds for lane, seconds in others.items() if seconds is not None}
+
+    @property
+    def bound(self) -> str:
+        named = self.named
+        return max(named, key=lambda lane: named[lane])
+
+
+@dataclass(frozen=True)
+class Forecast:
+    seconds: float
+    forward: Lanes
+    backward: Lanes
+    share: float  # of the parameters, updated on the device
+    break_even: int | None  # micro-batches from which on compute bounds both sweeps; None: it never does
+    needed_operations: float  # a second, of a device whose compute would not bound the step
+
+
+def forecast(
+    forward: Sweep, backward: Sweep, update: Update | None, micro_batches: float, rates: Rates, operations: float | None
+) -> Forecast:
+    """`micro_batches`: as the sweeps have them; one with half of the samples is half of one. `operations`:
+    floating-point, a second, that the device reaches; None: not known, and left out."""
+    found = [_with(forward, backward, update, done, micro_batches, rates, operations) for done in _ways(update, rates)]
+    return min(found, key=lambda one: one.seconds)
+
+
+def _ways(update: Update | None, rates: Rates) -> list[Prediction]:
+    """How the update may be shared. `auto` sees how busy the link is, and leaves all to the host if that is better."""
+    if update is None or not update.parameters:
+        return [Prediction(0.0, 0.0, "host")]
+    policies = [update.policy, Policy("host")] if update.policy.kind == "auto" else [update.policy]
+    return [_predicted(replace(update, policy=policy), rates) for policy in policies]
+
+
+def _predicted(update: Update, rates: Rates) -> Prediction:
+    size = min(update.subgroup, update.parameters)
+    count = min(SAMPLE, -(-update.parameters // size))
+    found = predict(update.policy, [size] * count, update.traffic, rates, max(1, update.berths), update.resident)
+    return replace(found, seconds=found.seconds * update.parameters / (size * count))
+
+
+def _with(
+    forward: Sweep,
+    backward: Sweep,
+    update: Update | None,
+    done: Prediction,
+    micro_batches: float,
+    rates: Rates,
+    operations: float | None,
+) -> Forecast:
+    phases = {}
+    for name, sweep in (("forward", forward), ("backward", backward)):
+        beside = update is not None and update.deferred == (name == "forward")
+        fixed = _crossing(update, done.share, name) if update is not None else (0.0, 0.0)
+        among = _among_ranks(update.exchange, name, beside=beside) if update is not None else (None, None)
+        once = Phase(0.0, sweep.fetched + fixed[0], fixed[1], done.seconds if beside else 0.0, *among)
+        whole = replace(
+            once,
+            compute=0.0 if operations is None else micro_batches * sweep.operations / operations,
+            bytes_in=once.bytes_in + micro_batches * sweep.brought,
+            bytes_out=once.bytes_out + micro_batches * sweep.stowed,
+        )
+        phases[name] = whole, once
+    (first, first_once), (second, second_once) = phases["forward"], phases["backward"]
+    seconds = step_time(first, second, rates)
+    sweeps = ((forward, first_once, first), (backward, second_once, second))
+    return Forecast(
+        seconds,
+        _lanes(first, rates),
+        _lanes(second, rates),
+        done.share,
+        None if operations is None else _break_even(sweeps, rates, operations),
+        max(_needed(micro_batches * sweep.operations, whole, rates) for sweep, _, whole in sweeps),
+    )
+
+
+def _needed(operations: float, phase: Phase, rates: Rates) -> float:
+    others = _lanes(replace(phase, compute=0.0), rates)
+    busiest = others.named[others.bound]
+    return operations / busiest if busiest else math.inf
+
+
+def _crossing(update: Update, share: float, phase: str) -> tuple[float, float]:
+    """Bytes in and out that an update, and the gradients for it, take in a phase."""
+    on_device, on_host = share * update.parameters, (1 - share) * update.parameters
+    into = out = 0.0
+    if update.deferred == (phase == "forward"):
+        traffic = update.resident if update.policy.kind == "static" else update.traffic
+        into += on_host * traffic.host_in + on_device * traffic.device_in
+        out += on_host * traffic.host_out + on_device * traffic.device_out
+        if update.others:  # where weights stay on the device, what any rank has updated is fetched
+            into += (update.others + on_device) * traffic.host_in
+            out += update.others * traffic.host_out
+    if update.deferred and phase == "backward":
+        out += (on_host if update.waits_on_device else update.parameters + update.others) * update.landing
+    return into, out
+
+
+def _among_ranks(exchange: Exchange, phase: str, *, beside: bool) -> tuple[float | None, float | None]:
+    """Gradients go to their owners in the backward; weights go round when they have been updated."""
+    gathered, crossed = exchange.gathered, exchange.crossed
+    gone = phase == "backward"
+    return (
+        None if gathered is None else gone * gathered + beside * exchange.shared,
+        None if crossed is None else gone * crossed + beside * exchange.returned,
+    )
+
+
+def _lanes(phase: Phase, rates: Rates) -> Lanes:
+    link_in, link_out = phase.bytes_in / rates.link_in, phase.bytes_out / rates.link_out
+    return Lanes(phase.compute, link_in, link_out, phase.update, phase.exchange, phase.network)
+
+
+def _break_even(sweeps: tuple[tuple[Sweep, Phase, Phase], ...], rates: Rates, operations: float) -> int | None:
+    most = 1
+    for sweep, once, _ in sweeps:
+        compute = sweep.operations / operations
+        lanes = (
+            (once.bytes_in / rates.link_in, sweep.brought / rates.link_in),
+            (once.bytes_out / rates.link_out, sweep.stowed / rates.link_out),
+            (once.update, 0.0),
+            (once.exchange or 0.0, 0.0),
+            (once.network or 0.0, 0.0),
+        )
+        for fixed, each in lanes:
+            if each >= compute and (fixed or each):
+                return None
+            if fixed:
+                most = max(most, math.ceil(fixed / (compute - each)))
+    return most

@@ -1,0 +1,387 @@
+"""One execution of a unit's module for one micro-batch, as a node of autograd's graph.
+
+The node computes neither its forward nor its backward at once: it parks until the unit is on the device. So both sweeps
+meet at the units, and everything between them is ordinary autograd in the micro-batch's own thread.
+
+Forward runs the module without a graph and remembers its inputs (the stash). Backward runs it again with a graph, with
+the same inputs and random numbers, and backpropagates through that. Where the backward is known to follow the forward
+at once (the turn), the graph of the forward is kept and nothing runs twice.
+
+Note [What a unit reads and writes]
+The inputs of a call are the tensors in its arguments and in the user's variables that its code can reach
+(`user_state.py`, `reach.py`); its outputs are those that it returns and those that it leaves in arguments or variables.
+A loss that a block stores on itself has its gradient for that reason. The second run sees arguments, variables and
+buffers as the first run did, and what it does to them is undone. A tensor that leaves a unit in any other way would
+lose its gradient; the trial of the first step refuses it (`escapes.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ferryman.exactness.buffers import Copies
+from ferryman.exactness.reach import CONTEXT, beyond
+from ferryman.exactness.snapshot import Snapshot
+from ferryman.exactness.survey import Variable
+from ferryman.model.units import Unit
+from ferryman.relay.micro_batch import Direction, MicroBatch
+from ferryman.relay.rng import State
+from ferryman.relay.stash import Stashed
+
+if TYPE_CHECKING:
+    from ferryman.relay.driver import Relay
+
+Forward = Callable[..., Any]
+
+
+class _Stash:
+    """A call's inputs, as long as autograd may ask for its backward."""
+
+    def __init__(self, inputs: list[Stashed], released: Callable[[], None]) -> None:
+        self.inputs = inputs
+        self._released = released
+
+    def __del__(self) -> None:
+        self._released()
+
+
+class _Run(NamedTuple):
+    """What one run of the module has made."""
+
+    result: Snapshot
+    variables: list[Variable]
+    after: Snapshot | None  # of arguments and variables, if the run may have changed any
+    inputs: list[torch.Tensor]
+    constants: list[tuple[torch.Tensor, torch.Tensor]]  # in shared variables: without their graph, and as they were
+    outputs: list[torch.Tensor]  # those of the result, and others that it has left there; each once
+
+
+class Call:
+    """A unit's module, called by one micro-batch."""
+
+    def __init__(
+        self,
+        relay: Relay,
+        batch: MicroBatch,
+        unit: Unit,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.unit = unit
+        self._relay = relay
+        self.batch = batch
+        self.module = module
+        self._forward = forward
+        self._names = tuple(kwargs)
+        # See Note [What a unit reads and writes].
+        private, self._shared = relay.state.of(unit)
+        self._private = [*private, *beyond(relay.inside[unit], relay.state.owners)]
+        self._context = contextvars.copy_context()
+        self._given = args, tuple(kwargs.values())  # until it runs
+        self._before = Snapshot([*self._given, *(v.get() for v in self._private)], relay.state.edited)
+        if self._before.mutables or self._context:
+            relay.entangled.append(weakref.ref(self))
+        self._shared_before: Snapshot | None = None  # at the forward's start
+        self._first: _Run | None = None  # between the node's forward and its return
+        self._random: State | None = None  # at the forward's start, if it drew any
+        self._buffers: Copies | None = None  # the unit's, at the forward's start, if its code edits them
+        self._kept: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # the forward's inputs and outputs
+        self.wants: list[bool] = []
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.kinds
+        ]
+        self._stash: weakref.ref[_Stash] | None = None
+
+    def run(self) -> Any:
+        """What the module's forward returns to the user's code."""
+        tensors = self._before.tensors
+        trains = self._relay.trains(self.unit)
+        if torch.is_grad_enabled() and (trains or any(t.requires_grad for t in tensors)):
+            return self._run_as_node(tensors, trains=trains)
+        self._park(Direction.FORWARD, tensors)
+        args, values = self._given
+        with torch.no_grad(), _disable_current_modes():
+            result = self._call(args, values, adopt=True)
+        self._relay.stash.know(self.batch, Snapshot([result]).tensors)
+        return result
+
+    def _run_as_node(self, tensors: list[torch.Tensor], *, trains: bool) -> Any:
+        self._before.give_up_tensors()
+        self._given = (), ()
+        # What was there before the micro-batch began has a graph that is gone.
+        given = [t.detach() if self._is_inherited(t) else t for t in tensors] if self._private else tensors
+        hooks = contextlib.ExitStack()
+        try:
+            # The anchor makes it a node also where no input requires a gradient.
+            made = _Node.apply(self, self._relay.anchor if trains else None, hooks, *given)  # type: ignore[no-untyped-call]
+        finally:
+            hooks.close()
+        run, self._first = self._first, None  # only the user's code holds its tensors from here on
+        assert run is not None
+        self._relay.stash.know(self.batch, made)
+        outer = {id(inner): t for inner, t in zip(run.outputs, made, strict=True)}
+        if run.after is not None:
+            back = {id(inner): t for inner, t in (*zip(run.inputs, tensors, strict=True), *run.constants)}
+            _, _, *values = run.after.restore([back.get(id(t), outer.get(id(t), t)) for t in run.after.tensors])
+            put_all(run.variables, values)
+        (result,) = run.result.restore([outer[id(t)] for t in run.result.tensors])
+        return result
+
+    def _is_inherited(self, tensor: torch.Tensor) -> bool:
+        return tensor.grad_fn is not None and (
+            id(tensor) in self.batch.inherited or self._relay.state.is_inherited(tensor)
+        )
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _Stash]:
+        self.wants = [t.requires_grad for t in tensors]
+        self._park(Direction.FORWARD, tensors)
+        relay, randomness = self._relay, self._relay.randomness
+        before, versions = randomness.state(), [t._version for t in tensors]
+        self._buffers = relay.buffers.copy()
+        if self._shared:
+            self._shared_before = Snapshot([v.get() for v in self._shared], relay.state.edited)
+        stash = _Stash([relay.stash.keep(self.batch, t) for t in tensors], relay.opened(self.unit))
+        self._stash = weakref.ref(stash)
+        # What edits buffers does not keep its graph, which may need them as they were.
+        keeps_graph = relay.turns_at(self.module) and not _outer_hooks() and self._buffers is None
+        has_graph = keeps_graph or relay.escapes.traced
+        inputs = self._detached(tensors) if has_graph else [t.detach() for t in tensors]
+        if relay.escapes.traced:
+            inputs = [t.clone() for t in inputs]  # autograd forbids edits of leaves
+        first_node = relay.escapes.next_number()
+        with torch.set_grad_enabled(has_graph):
+            run = self._first = self._execute(inputs, adopt=True)
+        self._buffers = relay.buffers.ran(self.unit, self._buffers)
+        relay.checksums.first(self, run.outputs)
+        outputs = run.outputs
+        if has_graph:
+            outputs = [t.detach() for t in outputs]
+        if relay.escapes.traced:
+            relay.escapes.ran(self.batch.number, self.unit, first_node)
+        elif keeps_graph:
+            self._kept = inputs, run.outputs
+        if not randomness.state().same_as(before):
+            self._random = before
+        if [t._version for t in tensors] != versions:
+            raise ValueError(
+                f"the unit {self.unit.name!r} edits one of its inputs in place; running it again in the backward would "
+                "edit it twice. Copy the input first (x = x.clone()), or cut the unit differently with units=[...]"
+            )
+        relay.went_forward(self)
+        return outputs, stash
+
+    def backward(self, gradients: Sequence[torch.Tensor | None], *, accumulate: bool) -> list[torch.Tensor | None]:
+        stash = None if self._stash is None else self._stash()
+        if stash is None:
+            raise RuntimeError(
+                f"the backward of the unit {self.unit.name!r} runs a second time, and its inputs were given up after "
+                "the first. Specify retain_graph=True where the graph is used first"
+            )
+        self._park(Direction.BACKWARD, [g for g in gradients if g is not None])
+        self._relay.goes_backward(self, accumulate=accumulate)
+        with torch.enable_grad(), contextlib.ExitStack() as stack:
+            if self._kept is not None:
+                (inputs, outputs), self._kept = self._kept, None
+            else:
+                inputs = self._detached(self._recall(stash))
+                outputs = self._replay(inputs, stack)
+            pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+            with self._relay.present(
+                self.unit, adopt=False
+            ):  # checkpointing within the unit runs parts of it once more
+                results = self._backpropagate(pairs, inputs, accumulate=accumulate)
+        self._relay.stash.know(self.batch, [g for g in results if g is not None])
+        return results
+
+    def _backpropagate(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        *,
+        accumulate: bool,
+    ) -> list[torch.Tensor | None]:
+        """The inputs' gradients; to `accumulate`, the parameters' are added up as well."""
+        if not pairs:
+            return [None] * len(inputs)
+        outputs, gradients = [o for o, _ in pairs], [g for _, g in pairs]
+        if accumulate:
+            torch.autograd.backward(outputs, gradients)
+            return [t.grad if t.requires_grad else None for t in inputs]
+        wanted = [t for t in inputs if t.requires_grad]
+        found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True) if wanted else ())
+        return [next(found) if t.requires_grad else None for t in inputs]
+
+    def untangle(self) -> None:
+        """The step is over. A list that the call was given may hold what it has made, which refers to the call: a cycle
+        through autograd's graph, which Python cannot collect."""
+        self._before, self._shared_before = Snapshot(()), None
+        self._private, self._context = [], contextvars.Context()
+
+    def drop_graph(self) -> None:
+        """The backward did not follow at once: gives the memory back; the forward will run again."""
+        self._kept = None
+
+    def _park(self, direction: Direction, needs: Sequence[torch.Tensor]) -> None:
+        running = self._relay.running
+        if running is not self.batch:
+            other = "outside of its step" if running is None else f"by micro-batch {running.number}"
+            raise ValueError(
+                f"what the unit {self.unit.name!r} has made for micro-batch {self.batch.number} is used {other}. "
+                "Something keeps tensors with their graph from one micro-batch to the next (a list, a dict, an "
+                "attribute): clear it at the start of the loss, or detach what is kept"
+            )
+        self.batch.park(self.unit, direction, needs)
+
+    def _recall(self, stash: _Stash) -> list[torch.Tensor]:
+        tensors = [stashed.recall() for stashed in stash.inputs]
+        if any(tensor is None for tensor in tensors):
+            raise ValueError(
+                f"an input of the unit {self.unit.name!r} was edited in place after the unit had used it, and its "
+                "backward needs it as it was. Use an operation that returns a new tensor (x = x + y, not x += y)"
+            )
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def _detached(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [t.detach().requires_grad_(wanted) for t, wanted in zip(tensors, self.wants, strict=True)]
+
+    def _call(self, args: Sequence[Any], values: Sequence[Any], *, adopt: bool) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._relay.present(self.unit, adopt=adopt))
+            for kind, dtype, enabled in self._autocast:
+                if not enabled and not torch.is_autocast_enabled(kind):
+                    continue  # to enter it would cost more than all else here
+                # As where it was called. Without autocast's cache, which would keep cast copies of every unit.
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            return self._forward(*args, **dict(zip(self._names, values, strict=True)))
+
+    def _execute(self, inputs: list[torch.Tensor], *, adopt: bool) -> _Run:
+        """Runs the module on these inputs, with arguments and variables as they were in the first run."""
+        args, values, *variables = self._before.restore(inputs)
+        put_all(self._private, variables)
+        constants: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self._shared_before is not None:
+            for tensor in self._shared_before.tensors:
+                self._relay.stash.use(self.batch, tensor)
+            constants = [(t.detach(), t) for t in self._shared_before.tensors]
+            put_all(self._shared, self._shared_before.restore([detached for detached, _ in constants]))
+        result = Snapshot([self._call(args, values, adopt=adopt)])
+        after, outputs = None, {id(t): t for t in result.tensors}
+        changing = [*self._private, *self._shared]
+        if CONTEXT not in changing and contextvars.copy_context():
+            changing.append(CONTEXT)  # the unit has set the first context variable
+        if self._before.mutables or changing:
+            given = {id(t) for t in inputs} | {id(detached) for detached, _ in constants}
+            after = Snapshot([args, values, *(variable.get() for variable in changing)], self._relay.state.edited)
+            outputs |= {id(t): t for t in after.tensors if id(t) not in given and not isinstance(t, nn.Parameter)}
+        return _Run(result, changing, after, inputs, constants, list(outputs.values()))
+
+    def _replay(self, inputs: list[torch.Tensor], stack: contextlib.ExitStack) -> list[torch.Tensor]:
+        """The outputs again, with a graph. What it does to buffers and variables is undone when the stack is closed:
+        until the backward is over, the graph may need them as they are."""
+        relay = self._relay
+        stack.enter_context(relay.buffers.as_they_were(self._buffers))
+        stack.enter_context(self._unchanged())
+        now = relay.randomness.state()
+        if self._random is not None:
+            relay.randomness.restore(self._random)
+        try:
+            # In a copy of the context that the first run had: what it sets there is gone afterwards.
+            outputs = self._context.copy().run(self._execute, inputs, adopt=False).outputs
+        finally:
+            if self._random is not None:
+                relay.randomness.restore(now)
+        relay.checksums.second(self, outputs)
+        return outputs
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Within, the arguments and variables may be changed; afterwards they are as they were."""
+        mutables, variables = self._before.mutables, (*self._private, *self._shared)
+        if not mutables and not variables:
+            yield
+            return
+        now = Snapshot([*mutables, *(v.get() for v in variables)], self._relay.state.edited)
+        try:
+            yield
+        finally:
+            put_all(variables, now.restore()[len(mutables) :])
+
+
+def put_all(variables: Sequence[Variable], values: Sequence[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.put(value)
+
+
+def _outer_hooks() -> bool:
+    """Whether what autograd saves goes through hooks, such as those of torch.utils.checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        anchor: torch.Tensor | None,
+        hooks: contextlib.ExitStack,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.call, ctx.is_anchored = call, anchor is not None
+        ctx.set_materialize_grads(False)
+        with _disable_current_modes():
+            outputs, stash = call.forward(tensors)
+        ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
+        # Autograd has the stash as it has tensors that it saves: until a backward that does not retain the graph, or
+        # until the graph is gone.
+        blank = torch.empty(0)
+        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: stash, lambda _: blank))
+        ctx.save_for_backward(blank)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call: Call = ctx.call
+        if all(gradient is None for gradient in gradients):
+            return None, None, None, *(None for _ in call.wants)  # reached, but not used
+        if torch.is_grad_enabled():
+            raise ValueError(
+                f"a backward with create_graph=True goes through the unit {call.unit.name!r}, whose own backward runs "
+                "the unit again and cannot be differentiated. Take the gradient without create_graph, or keep what is "
+                "differentiated twice outside the units (units=[...])"
+            )
+        accumulate = ctx.is_anchored and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        with _disable_current_modes():
+            return None, None, None, *call.backward(gradients, accumulate=accumulate)
+
+
+def refuse_caches(unit: Unit, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A cache of keys and values belongs to generation; in a step it would only take memory."""
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for key, value in given:
+        for leaf in pytree.tree_leaves(value):
+            if any("Cache" in base.__name__ for base in type(leaf).__mro__):
+                name = _argument_name(forward, key)
+                raise ValueError(
+                    f"the unit {unit.name!r} was given a {type(leaf).__name__} as {name!r}, which it would fill again "
+                    "when it runs again in the backward. Switch caching off in training (use_cache=False)"
+                )
+
+
+def _argument_name(forward: Forward, key: int | str) -> str:
+    """Of an argument that was passed at a position or by its name. Reading a signature takes far longer than a call."""
+    if isinstance(key, str):
+        return key
+    names = list(inspect.signature(forward).parameters)
+    return names[key] if key < len(names) else f"argument {key}"

@@ -1,0 +1,1 @@
+"""Streams, threads and memory; knows nothing of training."""

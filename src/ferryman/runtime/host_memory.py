@@ -1,0 +1,52 @@
+"""The host's memory: how much there is, asked before it is taken, not found out by being killed for it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from pathlib import Path
+
+from ferryman.runtime.sizes import show_bytes
+
+
+def available() -> int | None:
+    """Bytes that this process can still take; None where the system does not tell."""
+    found = [value for value in (_free_in_system(), _free_in_group()) if value is not None]
+    return min(found, default=None)
+
+
+def check(account: dict[str, int], already: int) -> None:
+    """Refuses what the host cannot hold. `already`: bytes that the process has and gives back in turn."""
+    free = available()
+    needed = sum(account.values())
+    if free is not None and needed - already > free:
+        parts = ", ".join(f"{show_bytes(nbytes)} for {part}" for part, nbytes in account.items() if nbytes)
+        raise ValueError(
+            f"the host cannot hold this: {show_bytes(needed)} are needed ({parts}), and {show_bytes(free)} are free. "
+            "A narrower precision ('bf16' takes 12 bytes a parameter with AdamW), an optimizer with less state (SGD, "
+            "Lion) or fewer trained parameters need less"
+        )
+
+
+def _free_in_system() -> int | None:
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None
+
+
+def _free_in_group() -> int | None:
+    """In the control group (a container's limit); pages of files count as free."""
+    limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if not limit.exists() or not usage.exists() or limit.read_text().strip() == "max":
+        return None
+    stat = Path("/sys/fs/cgroup/memory.stat")
+    fields = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
+    return int(limit.read_text()) - int(usage.read_text()) + int(fields.get("inactive_file", 0))
+
+
+def trim() -> None:
+    """Returns memory that was freed to the system: the C library keeps pieces of what a model's weights took before."""
+    with contextlib.suppress(OSError, AttributeError):  # only the GNU C library has it
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,144 @@
+"""Marks: points in lanes that others can wait for, and what has become of the work before them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ferryman.runtime.lanes import Lanes
+
+
+class LaneError(RuntimeError):
+    """Something was waited for that did not happen, because other work had failed before it or its lane was closed."""
+
+
+class Failure:
+    """One exception, from the work that raised it to the wait that lets it out."""
+
+    def __init__(self, error: BaseException, lane: str, label: str) -> None:
+        self.error: BaseException | None = error
+        self.doing = f"{label!r} in lane {lane!r}"
+        error.add_note(f"ferryman was doing {self.doing}")
+
+        self._seen_as: int | None = None
+
+    def let_out(self, number: int) -> BaseException:
+        """The exception, to be raised, as the group's nth. Not kept: its traceback holds all that the work used."""
+        error, self.error, self._seen_as = self.error, None, number
+        assert error is not None, "a failure is let out once"
+        return error
+
+    def dooms(self, failures_seen: int) -> bool:
+        """Whether work that comes after this failure was submitted, when so many were seen, before this one was."""
+        return self._seen_as is None or self._seen_as > failures_seen
+
+
+class Mark:
+    """The end of one piece of work. Made by `Lane.submit`."""
+
+    def __init__(self, group: Lanes, lane: str, label: str, *, timed: bool = False) -> None:
+        self.label = label
+        self._group = group
+        self._lane = lane
+        self._timed = timed
+        self._span: tuple[torch.Event, torch.Event] | tuple[float, float] | None = None  # its begin and its end
+        self._settled = threading.Event()  # host: the work is over; stream: it is issued, and `_event` tells the rest
+        self._event: torch.Event | None = None
+        self._failure: Failure | None = None
+        self._instant: Any = None  # what the witness knew when it was settled
+
+    def __repr__(self) -> str:
+        return f"<Mark {self.label!r} in lane {self._lane!r}>"
+
+    def wait(self) -> None:
+        """Blocks until the work is over; raises what went wrong, here or in any other lane of the group."""
+        self._group._raise_failure()
+        self._block()
+        self._group._raise_failure()
+        if self._failure is not None:
+            raise LaneError(f"{self.label!r} in lane {self._lane!r} was not done, because of {self._failure.doing}")
+
+    def passed(self) -> bool:
+        """Whether the work is over; never raises, never blocks. A cancelled mark has passed."""
+        if not self._settled.is_set():
+            return False
+        if self._event is not None:
+            return self._event.query()
+        self._group._witness.learn(self._instant)
+        return True
+
+    def issued(self) -> bool:
+        """Whether the work is over or, on a stream, in its queue: what the host does from now on comes after it."""
+        return self._settled.is_set()
+
+    def failed(self) -> bool:
+        """Whether the work was not done, or not to its end."""
+        return self._settled.is_set() and self._failure is not None
+
+    def precede_caller(self) -> None:
+        """Has what the calling thread launches on its own stream from now on come after this mark."""
+        self._settled.wait()
+        if self._failure is not None:
+            self.wait()
+        if self._event is None:
+            self._group._witness.learn(self._instant)
+        else:
+            torch.accelerator.current_stream(self._event.device).wait_event(self._event)
+
+    def _settle_at(self, stream: torch.Stream | None) -> Mark:
+        """Makes this the mark of a stream's present end, or of this moment."""
+        if stream is not None:
+            self._event = torch.Event(stream.device, blocking=True)
+            self._event.record(stream)
+        self._instant = self._group._witness.now()
+        self._settled.set()
+        return self
+
+    def _block(self) -> None:
+        self._settled.wait()
+        if self._event is not None:
+            self._event.synchronize()
+        else:
+            self._group._witness.learn(self._instant)
+
+
+def _spans(marks: Iterable[Mark]) -> list[tuple[float, float]]:
+    """When the work of marks that have passed began and ended, in seconds from the first; of one kind of lane."""
+    found = [mark._span for mark in marks if mark._span is not None and not mark.failed()]
+    spans: list[tuple[float, float]] = []
+    for begin, end in found:
+        first = found[0][0]
+        if isinstance(begin, torch.Event):
+            assert isinstance(first, torch.Event), "marks of one kind of lane"
+            spans.append((first.elapsed_time(begin) / 1e3, first.elapsed_time(end) / 1e3))  # type: ignore[arg-type]
+        else:
+            spans.append((begin, end))  # type: ignore[arg-type]
+    return sorted(spans)
+
+
+def busy_seconds(marks: Iterable[Mark]) -> float:
+    """How long at least one of these was under way. All have passed, were timed, and are of one kind of lane."""
+    return covered(_spans(marks))
+
+
+def covered(spans: Iterable[tuple[float, float]], start: float = -math.inf, stop: float = math.inf) -> float:
+    """How much of the time from start to stop the spans cover, each given by its begin and its end.
+
+    Where they overlap it counts once.
+    """
+    total, until = 0.0, start
+    for begin, end in sorted(spans):
+        total += max(0.0, min(end, stop) - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def whole_seconds(marks: Iterable[Mark]) -> float:
+    """From the begin of the first to the end of the last, of such marks."""
+    spans = _spans(marks)
+    return max(end for _, end in spans) - spans[0][0] if spans else 0.0

@@ -1,0 +1,181 @@
+"""The user's torch optimizer. Its groups say what happens to each parameter and are read anew for every update. The
+server keeps its state, and shows it to whoever reads `optimizer.state`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ferryman.model.units import Item
+from ferryman.server import rules
+from ferryman.server.rules import Group, Rule
+from ferryman.server.served_state import ServedState, State
+
+# Elementwise, and left to torch itself: without a compiled form, or with options that theirs has not.
+_LEFT_TO_TORCH = (
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+
+_REFUSED = {
+    "Adafactor": "it keeps moments of whole rows and columns",
+    "LBFGS": "it needs the gradients of all parameters at once, several times a step",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "it takes sparse gradients, which the engine does not make",
+}
+
+
+class OptimizerView:
+    """Which parameter belongs to which group, and what its rule is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(f"the optimizer must be a torch.optim.Optimizer, this is a {type(optimizer).__name__}")
+        self.optimizer = optimizer
+        self._model = model
+        self._groups: dict[int, int] = {}  # by parameter, as of the last look
+        self._hook: RemovableHandle | None = None
+        self._served: ServedState | None = None  # while an engine has the optimizer
+        self._rules = [_rule_of(optimizer, group) for group in optimizer.param_groups]
+        self.look()
+
+    def look(self) -> None:
+        """Reads which group each parameter is in now, and refuses what cannot be followed."""
+        optimizer = self.optimizer
+        found: dict[int, int] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) in found:
+                    raise ValueError(
+                        f"the optimizer has a parameter twice, of shape {tuple(parameter.shape)}, in its groups "
+                        f"{found[id(parameter)]} and {number}; it would be updated twice a step"
+                    )
+                found[id(parameter)] = number
+        if len(optimizer.param_groups) < len(self._rules):
+            raise ValueError(
+                f"the optimizer had {len(self._rules)} parameter groups and has {len(optimizer.param_groups)} now; "
+                "change their values (lr, weight_decay), not which there are"
+            )
+        for group in optimizer.param_groups[len(self._rules) :]:  # for blocks that were inserted
+            self._rules.append(_rule_of(optimizer, group))
+        for number, group in enumerate(optimizer.param_groups):
+            if _rule_of(optimizer, group) is not self._rules[number]:
+                raise ValueError(
+                    f"group {number} of the optimizer has other options now, with which it needs other state "
+                    "(momentum, amsgrad, maximize); set them before the engine is made"
+                )
+        missing = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in found]
+        if missing:
+            raise ValueError(
+                f"the optimizer does not have {missing[0]!r}"
+                f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}, which trains. Add it "
+                "(optimizer.add_param_group), or freeze it (requires_grad_(False))"
+            )
+        moved = [key for key, number in self._groups.items() if found.get(key, number) != number]
+        if moved:
+            name = next((n for n, p in self._model.named_parameters() if id(p) == moved[0]), "a parameter")
+            raise ValueError(f"{name!r} has moved to another group of the optimizer since the engine was made")
+        mine = {id(p) for p in self._model.parameters()}
+        strange = [key for key in found if key not in mine and key not in self._groups]
+        if strange:
+            shape = next(tuple(p.shape) for g in optimizer.param_groups for p in g["params"] if id(p) == strange[0])
+            raise ValueError(
+                f"the optimizer has a parameter of shape {shape}, in group {found[strange[0]]}, that is not in the "
+                "model; make it from this model's parameters: torch.optim.AdamW(model.parameters())"
+            )
+        self._groups.update(found)
+
+    def group(self, item: Item) -> Group:
+        group: Mapping[str, Any] = self.optimizer.param_groups[self._groups[id(item.tensor)]]
+        return group
+
+    def rule(self, item: Item) -> Rule | None:
+        """None: it is left to torch."""
+        return self._rules[self._groups[id(item.tensor)]]
+
+    def watch(self, show: Callable[[], None]) -> None:
+        """While an engine has the optimizer: `show` gives (`give_state`) what the server has of each parameter."""
+        self._hook = self.optimizer.register_step_pre_hook(_refuse_step)
+        self._served = ServedState(show)
+        self.hide_states()
+
+    @property
+    def shows_states(self) -> bool:
+        """Whether `optimizer.state` is the user's: they have looked at it, or put another in its place, as
+        `load_state_dict` does."""
+        return self._served is not None and (self._served.is_shown or self.optimizer.state is not self._served)
+
+    def hide_states(self) -> None:
+        """The server has taken what was shown; what it knows nothing of stays, such as the state of frozen ones."""
+        assert self._served is not None
+        if self.optimizer.state is not self._served:
+            left = dict(self.optimizer.state)
+            dict.clear(self._served)
+            dict.update(self._served, left)
+            self.optimizer.state = self._served
+        self._served.is_shown = False
+
+    # Past `ServedState`, which would show what the server has.
+
+    def take_state(self, parameter: torch.Tensor) -> State | None:
+        """Out of `optimizer.state`; None if there is nothing."""
+        found: State | None = dict.pop(self.optimizer.state, parameter, None)
+        return found
+
+    def give_state(self, parameter: torch.Tensor, state: State) -> None:
+        dict.__setitem__(self.optimizer.state, parameter, state)
+
+    def release(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        if self._served is not None and self.optimizer.state is self._served:
+            self._served.is_shown = True  # nothing more is to be shown
+            self.optimizer.state = defaultdict(dict, self._served)
+        self._served = None
+
+    def stepped(self) -> None:
+        """Tells torch's schedulers that a step was made, so that they do not warn of a wrong order."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _refuse_step(*_: Any) -> None:
+    raise ValueError(
+        "optimizer.step() was called while an engine has the optimizer, and would update the weights a second time; "
+        "engine.step() and engine.update() do it"
+    )
+
+
+def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule | None:
+    kind = type(optimizer)
+    for option in ("capturable", "differentiable"):
+        if group.get(option):
+            raise ValueError(f"{kind.__name__}({option}=True) is not supported: updates run outside of graphs")
+    plain = not (group.get("amsgrad") or group.get("maximize"))
+    if kind in (torch.optim.AdamW, torch.optim.Adam):
+        return rules.ADAM if plain else None
+    if kind is torch.optim.SGD:
+        return (rules.MOMENTUM if group["momentum"] else rules.DESCENT) if plain else None
+    if kind is torch.optim.Adagrad:
+        return rules.ADAGRAD if plain else None
+    if kind.__name__ == "Lion" and {"lr", "betas", "weight_decay"} <= set(group):
+        known = ("params", "lr", "betas", "weight_decay", "initial_lr")
+        if strange := [name for name, value in group.items() if name not in known and value]:
+            raise ValueError(f"{kind.__module__}.Lion({strange[0]}=...) is not supported; use ferryman.Lion")
+        return rules.LION
+    if kind in _LEFT_TO_TORCH:
+        return None
+    reason = _REFUSED.get(kind.__name__, "it is not known to treat each element by itself")
+    raise ValueError(
+        f"{kind.__name__} cannot be used: {reason}, and the engine updates parameters piece by piece. Use AdamW, Adam, "
+        "SGD, Adagrad, ferryman.Lion, or one of " + ", ".join(kind.__name__ for kind in _LEFT_TO_TORCH)
+    )

@@ -1,0 +1,241 @@
+"""Whether a batch may be cut: the check before the engine does so by its own choice.
+
+To cut a batch changes nothing only if its loss is the mean, or with reduction="sum" the sum, of its samples' losses.
+A loss across the batch (contrastive), data whose first dimension is not that of samples (time-major), and a mean over
+tokens of which samples have different numbers are none of that. So before a batch is cut to keep a budget, the loss of
+two of its samples together is compared with what their own losses make.
+
+Note [How it is compared]
+The model runs without gradients, its units streamed as in an evaluation, and in the mode that it trains in; if it draws
+random numbers there (dropout), in evaluation mode. A loss that does not run without gradients, as one with a gradient
+penalty, is run as in a trial, with gradients that are thrown away. A loss that does not run either way, or still draws
+random numbers in evaluation mode, cannot be compared, and then the batch is not cut. Rounding depends on the number of
+samples too: each sample is also run beside itself, which changes nothing but rounding, and shows how much that is.
+
+Note [Which samples]
+Means over tokens show only where samples have different numbers of them. So the two samples are those that differ most
+in ignored labels (-100), in the sum of a mask, or in how long a run of one value (padding) begins or ends their rows.
+Each shape of batch is checked once; a batch whose samples differ in such a number is checked again if none that did was
+checked before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ferryman.exactness.survey import Survey
+from ferryman.plan.fit import TooLargeError
+from ferryman.relay.observer import Roots
+from ferryman.relay.rng import Randomness
+from ferryman.runtime.sizes import show_bytes
+from ferryman.training.assembly import Assembly
+from ferryman.training.batch import Shape, per_sample, pick, samples_in, shape_of
+from ferryman.training.user_code import Loss, to_device, undisturbed, weighted_loss
+
+IGNORED = -100  # a label that counts for nothing, to torch's losses
+
+# A loss may differ by rounding: by this part of it, and by the noise that was seen, as long as that is within bounds.
+_EXACT, _NOISE_EXACT = 2e-5, 1e-4
+_COARSE, _NOISE_COARSE = 1e-3, 1e-2  # where the device computes in less than float32
+_NOISES = 8
+_STEPS = 4  # of the loss's own dtype, in which it may have been added up
+
+
+@contextlib.contextmanager
+def _undone(roots: Roots) -> Iterator[None]:
+    """Within, the user's code runs; afterwards its variables are as they were."""
+    survey = Survey(*roots, thorough=True)
+    before = survey.look()
+    try:
+        yield
+    finally:
+        survey.put_back(before)
+
+
+class _RandomError(Exception):
+    """The loss draws random numbers, so that it has no definite value."""
+
+
+class _Losses(NamedTuple):
+    """Of two samples together, of each, and by how much rounding changes them."""
+
+    whole: float
+    parts: tuple[float, float]
+    noise: float
+    resolution: float  # of the loss's dtype
+
+
+class BatchCheck:
+    """Remembers what was checked. `loss` and `reduction` are the engine's."""
+
+    def __init__(self, model: nn.Module, loss: Loss, reduction: str, device: torch.device, budget: int | None) -> None:
+        self._model = model
+        self._loss = loss
+        self._reduction = reduction
+        self._device = device
+        self._budget = budget
+        self._checked: dict[Shape, set[_Number]] = {}  # and the numbers in which samples differed
+
+    def check(self, batch: Any, asked: int | None, chosen: int, assembly: Assembly, roots: Roots) -> None:
+        """A ValueError if the batch is to be cut into a number of micro-batches that was `chosen`, not `asked` for, and
+        cutting it would make another loss of it, or whether it would cannot be found out."""
+        if self._budget is None or asked is not None or chosen <= 1 or isinstance(batch, list):
+            return
+        about = f"memory={show_bytes(self._budget)} makes {chosen} micro-batches of this batch"
+        shape, numbers = shape_of(batch), _differing(batch)
+        known = [seen for other, seen in self._checked.items() if shape.within(other)]
+        unseen = numbers.keys() - set[_Number]().union(*known)
+        while unseen or not known:
+            low, high = 0, (samples_in(batch) or 1) - 1
+            if unseen:
+                counts = numbers[max(unseen, key=lambda number: _spread(numbers[number]))]
+                low, high = int(counts.argmin()), int(counts.argmax())
+            with _undone(roots):
+                self._compare(batch, low, high, about, assembly, roots, self._budget - assembly.plan.fixed)
+            seen = {number for number, counts in numbers.items() if abs(int(counts[low] - counts[high])) >= _FEW}
+            known.append(seen)
+            unseen -= seen
+        self._checked[shape] = set[_Number]().union(*known)
+
+    def _compare(
+        self, batch: Any, first: int, second: int, about: str, assembly: Assembly, roots: Roots, room: int
+    ) -> None:
+        try:
+            found = self._losses(batch, first, second, assembly, roots, room)
+        except Exception as error:
+            raise ValueError(
+                f"{about}, and whether it may be cut could not be checked: {_reason(error)}. {_WAYS_OUT}"
+            ) from error
+        whole, expected = found.whole, sum(found.parts) / (2 if self._reduction == "mean" else 1)
+        same = abs(whole - expected) <= self._tolerance(found, assembly)
+        if math.isfinite(whole) and not same:  # where it is not finite, the step says so
+            raise ValueError(
+                f"{about}, but the loss of a batch is not the {self._reduction} of its samples' losses: for samples "
+                f"{first} and {second} it is {whole:.6g} together, and the {self._reduction} of their own is "
+                f"{expected:.6g}. {_REASONS[self._reduction]} {_WAYS_OUT}"
+            )
+
+    def _tolerance(self, found: _Losses, assembly: Assembly) -> float:
+        dtypes = {item.dtype for unit in assembly.all_units for item in unit.items if item.dtype.is_floating_point}
+        exact = (
+            dtypes <= {torch.float32, torch.float64}
+            and torch.get_float32_matmul_precision() == "highest"
+            and not any(torch.is_autocast_enabled(kind) for kind in ("cpu", self._device.type))
+        )
+        part, bound = (_EXACT, _NOISE_EXACT) if exact else (_COARSE, _NOISE_COARSE)
+        scale = max(map(abs, (found.whole, *found.parts)))
+        return max(part, _STEPS * found.resolution) * scale + min(_NOISES * found.noise, bound * (scale + 0.1))
+
+    def _losses(self, batch: Any, first: int, second: int, assembly: Assembly, roots: Roots, room: int) -> _Losses:
+        """See Note [How it is compared]"""
+        chosen = [[first, second], [first], [second], [first, first], [second, second]]
+        contents = [pick(batch, samples) for samples in chosen]
+        randomness = assembly.relay.randomness
+
+        def without_gradients(content: Any) -> torch.Tensor:
+            with assembly.step(), assembly.relay.evaluation.running(), torch.no_grad(), _drawing_nothing(randomness):
+                return self._loss(self._model, to_device(content, self._device)).cpu()
+
+        def with_gradients(content: Any) -> torch.Tensor:
+            values = list[torch.Tensor]()
+
+            def seen(model: nn.Module, micro_batch: Any) -> torch.Tensor:
+                with _drawing_nothing(randomness):
+                    loss = self._loss(model, micro_batch)
+                values.append(loss.detach().cpu())
+                return loss
+
+            relay = assembly.relay
+            work = functools.partial(weighted_loss, seen, self._model, content, 1.0, self._device, relay.adopt)
+            assembly.try_out([work], room, roots)
+            return values[-1]
+
+        assembly.server.settle()
+        problems = list[Exception]()
+        for way in (without_gradients, with_gradients):
+            for trains in (True, False):
+                with undisturbed(self._model, randomness):
+                    if not trains:
+                        self._model.eval()
+                    try:
+                        losses = list(map(way, contents))
+                    except Exception as error:
+                        problems.append(error)
+                        continue
+                whole, one, two, one_twice, two_twice = map(float, losses)
+                times = 1 if self._reduction == "mean" else 2
+                noise = max(abs(one_twice - times * one), abs(two_twice - times * two))
+                return _Losses(whole, (one, two), noise, torch.finfo(losses[0].dtype).eps)
+        raise next((error for error in problems if not isinstance(error, _RandomError)), problems[0])
+
+
+@contextlib.contextmanager
+def _drawing_nothing(randomness: Randomness) -> Iterator[None]:
+    """A _RandomError if random numbers are drawn within."""
+    before = randomness.state()
+    yield
+    if not randomness.state().same_as(before):
+        raise _RandomError
+
+
+_REASONS = {
+    "mean": "This is so with losses across the batch (contrastive ones), with data whose first dimension is not that "
+    "of samples (time-major), and with a mean over tokens where samples have different numbers of them.",
+    "sum": 'With reduction="sum" the loss must have been divided by what the whole batch counts, such as its tokens, '
+    "and not by what is in a micro-batch.",
+}
+_WAYS_OUT = (
+    "Ways out: micro_batches=, and you decide, as in plain gradient accumulation; a list of micro-batches that are "
+    "ready, or Engine(split=...), your own function that cuts a batch (time-major data, graphs); "
+    'reduction="sum" with a loss that is divided by what the whole batch counts, such as its tokens; or a budget '
+    "(memory=) that is large enough for the whole batch"
+)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, _RandomError):
+        return "its loss draws random numbers even in evaluation mode"
+    if isinstance(error, TooLargeError):
+        return "it does not run without gradients, and with them two samples do not fit into the budget"
+    first = str(error).splitlines()[0] if str(error) else ""
+    return f"the loss of two samples raised {type(error).__name__}: {first}"
+
+
+_FEW = 2  # that samples differ by less in a number says nothing
+
+
+class _Number(NamedTuple):
+    """Something that is counted for each sample."""
+
+    leaf: int  # of the batch's tensors, which
+    what: str
+
+
+def _differing(batch: Any) -> dict[_Number, torch.Tensor]:
+    """The numbers in which samples differ. See Note [Which samples]"""
+    found = {
+        _Number(place, what): counts for place, leaf in enumerate(per_sample(batch)) for what, counts in _counts(leaf)
+    }
+    return {number: counts for number, counts in found.items() if _spread(counts) >= _FEW}
+
+
+def _spread(counts: torch.Tensor) -> int:
+    return int(counts.max() - counts.min())
+
+
+def _counts(leaf: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    if leaf.is_floating_point() or leaf.is_complex() or leaf.dim() < 2 or not leaf.numel():
+        return
+    rows = leaf.flatten(1)
+    yield "ignored", (rows == IGNORED).sum(1)
+    if bool(((rows == 0) | (rows == 1)).all()):
+        yield "mask", rows.sum(1)
+    yield "begin", (rows == rows[:, :1]).cumprod(1).sum(1)
+    yield "end", (rows == rows[:, -1:]).flip(1).cumprod(1).sum(1)

@@ -1,0 +1,272 @@
+"""What users can get wrong, and what they are told: what is required, what was found, how to mend it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ferryman.model.overlaps import refuse_overlaps
+from ferryman.model.patching import is_taken
+from ferryman.model.units import GRAIN, DtypeOf, Item, Unit
+from ferryman.plan.policy import parse_policy
+from ferryman.runtime.sizes import show_bytes
+from ferryman.server.precision import PRECISIONS
+from ferryman.training.batch import REDUCTIONS
+
+
+def arguments(
+    model: Any, loss: Any, reduction: Any, *, units: Any, resident: Any, stash: Any, slots: Any, split: Any = None
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model must be a torch.nn.Module, this is a {type(model).__name__}")
+    _modules(model)
+    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
+        raise ValueError(f"slots={slots!r}: a whole number is needed, at least 1, and 2 to fetch beside the compute")
+    if stash not in ("auto", "device", "host"):
+        raise ValueError(
+            f"stash={stash!r}: it is kept on the 'device' or on the 'host', or where there is room: 'auto'"
+        )
+    if not callable(loss) or isinstance(loss, nn.Module):
+        raise ValueError(
+            f"loss= must be a function of the model and a micro-batch that returns the loss, this is a "
+            f"{type(loss).__name__}; for example loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
+        )
+    if split is not None and not callable(split):
+        raise ValueError(
+            f"split= must be a function of a batch and a number that returns at most so many micro-batches in a list, "
+            f"this is a {type(split).__name__}"
+        )
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"reduction={reduction!r}: the losses of micro-batches make up the batch's by their 'mean', weighted by "
+            "samples, or by their 'sum'"
+        )
+    if units is not None and not units:
+        raise ValueError(f"units={units!r} names no module; leave it out, and the units are found")
+    for name, given in (("units", units), ("resident", resident)):
+        if given is None and name == "resident":
+            raise ValueError("resident=None: give a list of names or patterns, or leave it out")
+        if isinstance(given, str):
+            raise ValueError(f"{name}={given!r} is a string; give a list of names or patterns: {name}=[{given!r}]")
+
+
+def _modules(model: nn.Module) -> None:
+    """Kinds of modules that cannot be taken apart."""
+    for name, module in model.named_modules():
+        where = f"the module {name!r}" if name else "the model"
+        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+            raise ValueError(
+                f"{where} was compiled (torch.compile), and what was compiled cannot be streamed layer by layer; give "
+                "the engine the model as it was before"
+            )
+        if type(module).__module__.startswith("torch.ao.nn.quantized"):
+            raise ValueError(f"{where} is quantised ({type(module).__name__}) and does not train; quantise afterwards")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ValueError(f"{where} makes sparse gradients, which the engine does not add up; use sparse=False")
+
+
+def on_host(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type not in ("cpu", "meta"):
+            raise ValueError(f"the model must be on the host, and {name!r} is on {tensor.device}; use model.cpu()")
+
+
+def members(model: nn.Module, dtype_of: DtypeOf) -> None:
+    """Its parameters and buffers."""
+    parameters(model.named_parameters(), dtype_of)
+    refuse_overlaps((*model.named_parameters(), *model.named_buffers()))
+
+
+def parameters(named: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf) -> None:
+    """`dtype_of` says in which dtype each would travel."""
+    for name, parameter in named:
+        no_hooks(name, parameter)
+        dtype = dtype_of(name, parameter)
+        if not parameter.requires_grad or dtype in PRECISIONS.values():
+            continue
+        way_out = "use model.float(), or precision='fp32', which converts it while the engine has the model"
+        if dtype.is_complex:
+            way_out = "make it a real one of real and imaginary parts, and use torch.view_as_complex in the forward"
+        raise ValueError(
+            f"{name!r} trains in {dtype}, and the engine trains float32, bfloat16 and float16: gradients are added up, "
+            f"and the optimizer's state is kept, in float32. Freeze it (requires_grad_(False)), or {way_out}"
+        )
+
+
+def no_hooks(name: str, parameter: torch.Tensor) -> None:
+    """Hooks that run in the backward, on a parameter that the engine adds up elsewhere."""
+    if parameter.requires_grad and parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"{name!r} has a hook (register_post_accumulate_grad_hook), which the engine cannot call in the backward: "
+            "gradients are added up elsewhere. Remove it, and do what it does between the two halves of a step: "
+            f"engine.forward_backward(batch), then engine.gradient({name!r}), which may be edited, then engine.update()"
+        )
+
+
+def free(model: nn.Module) -> None:
+    on_host(model)
+    if any(is_taken(module) for module in model.modules()):
+        raise ValueError("the model has an engine already; close it first (engine.close())")
+
+
+def block(block: Any, model: nn.Module, dtype_of: DtypeOf) -> None:
+    """That it can be inserted into the model."""
+    if not isinstance(block, nn.Module):
+        raise ValueError(f"a block must be a torch.nn.Module, this is a {type(block).__name__}")
+    mine = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    if any(id(tensor) in mine for tensor in (*block.parameters(), *block.buffers())):
+        raise ValueError("the block shares a parameter or buffer with the model already; insert one of its own")
+    free(block)
+    parameters(block.named_parameters(prefix="block"), dtype_of)
+    named = (*block.named_parameters(prefix="block"), *block.named_buffers(prefix="block"))
+    refuse_overlaps((*named, *model.named_parameters(), *model.named_buffers()))
+
+
+def apart(blocks: nn.Module, units: Sequence[Unit]) -> None:
+    """That the blocks of a list can come and go one by one."""
+    for unit in units:
+        if any(blocks in set(module.modules()) for module in unit.modules):
+            raise ValueError(
+                f"these blocks travel together as the unit {unit.name!r}, so none can be inserted or removed; leave "
+                "units= out, or name what is in the blocks or the blocks themselves"
+            )
+
+
+def own(block: nn.Module, position: int | str, units: Sequence[Unit], residents: Unit) -> None:
+    """That nothing of a block is used elsewhere, so that it can be removed."""
+    inside = set(block.modules())
+    for unit in (*units, residents):
+        for item in unit.items:
+            places = [place.module in inside for place in item.places]
+            if any(places) and not (all(places) and (unit is residents or inside.issuperset(unit.modules))):
+                raise ValueError(
+                    f"the block {position!r} shares parameters with the rest of the model, so it has to stay"
+                )
+            if any(places) and unit is residents:
+                raise ValueError(
+                    f"{item.name!r} of the block {position!r} stays on the device (see units= and resident=), and so "
+                    "the block has to stay in the model"
+                )
+
+
+def real_device(device: torch.device | str | None, place: int | None = None) -> torch.device:
+    """The device with its number, so that it equals the device of tensors on it; `place`: which of a node's ranks asks,
+    of several that have one each."""
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = "cpu" if accelerator is None else accelerator
+    try:
+        asked: torch.device = torch.device(device)
+        if place is not None and str(asked) == asked.type and asked.type not in ("cpu", "meta"):  # without a number
+            device = torch.device(asked.type, place % _count())
+        found = torch.empty(0, device=device).device
+        if found.type == "meta":
+            raise ValueError("nothing can be computed on it; a model may be on meta, the device must be real")
+    except Exception as error:
+        usual = torch.accelerator.current_accelerator()
+        known = "'cpu'" if usual is None else f"'cpu' and {usual.type!r} (of which there are {_count()})"
+        if str(device).partition(":")[0] == "virtual" and "torch_virtual" not in sys.modules:
+            raise ValueError(
+                f"device={str(device)!r} is there once torch_virtual is imported, which was not: import torch_virtual "
+                "first. It is in the folder virtual/ of Ferryman's repository"
+            ) from error
+        raise ValueError(f"device={str(device)!r} cannot be used here ({error}); there is {known}") from error
+    return torch.device("cpu") if found.type == "cpu" else found
+
+
+def _count() -> int:
+    return torch.accelerator.device_count()
+
+
+def loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = (
+            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        )
+        raise ValueError(f"the loss of a micro-batch must be a scalar tensor, this is {what}")
+    if not loss.requires_grad:
+        raise ValueError("the loss does not require a gradient: nothing that trains has a part in it")
+
+
+def budget(budget: int | None, device: torch.device) -> None:
+    if budget is None:
+        return
+    if device.type == "cpu":
+        raise ValueError(
+            f"memory={show_bytes(budget)} is a budget for an accelerator's memory, and device='cpu' has none of its own"
+        )
+    try:
+        _, total = torch.accelerator.get_memory_info(device)
+    except (NotImplementedError, RuntimeError):  # not every device tells
+        return
+    if budget > total:
+        raise ValueError(f"memory={show_bytes(budget)} is more than {str(device)!r} has ({show_bytes(total)})")
+
+
+def update_arguments(
+    optimizer: Any, precision: Any, max_grad_norm: Any, on_nonfinite: Any, deferred: Any, host_threads: Any
+) -> None:
+    if precision not in (None, *PRECISIONS):
+        raise ValueError(f"precision={precision!r}: there are {', '.join(map(repr, PRECISIONS))}")
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
+        raise ValueError(f"max_grad_norm={max_grad_norm!r}: a number above 0 is needed, or None for no clipping")
+    if on_nonfinite not in ("raise", "skip"):
+        raise ValueError(f"on_nonfinite={on_nonfinite!r}: it is 'raise' or 'skip'")
+    if host_threads is not None and (type(host_threads) is not int or host_threads < 1):
+        raise ValueError(f"host_threads={host_threads!r}: a whole number is needed, at least 1")
+    asked = {"precision": precision, "max_grad_norm": max_grad_norm, "deferred": deferred or None}
+    wrong = [name for name, value in asked.items() if value is not None]
+    if optimizer is None and wrong:
+        raise ValueError(f"{wrong[0]}= is about updates, so the engine needs the optimizer: Engine(model, optimizer)")
+
+
+def interleave_arguments(
+    optimizer: Any, device: torch.device, slots: Any, held: Any, updates: Any, subgroup: Any
+) -> None:
+    if held is not None and type(held) is not bool:
+        raise ValueError(f"held={held!r}: it is True, False, or None for whatever the budget allows")
+    if held and device.type == "cpu":
+        raise ValueError("held=True keeps all weights on an accelerator, and device='cpu' is the host itself")
+    if held and slots is not None:
+        raise ValueError(f"held=True keeps all weights on the device, so slots={slots} has no meaning; leave one out")
+    if subgroup is not None and (type(subgroup) is not int or subgroup < GRAIN):
+        raise ValueError(f"subgroup={subgroup!r}: a whole number of parameters is needed, at least {GRAIN}")
+    parse_policy(updates)
+    if optimizer is None and (updates != "auto" or subgroup is not None):
+        name = "subgroup" if updates == "auto" else "updates"
+        raise ValueError(f"{name}= is about updates, so the engine needs the optimizer: Engine(model, optimizer)")
+
+
+def unchanged(unit: Unit, flat: torch.Tensor, trained: dict[Item, bool]) -> None:
+    """The model is the one that the engine was made for; `flat` is the unit's memory."""
+    for item in unit.items:
+        if any(place.current() is not item.tensor for place in item.places) or (
+            item.tensor.data_ptr() != flat.data_ptr() + item.offset and item.nbytes
+        ):
+            raise ValueError(
+                f"the memory of {item.name!r} was replaced while the model was in the engine (by .to(), "
+                ".data = or load_state_dict(assign=True)), so the engine would train the old one. Change "
+                "weights in place (copy_, load_state_dict), or close the engine and make a new one"
+            )
+        no_hooks(item.name, item.tensor)
+        if item.trains != trained[item]:
+            raise ValueError(
+                f"{item.name!r} has been {'unfrozen' if item.trains else 'frozen'} since the engine was made, which "
+                "has memory for the gradients of those that trained then; close it and make a new one"
+            )
+
+
+def can_step(model: nn.Module) -> None:
+    if not torch.is_grad_enabled():
+        raise ValueError("a step needs gradients, and they are switched off here (torch.no_grad or inference_mode)")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise ValueError(
+                f"the module {name!r} is a {type(module).__name__} in training: what it does to a sample depends "
+                "on the others of its micro-batch, and its statistics would be updated twice, as units run again "
+                "in the backward. Freeze it (module.eval()), or use a normalisation within samples (LayerNorm)"
+            )

@@ -1,0 +1,87 @@
+"""Which of the user's variables change while a micro-batch runs, and what follows for them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from ferryman.exactness.snapshot import Snapshot, is_same
+from ferryman.exactness.survey import Array, Elements, Generator, Variable
+from ferryman.exactness.user_state import Policy
+from ferryman.model.units import Unit
+from ferryman.relay.driver import Relay
+from ferryman.relay.micro_batch import MicroBatch
+from ferryman.relay.observer import Observer, Roots
+
+
+class Watcher(Observer):
+    """Notes the variables that have changed, each time that it looks."""
+
+    def __init__(self, roots: Roots) -> None:
+        super().__init__(roots)
+        self.found: dict[Any, Variable] = {}
+        self._last: list[Any] = []
+
+    def begin(self) -> None:
+        super().begin()
+        self._last = self._before
+
+    def look(self) -> list[Variable]:
+        """What has changed since it looked last."""
+        assert self.survey is not None
+        changed = self.survey.changed(self._last)
+        if changed:
+            self._last = self.survey.look()
+        self.found |= {variable.key: variable for variable in changed}
+        return changed
+
+
+class Discovery(Watcher):
+    """Looks at every park, to see also what is changed and put back within one micro-batch."""
+
+    def __init__(self, relay: Relay, roots: Roots, units: Sequence[Unit]) -> None:
+        super().__init__(roots)
+        self._relay, self._units = relay, units
+        self._early: set[Any] = set()  # variables that change before a micro-batch's last call
+        relay.state.know((), {}, ())
+
+    def parked(self, batch: MicroBatch) -> None:
+        changed = self.look()
+        if not batch.done:
+            self._early |= {variable.key for variable in changed}
+
+    def teach(self, ends: Sequence[dict[Any, Snapshot]] = ()) -> None:
+        """Has the relay know what was found; `ends`: variables as each of several micro-batches has left them."""
+        policies = {key: _first_policy(v, key in self._early, ends) for key, v in self.found.items()}
+        self._relay.state.know(self.found.values(), policies, self._units)
+
+
+def _first_policy(variable: Variable, early: bool, ends: Sequence[dict[Any, Snapshot]]) -> Policy:
+    if isinstance(variable, Generator) and variable.is_global:
+        return Policy.SEEDED
+    if not early:
+        return Policy.SHARED  # changed where losses are computed, or in the backward
+    values = [at_end[variable.key] for at_end in ends if variable.key in at_end]
+    if values and not isinstance(variable, Array | Elements):  # edits in place do not show in these
+        if len(values) > 1 and all(value.same_as(values[0]) for value in values):
+            return Policy.TEMPORARY
+        if _grows(values):
+            return Policy.LOG
+        if _counts(values):
+            return Policy.SHARED
+    return Policy.PRIVATE
+
+
+def _grows(values: Sequence[Snapshot]) -> bool:
+    """Whether it is a list to which each micro-batch has added something, and done nothing else."""
+    lists = [value.members() for value in values if value.is_list]
+    return len(lists) == len(values) > 1 and all(
+        len(after) > len(before) and is_same(after[: len(before)], before)
+        for before, after in itertools.pairwise(lists)
+    )
+
+
+def _counts(values: Sequence[Snapshot]) -> bool:
+    numbers = [value.atom for value in values]
+    return all(type(number) is int for number in numbers) and all(a < b for a, b in itertools.pairwise(numbers))

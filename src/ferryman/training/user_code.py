@@ -1,0 +1,104 @@
+"""The user's code, as the engine runs it: the loss of a micro-batch, on the device, without caches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ferryman.relay.rng import Randomness
+from ferryman.training import checks
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def model_loss(model: nn.Module, micro_batch: Any) -> torch.Tensor:
+    """The default: what the model itself calls its loss."""
+    output = model(*micro_batch) if isinstance(micro_batch, tuple) else model(**micro_batch)
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise ValueError(
+            f"the model returned a {type(output).__name__} without a loss. If it computes one from labels, put them "
+            "into the batch; else pass loss=, a function of the model and a micro-batch that returns the loss"
+        )
+    return loss  # type: ignore[no-any-return]
+
+
+def weighted_loss(
+    loss: Loss,
+    model: nn.Module,
+    content: Any,
+    weight: float,
+    device: torch.device,
+    adopt: Callable[[list[torch.Tensor]], None],
+) -> torch.Tensor:
+    """A micro-batch's part of a step's loss; `adopt` is told which tensors it has on the device."""
+    here = to_device(content, device)
+    adopt([x for x in pytree.tree_leaves(here) if isinstance(x, torch.Tensor)])
+    value = loss(model, here)
+    checks.loss(value)
+    return value.to(torch.promote_types(value.dtype, torch.float32)) * weight
+
+
+@contextlib.contextmanager
+def caches_off(model: nn.Module) -> Iterator[None]:
+    """For a step: running a unit again in the backward would fill them twice."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    before = [(config, config.use_cache) for config in configs if hasattr(config, "use_cache")]
+    try:
+        for config, _ in before:
+            config.use_cache = False
+        yield
+    finally:
+        for config, use_cache in reversed(before):
+            config.use_cache = use_cache
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module, randomness: Randomness) -> Iterator[None]:
+    """Afterwards, training flags, generators and buffers are as they were."""
+    flags = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    state = randomness.state()
+    try:
+        yield
+    finally:
+        randomness.restore(state)
+        for module, training in flags:
+            module.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+def to_device(part: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, part)
+
+
+def evaluation(
+    forward: Callable[..., Any],
+    device: torch.device,
+    evaluating: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Callable[..., Any]:
+    """A model's forward outside steps: on a device, its units come over as it calls them."""
+
+    def streamed(*args: Any, **kwargs: Any) -> Any:
+        if device.type == "cpu":
+            return forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "outside a step the model runs without gradients: call it under torch.no_grad(), or train with "
+                "engine.forward_backward(batch)"
+            )
+        home = next((x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), None)
+        with evaluating():
+            args, kwargs = to_device((args, kwargs), device)
+            result = forward(*args, **kwargs)
+        return result if home is None else to_device(result, home)
+
+    return streamed
