@@ -35,12 +35,12 @@ class Copies:
         self.end.synchronize()
         return self.begin.elapsed_time(self.end) / 1e3
 
+    def once(self, count: int = 1) -> float:
+        self.start(count)
+        return self.seconds()
+
     def median(self, runs: int = 10) -> float:
-        times = []
-        for _ in range(runs):
-            self.start()
-            times.append(self.seconds())
-        return statistics.median(times[1:])  # the first one warms up
+        return statistics.median([self.once() for _ in range(runs)][1:])  # the first one warms up
 
 
 def wall(work) -> float:
@@ -49,13 +49,24 @@ def wall(work) -> float:
     return time.perf_counter() - begin
 
 
+def assert_takes(seconds: float, measure, rel: float = 0.05) -> None:
+    """Never less, by what `measure` says; and no more, in one of many tries, since others may have the cores."""
+    for _ in range(40):
+        found = measure()
+        assert found > (1 - rel) * seconds
+        if found < (1 + rel) * seconds:
+            return
+    pytest.fail(f"{found} s in the last of 40 tries, where {seconds} s were expected")
+
+
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 @pytest.mark.parametrize("rate", [4e7, 4e8])
 def test_a_throttled_copy_takes_bytes_over_bandwidth(direction, rate):
     """Only the direction that was set is throttled."""
     there, back = Copies(direction), Copies("d2h" if direction == "h2d" else "h2d")
     with torch_virtual.link(**{direction: rate}):
-        assert there.median() == pytest.approx(4 * MB / rate, rel=0.05)
+        there.once()
+        assert_takes(4 * MB / rate, there.once)
         assert back.median() < 0.5 * 4 * MB / 4e8
 
         # Events tell the link's time; the clock on the wall tells whether that is true. Over 0.1 s, because waking a
@@ -66,7 +77,7 @@ def test_a_throttled_copy_takes_bytes_over_bandwidth(direction, rate):
             there.start(count)
             there.stream.synchronize()
 
-        assert statistics.median(wall(run) for _ in range(7)) == pytest.approx(count * 4 * MB / rate, rel=0.05)
+        assert_takes(count * 4 * MB / rate, lambda: wall(run))
 
 
 def test_many_small_copies_keep_the_pace():
@@ -78,8 +89,8 @@ def test_many_small_copies_keep_the_pace():
             copies.start(200)
             copies.stream.synchronize()
 
-        assert statistics.median(wall(run) for _ in range(3)) == pytest.approx(0.2048, rel=0.05)
-        assert copies.seconds() == pytest.approx(0.2048, rel=0.05)
+        assert_takes(0.2048, lambda: wall(run))
+        assert_takes(0.2048, lambda: copies.once(200))
 
 
 def test_a_link_faster_than_memory_takes_memorys_time():
@@ -93,10 +104,8 @@ def test_a_link_faster_than_memory_takes_memorys_time():
 def test_blocking_copies_are_throttled_too():
     x, host = torch.zeros(MB, device="virtual"), torch.zeros(MB)
     with torch_virtual.link(h2d=8e7, d2h=4e7):
-        down = statistics.median(wall(lambda: x.copy_(host)) for _ in range(5))
-        up = statistics.median(wall(lambda: host.copy_(x)) for _ in range(5))
-    assert down == pytest.approx(4 * MB / 8e7, rel=0.1)
-    assert up == pytest.approx(4 * MB / 4e7, rel=0.1)
+        assert_takes(4 * MB / 8e7, lambda: wall(lambda: x.copy_(host)), rel=0.1)
+        assert_takes(4 * MB / 4e7, lambda: wall(lambda: host.copy_(x)), rel=0.1)
 
 
 def test_both_directions_at_once_take_no_longer_than_one():
@@ -110,10 +119,9 @@ def test_both_directions_at_once_take_no_longer_than_one():
             up.stream.synchronize()
 
         run()
-        together = statistics.median(wall(run) for _ in range(5))
-        assert down.seconds() == pytest.approx(4 * MB / 4e7, rel=0.05)
-        assert up.seconds() == pytest.approx(4 * MB / 6e7, rel=0.05)
-    assert together < 1.1 * 4 * MB / 4e7
+        assert_takes(4 * MB / 4e7, lambda: wall(run), rel=0.1)
+        assert_takes(4 * MB / 4e7, down.once)
+        assert_takes(4 * MB / 6e7, up.once)
 
 
 def test_two_streams_share_a_direction():
@@ -127,7 +135,7 @@ def test_two_streams_share_a_direction():
             two.stream.synchronize()
 
         run()
-        assert statistics.median(wall(run) for _ in range(5)) == pytest.approx(8 * MB / 8e7, rel=0.1)
+        assert_takes(8 * MB / 8e7, lambda: wall(run), rel=0.1)
 
 
 def test_devices_have_links_of_their_own():
@@ -136,62 +144,74 @@ def test_devices_have_links_of_their_own():
     with torch_virtual.link(1, h2d=1e7):
         assert torch_virtual.set_link(0) == torch_virtual.Link()
         assert wall(lambda: y.copy_(host)) > 0.1
-        assert wall(lambda: x.copy_(host)) < 0.1
+        assert min(wall(lambda: x.copy_(host)) for _ in range(10)) < 0.1
 
 
 def test_waiting_for_a_throttled_copy_burns_no_core():
     copies = Copies("h2d", 3 * MB)
     copies.median(2)
-    with torch_virtual.link(h2d=1e7):  # 0.3 s
+
+    def burnt() -> float:
         before = time.process_time()
-        copies.start()
-        copies.stream.synchronize()
-        assert time.process_time() - before < 0.06
+        copies.once()
+        return time.process_time() - before
+
+    with torch_virtual.link(h2d=1e7):  # 0.3 s
+        assert min(burnt() for _ in range(3)) < 0.06
 
 
 def test_bytes_arrive_over_time_and_not_at_the_start():
     host = torch.ones(8 * MB, dtype=torch.uint8, pin_memory=True)
     back = torch.zeros(8 * MB, dtype=torch.uint8, pin_memory=True)
     x = host.to("virtual")
-    with torch_virtual.link(d2h=4e7):  # 0.2 s
+
+    def some_seen() -> bool:
+        """Whether a part of the bytes is seen before the others; if others have the cores, it may not be."""
+        back.zero_()
         back.copy_(x, non_blocking=True)
-        time.sleep(0.1)
-        arrived = int(back.sum(dtype=torch.int64))
-        assert 0.1 < arrived / (8 * MB) < 0.9
+        while not (arrived := int(back.sum(dtype=torch.int64))):
+            pass
         torch_virtual.synchronize()
-    assert int(back.sum(dtype=torch.int64)) == 8 * MB
+        assert int(back.sum(dtype=torch.int64)) == 8 * MB
+        return arrived < 8 * MB
+
+    with torch_virtual.link(d2h=4e7):  # 0.2 s
+        assert any(some_seen() for _ in range(40))
 
 
 def test_the_bandwidth_changes_at_run_time():
     copies = Copies("h2d")
     for rate in (4e7, 2e8, 8e7):
         before = torch_virtual.set_link(h2d=rate)
-        assert copies.median() == pytest.approx(4 * MB / rate, rel=0.05)
+        assert_takes(4 * MB / rate, copies.once)
     assert before.h2d == 2e8
-    # A copy goes at the pace that was set when it was asked for.
-    torch_virtual.set_link(h2d=4e7)
-    copies.start()
-    torch_virtual.set_link(h2d=math.inf)
-    assert copies.seconds() == pytest.approx(4 * MB / 4e7, rel=0.05)
+
+    def set_back() -> float:
+        """A copy goes at the pace that was set when it was asked for."""
+        torch_virtual.set_link(h2d=4e7)
+        copies.start()
+        torch_virtual.set_link(h2d=math.inf)
+        return copies.seconds()
+
+    assert_takes(4 * MB / 4e7, set_back)
 
 
 def test_a_latency_is_added_to_each_copy():
     copies = Copies("h2d", 4096)
     with torch_virtual.link(latency=0.02):
-        assert copies.median() == pytest.approx(0.02, rel=0.1)
-        copies.start(5)
-        assert copies.seconds() == pytest.approx(0.1, rel=0.1)
+        assert_takes(0.02, copies.once, rel=0.1)
+        assert_takes(0.1, lambda: copies.once(5), rel=0.1)
         x = torch.zeros(4, device="virtual")
-        assert wall(lambda: x.cpu()) == pytest.approx(0.02, rel=0.5)
+        assert_takes(0.02, lambda: wall(lambda: x.cpu()), rel=0.5)
     with torch_virtual.link(latency=0.02, h2d=4096 / 0.03):
-        assert copies.median() == pytest.approx(0.05, rel=0.1)
+        assert_takes(0.05, copies.once, rel=0.1)
 
 
 def test_a_delay_comes_before_asynchronous_copies_only():
     copies = Copies("d2h", 4096)
     with torch_virtual.link(delay=0.05):
-        assert copies.median() == pytest.approx(0.05, rel=0.1)
-        assert wall(lambda: torch.zeros(4, device="virtual").cpu()) < 0.04
+        assert_takes(0.05, copies.once, rel=0.1)
+        assert min(wall(lambda: torch.zeros(4, device="virtual").cpu()) for _ in range(10)) < 0.04
         copies.source.fill_(1)
         copies.stream.wait_stream(torch_virtual.current_stream())
         copies.start()
