@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ferryman.cli import doctor
 from ferryman.cli.main import app, main
-from ferryman.plan import measure
+from ferryman.forecast import measure
 from ferryman.runtime import native
 
 

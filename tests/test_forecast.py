@@ -13,15 +13,15 @@ from torch import nn
 
 from ferryman.cli.model import describe
 from ferryman.engine import Engine
+from ferryman.forecast.dry_run import NotRehearsedError, rehearse
+from ferryman.forecast.estimate import Machine, Training, look_ahead
 from ferryman.model.units import find_units
-from ferryman.plan.dry_run import NotRehearsedError, rehearse
-from ferryman.plan.estimate import Machine, Training, look_ahead
+from ferryman.plan.batch import portion
 from ferryman.plan.forecast import Sweep, Update, forecast
 from ferryman.plan.network import Crew, exchange
 from ferryman.plan.policy import Policy, parse_policy
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
-from ferryman.training.batch import portion
 from ferryman.training.user_code import model_loss
 
 RATES = Rates(host=1e9, device=math.inf, link_in=10e9, link_out=5e9)

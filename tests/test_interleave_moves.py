@@ -11,8 +11,8 @@ from slow import covering, slow
 from updates import WAYS
 
 from ferryman.model.units import overlap, trained_offsets
-from ferryman.observe.stats import Stats
 from ferryman.runtime.sizes import parse_bytes
+from ferryman.server.stats import Stats
 
 relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])
 

@@ -15,8 +15,8 @@ from ferryman.cli import defaults
 from ferryman.cli.main import app, main
 from ferryman.cli.model import describe
 from ferryman.cli.options import Options
+from ferryman.forecast import measure
 from ferryman.model.units import find_units
-from ferryman.plan import measure
 from ferryman.runtime.sizes import parse_rate, show_rate
 
 MACHINE = (

@@ -14,8 +14,8 @@ from slow import covering, slow
 from updates import WAYS, adamw
 
 from ferryman.distributed.ranks import RankError
+from ferryman.forecast.estimate import Machine, Training, look_ahead
 from ferryman.model.units import trained_elements, weight_itemsize
-from ferryman.plan.estimate import Machine, Training, look_ahead
 from ferryman.plan.network import Crew
 from ferryman.plan.rates import Rates
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
+from ferryman.model.precision import Scale
 from ferryman.model.units import find_units
 from ferryman.observe.trace import Trace
 from ferryman.plan.policy import Policy
@@ -23,7 +24,6 @@ from ferryman.plan.staging import Staging
 from ferryman.relay.gradient_slots import GradientSlots
 from ferryman.relay.weight_slots import WeightSlots, count_fetches
 from ferryman.runtime.lanes import Lane, Lanes
-from ferryman.server.precision import Scale
 from ferryman.server.server import Server
 from ferryman.server.settings import Settings
 from ferryman.server.store import RamStore

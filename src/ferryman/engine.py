@@ -1,12 +1,12 @@
 """The engine: wires the parts together. Read from here.
 
-- `Engine.forward_backward` cuts a batch into micro-batches (`training/batch.py`) and gives them to the relay
+- `Engine.forward_backward` cuts a batch into micro-batches (`plan/batch.py`) and gives them to the relay
   (`relay/driver.py`), which runs the user's code. The relay moves units (`model/units.py`) between the server's store
   (`server/store.py`) and slots on the device (`relay/weight_slots.py`), on lanes (`runtime/lanes.py`).
 - `Engine.step` also has the server (`server/server.py`) update the weights, as the user's optimizer says
   (`server/optimizer_view.py`).
 - A budget of device memory is kept by the plan (`plan/plan.py`) and by the size of micro-batches
-  (`plan/micro_batching.py`, `plan/fit.py`).
+  (`training/micro_batching.py`, `plan/fit.py`).
 - A step of a new kind is tried before it is made (`training/first_steps.py`, `training/crosscheck.py`). A batch is cut
   only if that does not change its loss (`training/batch_check.py`). Reads of weights wait for updates that are under
   way (`model/reads.py`).
@@ -33,27 +33,28 @@ from ferryman.distributed.agreement import add_up, compare, exchange_status, is_
 from ferryman.distributed.ranks import Ranks, Share
 from ferryman.exactness.guard import NewStateError, NotRepeatableError
 from ferryman.model.blocks import Blocks, Position
+from ferryman.model.members import unchanged
+from ferryman.model.precision import dtype_of
 from ferryman.model.units import Unit, hint, units_of_block
-from ferryman.observe.recorder import Recorder
-from ferryman.observe.stats import Stats
 from ferryman.observe.trace import Trace
+from ferryman.plan.batch import Part, Split, parts_of
 from ferryman.plan.fit import Choice, Trial, advice
-from ferryman.plan.micro_batching import MicroBatching
 from ferryman.plan.plan import Need, Plan
-from ferryman.plan.planner import Planner
 from ferryman.runtime.interrupts import Interrupts
 from ferryman.runtime.sizes import parse_bytes
 from ferryman.server.gradient_checks import NonFiniteError
 from ferryman.server.kernels import default_threads
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.precision import dtype_of
 from ferryman.server.settings import Settings
+from ferryman.server.stats import Stats
 from ferryman.server.store import account
 from ferryman.training import checks
 from ferryman.training.assembly import Assembly
-from ferryman.training.batch import Part, Split, parts_of
 from ferryman.training.batch_check import BatchCheck
 from ferryman.training.first_steps import FirstSteps
+from ferryman.training.micro_batching import MicroBatching
+from ferryman.training.planner import Planner
+from ferryman.training.recorder import Recorder
 from ferryman.training.user_code import Loss, model_loss, weighted_loss
 
 _RETRIES = 3  # of a step in which something changes that no check has seen
@@ -560,7 +561,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._check_open()
         self._parts.store.check_values()
         for unit in self._parts.all_units:
-            checks.unchanged(unit, self._parts.store.weights(unit), self._parts.store.trained)
+            unchanged(unit, self._parts.store.weights(unit), self._parts.store.trained)
         checks.can_step(self._model)
 
     def __exit__(

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ferryman.distributed.ranks import Ranks
+from ferryman.model.members import unchanged
 from ferryman.model.units import Item, Unit
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.server import Server
 from ferryman.server.store import RamStore
-from ferryman.training import checks
 
 
 class Stateful(Protocol):
@@ -74,7 +74,7 @@ class Contents:
         """Refuses to save what would not be the same when it is loaded."""
         self.store.check_values()
         for unit in self.units:
-            checks.unchanged(unit, self.store.weights(unit), self.store.trained)
+            unchanged(unit, self.store.weights(unit), self.store.trained)
             if self.optimizer_view is not None and any(item.tensor.grad is not None for item in unit.trained):
                 raise ValueError(
                     "there are gradients, from forward_backward, that no update has used yet, and a checkpoint has "

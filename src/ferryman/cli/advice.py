@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from ferryman.cli.machine import Described
+from ferryman.forecast.estimate import Outlook, Training
 from ferryman.model.units import landing_dtype, trained_elements
-from ferryman.plan.estimate import Outlook, Training
 from ferryman.runtime.sizes import show_rate
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 
 import ferryman
 from ferryman.cli.device import find_device
-from ferryman.plan import measure
+from ferryman.forecast import measure
 from ferryman.runtime import amx, native
 from ferryman.runtime import host_memory as memory
 from ferryman.runtime.pinned import PinnedMemory

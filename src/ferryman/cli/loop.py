@@ -30,7 +30,7 @@ from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
 from ferryman.observe.report.page import write_report
 from ferryman.observe.trace import Trace, trace_path
-from ferryman.training.batch import portion
+from ferryman.plan.batch import portion
 
 Tell = Callable[[Mapping[str, Any]], None]  # hears of every event; see `display.py`
 

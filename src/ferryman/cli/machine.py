@@ -10,13 +10,13 @@ import torch
 
 from ferryman.cli.defaults import budget
 from ferryman.cli.device import find_device
-from ferryman.plan import measure
-from ferryman.plan.estimate import Machine, Training
+from ferryman.forecast import measure
+from ferryman.forecast.estimate import Machine, Training
+from ferryman.model.precision import PRECISIONS
 from ferryman.plan.network import Crew
 from ferryman.plan.rates import Rates
 from ferryman.runtime import host_memory
 from ferryman.runtime.sizes import parse_bytes, parse_rate
-from ferryman.server.precision import PRECISIONS
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from ferryman.cli.machine import Described, described
 from ferryman.cli.model import Description, describe, sizes
 from ferryman.cli.options import Deferred, Held, OnNonfinite, Options, Resident, Slots, SubgroupSize, Units, or_none
 from ferryman.cli.rule import RULES
+from ferryman.forecast.estimate import Outlook, Training, look_ahead
 from ferryman.model.units import hint
-from ferryman.plan.estimate import Outlook, Training, look_ahead
 from ferryman.plan.forecast import Forecast, Lanes
 from ferryman.plan.network import Crew
 from ferryman.plan.plan import Plan

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ferryman.distributed.ranks import Ranks
+from ferryman.plan.batch import Part, samples_in
 from ferryman.plan.fit import Choice
 from ferryman.plan.plan import Need
-from ferryman.training.batch import Part, samples_in
 
 
 def compare(

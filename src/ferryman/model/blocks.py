@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ferryman.model.units import block_lists
-from ferryman.relay.rng import Randomness
+from ferryman.runtime.rng import Randomness
 
 Forward = Callable[..., Any]
 Position = int | str

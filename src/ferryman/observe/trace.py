@@ -178,6 +178,10 @@ class Trace:
         with self._lock:
             self._recent.spans.append(span)
 
+    def add_host_span(self, lane: str, label: str, begin: float, end: float, nbytes: int) -> None:
+        """Begin and end are moments of `time.perf_counter`."""
+        self.add(Span(lane, label, self.at(begin), self.at(end), nbytes))
+
     def note(self, step: int, label: str, values: Mapping[str, Any]) -> None:
         """One for each step, such as the figures of its updates; it may come while the next one runs."""
         with self._lock:

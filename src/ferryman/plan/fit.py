@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ferryman.plan.batch import Shape, bytes_in, shape_of, take
 from ferryman.plan.plan import Need, Plan
-from ferryman.relay.stash import IN_FLIGHT
 from ferryman.runtime.sizes import show_bytes
-from ferryman.training.batch import Shape, bytes_in, shape_of, take
 
 # A trial has this many micro-batches: while one runs, another comes back to the device and others leave it.
+IN_FLIGHT = 2  # copies of the stash that leave the device at a time, at most
 TRIAL = 2 + IN_FLIGHT
 
 # For memory that a device's allocator gives back late, or rounds up.

@@ -35,8 +35,8 @@ from ferryman.exactness.snapshot import Snapshot
 from ferryman.exactness.survey import Variable
 from ferryman.model.units import Unit
 from ferryman.relay.micro_batch import Direction, MicroBatch
-from ferryman.relay.rng import State
 from ferryman.relay.stash import Stashed
+from ferryman.runtime.rng import State
 
 if TYPE_CHECKING:
     from ferryman.relay.driver import Relay

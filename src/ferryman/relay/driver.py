@@ -34,11 +34,11 @@ from ferryman.relay.gradient_slots import GradientSlots
 from ferryman.relay.held_weights import HeldWeights
 from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
 from ferryman.relay.observer import Observer
-from ferryman.relay.rng import Randomness
 from ferryman.relay.stash import DeviceStash, HostStash, Stash
 from ferryman.relay.weight_slots import WeightSlots
 from ferryman.runtime.lanes import DeviceLane, Lanes
 from ferryman.runtime.marks import Mark
+from ferryman.runtime.rng import Randomness
 from ferryman.server.server import Server
 
 

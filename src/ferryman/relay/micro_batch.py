@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ferryman.model.units import Unit
-from ferryman.relay.rng import Randomness, State
 from ferryman.runtime.lanes import Lane
+from ferryman.runtime.rng import Randomness, State
 
 
 class Direction(Enum):

@@ -34,15 +34,13 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ferryman.plan.fit import IN_FLIGHT
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.runtime.lanes import DeviceLane, Lane, Work
 from ferryman.runtime.marks import Mark
 from ferryman.runtime.pinned import PinnedMemory
 
 _SMALL = 64  # bytes; less is not worth a copy
-
-# Copies to the host that may be under way at once. Their device memory comes back later: see Note [The window].
-IN_FLIGHT = 2
 
 
 class Stashed(Protocol):

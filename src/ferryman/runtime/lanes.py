@@ -30,13 +30,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferryman.observe.trace import Span, Trace
 from ferryman.runtime import shutdown as ending
 from ferryman.runtime.marks import Failure, LaneError, Mark
+
+if TYPE_CHECKING:
+    from ferryman.observe.trace import Trace
 
 Work = Callable[[], object]
 
@@ -286,7 +288,7 @@ class HostLane(Lane):
         yield
         mark._span = start, time.perf_counter()
         if trace is not None:
-            trace.add(Span(self.name, mark.label, trace.at(mark._span[0]), trace.at(mark._span[1]), nbytes))
+            trace.add_host_span(self.name, mark.label, *mark._span, nbytes)
 
 
 class DeviceLane(Lane):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from ferryman.distributed.ranks import Ranks
+from ferryman.model.precision import Scale
 from ferryman.model.units import (
     GRADIENT,
     Item,
@@ -31,7 +32,6 @@ from ferryman.model.units import (
     landing_dtype,
     trained_elements,
 )
-from ferryman.observe.stats import Stats
 from ferryman.plan.staging import Staging
 from ferryman.runtime.lanes import Lanes
 from ferryman.runtime.marks import Mark
@@ -40,9 +40,9 @@ from ferryman.server.exchange import Exchange
 from ferryman.server.gradient_checks import GradientChecks, non_finite, squares
 from ferryman.server.landing_buffers import Buffer, LandingBuffers
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.precision import Scale
 from ferryman.server.settings import Settings
 from ferryman.server.state import Order, bounds, is_whole
+from ferryman.server.stats import Stats
 from ferryman.server.store import RamStore
 from ferryman.server.updates import DeviceWeights, Updates
 

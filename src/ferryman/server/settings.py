@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ferryman.server.precision import Scale
+from ferryman.model.precision import Scale
 
 
 @dataclass(frozen=True)

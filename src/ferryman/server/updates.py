@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 
 from ferryman.model.units import Item, Subgroup, Unit
-from ferryman.observe.stats import Record, Stats
 from ferryman.plan.staging import Staging
 from ferryman.runtime.lanes import Lane, Lanes
 from ferryman.runtime.marks import Mark
@@ -22,6 +21,7 @@ from ferryman.server.balancer import Balancer
 from ferryman.server.device_updates import DeviceUpdates, Done
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.state import Order, Run
+from ferryman.server.stats import Record, Stats
 from ferryman.server.store import RamStore
 
 

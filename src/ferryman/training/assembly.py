@@ -16,6 +16,7 @@ from torch import nn
 from ferryman.distributed.ranks import Ranks, Share
 from ferryman.model.blocks import Blocks
 from ferryman.model.patching import ModelPatch
+from ferryman.model.precision import Scale
 from ferryman.model.reads import Reads
 from ferryman.model.units import Unit, rename
 from ferryman.observe.trace import Trace
@@ -26,7 +27,6 @@ from ferryman.relay.observer import Roots
 from ferryman.runtime import host_memory
 from ferryman.runtime.lanes import Lanes
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.precision import Scale
 from ferryman.server.server import Server
 from ferryman.server.settings import Settings
 from ferryman.server.store import RamStore, account

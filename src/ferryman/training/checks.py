@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ferryman.model.members import no_hooks
 from ferryman.model.overlaps import refuse_overlaps
 from ferryman.model.patching import is_taken
-from ferryman.model.units import GRAIN, DtypeOf, Item, Unit
+from ferryman.model.precision import PRECISIONS
+from ferryman.model.units import GRAIN, DtypeOf, Unit
+from ferryman.plan.batch import REDUCTIONS
 from ferryman.plan.policy import parse_policy
 from ferryman.runtime.sizes import show_bytes
-from ferryman.server.precision import PRECISIONS
-from ferryman.training.batch import REDUCTIONS
 
 
 def arguments(
@@ -94,16 +95,6 @@ def parameters(named: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf) -> 
         raise ValueError(
             f"{name!r} trains in {dtype}, and the engine trains float32, bfloat16 and float16: gradients are added up, "
             f"and the optimizer's state is kept, in float32. Freeze it (requires_grad_(False)), or {way_out}"
-        )
-
-
-def no_hooks(name: str, parameter: torch.Tensor) -> None:
-    """Hooks that run in the backward, on a parameter that the engine adds up elsewhere."""
-    if parameter.requires_grad and parameter._post_accumulate_grad_hooks:
-        raise ValueError(
-            f"{name!r} has a hook (register_post_accumulate_grad_hook), which the engine cannot call in the backward: "
-            "gradients are added up elsewhere. Remove it, and do what it does between the two halves of a step: "
-            f"engine.forward_backward(batch), then engine.gradient({name!r}), which may be edited, then engine.update()"
         )
 
 
@@ -239,25 +230,6 @@ def interleave_arguments(
     if optimizer is None and (updates != "auto" or subgroup is not None):
         name = "subgroup" if updates == "auto" else "updates"
         raise ValueError(f"{name}= is about updates, so the engine needs the optimizer: Engine(model, optimizer)")
-
-
-def unchanged(unit: Unit, flat: torch.Tensor, trained: dict[Item, bool]) -> None:
-    """The model is the one that the engine was made for; `flat` is the unit's memory."""
-    for item in unit.items:
-        if any(place.current() is not item.tensor for place in item.places) or (
-            item.tensor.data_ptr() != flat.data_ptr() + item.offset and item.nbytes
-        ):
-            raise ValueError(
-                f"the memory of {item.name!r} was replaced while the model was in the engine (by .to(), "
-                ".data = or load_state_dict(assign=True)), so the engine would train the old one. Change "
-                "weights in place (copy_, load_state_dict), or close the engine and make a new one"
-            )
-        no_hooks(item.name, item.tensor)
-        if item.trains != trained[item]:
-            raise ValueError(
-                f"{item.name!r} has been {'unfrozen' if item.trains else 'frozen'} since the engine was made, which "
-                "has memory for the gradients of those that trained then; close it and make a new one"
-            )
 
 
 def can_step(model: nn.Module) -> None:

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from ferryman.exactness.guard import Guard
 from ferryman.exactness.survey import Survey
 from ferryman.model.units import Unit
+from ferryman.plan.batch import Part
 from ferryman.relay.driver import Relay
 from ferryman.relay.observer import Roots
-from ferryman.training.batch import Part
 from ferryman.training.crosscheck import TRIED, CrossCheck, Work, second_run_differs
 
 _ALWAYS = 3  # steps in which the second runs of all calls are compared with the first

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ferryman.relay.rng import Randomness
+from ferryman.runtime.rng import Randomness
 from ferryman.training import checks
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ferryman.model.precision import PRECISIONS
 from ferryman.runtime.device_name import device_name
-from ferryman.server.precision import PRECISIONS
 
 
 class Accelerator:

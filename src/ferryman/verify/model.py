@@ -14,7 +14,7 @@ from torch import nn
 from ferryman.engine import Engine
 from ferryman.exactness.survey import Survey
 from ferryman.exactness.user_state import Policy
-from ferryman.training.batch import parts_of, samples_in
+from ferryman.plan.batch import parts_of, samples_in
 from ferryman.training.user_code import to_device
 from ferryman.verify.bench import Bench, apart, distance, largest
 from ferryman.verify.reference import Tensors, adamw

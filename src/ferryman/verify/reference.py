@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ferryman.server.precision import PRECISIONS
+from ferryman.model.precision import PRECISIONS
 from ferryman.verify.models import Batch
 
 RATE = 1e-3

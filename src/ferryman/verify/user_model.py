@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ferryman.model.units import hint
-from ferryman.training.batch import samples_in
+from ferryman.plan.batch import samples_in
 from ferryman.training.user_code import Loss, model_loss
 
 _MOST = 4  # micro-batches

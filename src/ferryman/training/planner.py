@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from ferryman.distributed.ranks import Share
+from ferryman.model.precision import Scale, scale_for
 from ferryman.model.units import GRAIN, DtypeOf, Unit, find_units, master_dtype, trained_elements
 from ferryman.plan.plan import Need, Plan, make_plan
 from ferryman.plan.policy import Policy, parse_policy
 from ferryman.plan.staging import JOINT, LEAST, SUBGROUP, Staging, largest_subgroup, subgroup_for
 from ferryman.runtime.sizes import show_bytes
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.precision import Scale, scale_for
 from ferryman.server.settings import Settings, is_eager
 from ferryman.server.state import arrays, bounds, is_whole
 

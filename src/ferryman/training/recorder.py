@@ -13,10 +13,10 @@ import ferryman
 from ferryman.distributed.ranks import Share
 from ferryman.model.units import DtypeOf
 from ferryman.observe.trace import Trace
+from ferryman.plan.batch import Part
 from ferryman.plan.plan import Plan
 from ferryman.runtime.device_name import device_name
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.training.batch import Part
 
 
 class Recorder:

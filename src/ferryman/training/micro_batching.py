@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from ferryman.plan.batch import Split, bytes_in, parts_of, samples_in
 from ferryman.plan.fit import Choice, Fit, TooLargeError, Trial
 from ferryman.plan.plan import Need, Plan
-from ferryman.plan.planner import Planner
 from ferryman.runtime.sizes import show_bytes
-from ferryman.training.batch import Split, bytes_in, parts_of, samples_in
+from ferryman.training.planner import Planner
 
 
 class MicroBatching:

@@ -32,8 +32,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from ferryman.model.binding import bind
 from ferryman.model.patching import ModelPatch
 from ferryman.model.units import Item, Unit
-from ferryman.plan.fit import Stretch, Trial
-from ferryman.relay.stash import IN_FLIGHT
+from ferryman.plan.fit import IN_FLIGHT, Stretch, Trial
 from ferryman.training.user_code import Loss, caches_off
 
 _TENSOR = object()  # stands in a flattened list where a tensor goes

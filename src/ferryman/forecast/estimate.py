@@ -1,7 +1,7 @@
 """The outlook: whether a training would fit, where each byte would go and how long a step would take.
 
 For a model that nobody has allocated, on a machine that need not be this one. The plan is made as an engine makes it,
-what micro-batches take is rehearsed on the meta device (`plan/dry_run.py`) in place of a trial, and the times come
+what micro-batches take is rehearsed on the meta device (`forecast/dry_run.py`) in place of a trial, and the times come
 from the performance model (`plan/forecast.py`).
 """
 
@@ -16,26 +16,26 @@ import torch
 from torch import nn
 
 from ferryman.distributed.ranks import Share
+from ferryman.forecast.dry_run import NotRehearsedError, Rehearsal, rehearse
+from ferryman.model.precision import dtype_of
 from ferryman.model.units import Unit, landing_dtype, trained_elements, weight_itemsize
-from ferryman.plan.dry_run import NotRehearsedError, Rehearsal, rehearse
+from ferryman.plan.batch import parts_of, portion, take
 from ferryman.plan.fit import Choice, Trial
 from ferryman.plan.forecast import Forecast, Sweep, Update, forecast
-from ferryman.plan.micro_batching import MicroBatching
 from ferryman.plan.network import Crew, exchange
 from ferryman.plan.plan import Plan
-from ferryman.plan.planner import Planner
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
 from ferryman.relay.weight_slots import fetched_visits
 from ferryman.runtime.sizes import show_bytes
 from ferryman.server.balancer import traffic_of
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.precision import dtype_of
 from ferryman.server.settings import Settings
 from ferryman.server.state import part_elements
 from ferryman.server.store import account
 from ferryman.training import checks
-from ferryman.training.batch import parts_of, portion, take
+from ferryman.training.micro_batching import MicroBatching
+from ferryman.training.planner import Planner
 from ferryman.training.user_code import model_loss
 
 

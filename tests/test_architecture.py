@@ -1,0 +1,50 @@
+"""The folders are the architecture: what each may import, and what may lie beside the engine."""
+
+import ast
+from pathlib import Path
+
+import ferryman
+
+ROOT = Path(ferryman.__file__).parent
+# From the top to the bottom: each imports only from those below it.
+LAYERS = [
+    "cli", "integrations", "verify", "forecast", "engine", "training", "checkpoint", "relay", "server", "observe", "data",
+    "distributed", "exactness", "plan", "model", "runtime", "_version",
+]  # fmt: skip
+
+
+def imports():
+    """Pairs of modules, the first of which imports the second when it runs; annotations do not count."""
+    for path in sorted(ROOT.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        unused = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        hidden = {id(node) for branch in unused for node in ast.walk(branch)}
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.ImportFrom)
+                and id(node) not in hidden
+                and (node.module or "").startswith("ferryman")
+            ):
+                yield path.relative_to(ROOT), node.module.split(".")[1:] or [node.names[0].name]
+
+
+def layer_of(path):
+    return path.parts[0].removesuffix(".py")
+
+
+def test_imports_go_one_way():
+    upwards = [
+        (str(path), ".".join(imported))
+        for path, imported in imports()
+        if path.name != "__init__.py" and LAYERS.index(imported[0]) < LAYERS.index(layer_of(path))
+    ]
+    assert upwards == []
+
+
+def test_every_folder_has_its_layer():
+    found = {layer_of(path.relative_to(ROOT)) for path in ROOT.rglob("*.py")}
+    assert found - {"__init__"} == set(LAYERS)
+
+
+def test_only_the_engine_lies_beside_the_folders():
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "_version.py", "engine.py"}
