@@ -8,8 +8,8 @@ import ferryman
 ROOT = Path(ferryman.__file__).parent
 # From the top to the bottom: each imports only from those below it.
 LAYERS = [
-    "cli", "integrations", "verify", "forecast", "engine", "training", "checkpoint", "relay", "server", "observe", "data",
-    "distributed", "exactness", "plan", "model", "runtime", "_version",
+    "cli", "integrations", "verify", "forecast", "engine", "training", "checkpoint", "relay", "server", "observe",
+    "data", "distributed", "exactness", "plan", "model", "runtime", "_version",
 ]  # fmt: skip
 
 
