@@ -318,7 +318,7 @@ def run_engine(
         except BaseException as error:  # such as reading what the engine has left behind
             outcomes.append(Outcome("CRASH", f"afterwards: {error!r}", traceback.format_exc()))
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=run, name="program", daemon=True)
     thread.start()
     thread.join(patience)
     return outcomes[0] if outcomes else Outcome("HANGS", f"for {patience:.0f} s")

@@ -155,6 +155,9 @@ def test_a_program_that_hangs_is_reported():
         assert run_engine(without_features(), CPU, engine=Hanging, patience=0.5).kind == "HANGS"
     finally:
         released.set()
+        for thread in threading.enumerate():  # it would draw from the generators of tests after this one
+            if thread.name == "program":
+                thread.join()
 
 
 def test_plain_results_are_those_of_every_step():
