@@ -3,10 +3,12 @@ are edited in a forward: equal to plain PyTorch, or refused by name."""
 
 import array
 import contextvars
+import dataclasses
 import gc
 import itertools
 import queue
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -294,6 +296,108 @@ def test_what_was_collected_does_not_outlive_the_engine(virtual):
     assert taken[1] <= taken[0]
 
 
+class Meter:
+    def __init__(self):
+        self.count = 0
+
+    def update(self):
+        self.count += 1
+
+
+METERS = {}
+KEPT = contextvars.ContextVar("kept")
+
+
+class Metered(Model):
+    class block(Block):  # noqa: N801
+        def forward(self, x):
+            METERS.setdefault("calls", Meter()).update()
+            KEPT.get()[0].update()
+            KEPT.get()[1].append(1)
+            return super().forward(x)
+
+
+def test_meters_count_each_call_once(device):
+    METERS.clear()
+    model = made(Metered, None)
+    with Engine(model, torch.optim.AdamW(model.parameters()), device=device, loss=loss) as engine:
+        for number in (1, 2):
+            KEPT.set((Meter(), []))
+            engine.step(next(batches(1)), 3)
+            assert METERS["calls"].count == number * 3 * 4
+            assert KEPT.get()[0].count == len(KEPT.get()[1]) == 3 * 4
+    KEPT.set(None)
+
+
+class Client:
+    """Sends what it is given in a thread of its own, as clients of logging services do."""
+
+    def __init__(self):
+        self.waiting, self.sent = queue.Queue(), 0
+        threading.Thread(target=self._send, daemon=True).start()
+
+    def _send(self):
+        while True:
+            self.waiting.get()
+            self.sent += 1
+            self.waiting.task_done()
+
+    def hook(self, *_):
+        self.waiting.put(1)
+
+
+@pytest.mark.parametrize("by", ["hook", "loss"])
+def test_other_threads_are_left_alone(by, device):
+    client, model = Client(), made(Model, None)
+
+    def function(model, batch):
+        client.waiting.put(1)
+        return loss(model, batch)
+
+    if by == "hook":
+        model.blocks[1].linear.register_forward_hook(client.hook)
+    train(model, function if by == "loss" else loss, device, 3, steps=2)
+    client.waiting.join()  # it would hang if a snapshot had put the queue back
+
+
+@dataclasses.dataclass(slots=True, weakref_slot=True)
+class Slots:
+    seen: int = 0
+
+
+class Oddities:
+    """What a loss may refer to, and no snapshot may stumble over."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.table = np.arange(4)
+        self.table.flags.writeable = False
+        self.slots = Slots()
+        self.seconds = 0.0
+
+    def __call__(self, model, batch):
+        began = time.perf_counter()
+        self.slots.seen += 1
+        value = loss(model, batch)
+        self.seconds += time.perf_counter() - began
+        return value
+
+    def hook(self, *_):
+        self.slots.seen += 0
+
+
+def test_ordinary_objects_are_not_in_the_way(device):
+    model = made(Model, None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    function = Oddities(optimizer)
+    model.blocks[1].linear.register_forward_hook(function.hook)
+    with Engine(model, optimizer, device=device, loss=function) as engine:
+        for batch in batches(2):
+            engine.step(batch, 3)
+    assert function.slots.seen == 6
+    assert function.seconds > 0
+
+
 # Refused.
 
 
@@ -303,6 +407,13 @@ class Queueing(Model):
             x = super().forward(x)
             QUEUE.put(x.pow(2).mean())
             return x
+
+
+class QueueingInputs(Model):
+    class block(Block):  # noqa: N801
+        def forward(self, x):
+            QUEUE.put(x.pow(2).mean())
+            return super().forward(x)
 
 
 def of_queue(model, batch):
@@ -349,6 +460,7 @@ class Drawing:
 
 REFUSED = {
     "a tensor in a queue": (Queueing, lambda: of_queue, {}, r"from inside the unit 'blocks\.\d'.*Return it from"),
+    "of inputs": (QueueingInputs, lambda: of_queue, {}, r"from inside the unit 'blocks\.\d'.*Return it from"),
     "max_norm": (Renormalised, lambda: loss, {}, r"'embed\.weight' is edited in place.*max_norm"),
     "a decay in a block": (Decaying, lambda: loss, {}, r"'blocks\.0\.linear\.weight' is edited in place"),
     "a teacher through .data": (

@@ -20,25 +20,33 @@ from ferryman.exactness.snapshot import Snapshot
 from ferryman.exactness.survey import MISSING, Variable, cell_contents
 
 
-def _put_context(values: Iterable[tuple[contextvars.ContextVar[Any], Any]]) -> None:
+def set_context(values: Iterable[tuple[contextvars.ContextVar[Any], Any]]) -> None:
+    """In the context that is current. What is not among the values stays as it is."""
     for variable, value in values:
         if variable.get(MISSING) is not value:
             variable.set(value)
 
 
-# All context variables that are set where the call runs, as pairs. What is not set stays so.
-CONTEXT = Variable(
-    "context variables",
-    contextvars.ContextVar,
-    lambda: tuple(contextvars.copy_context().items()),
-    _put_context,
-)
+def context_variables(begun_with: contextvars.Context) -> Variable:
+    """Context variables that a micro-batch has set since it began, as pairs. What those hold that were set before is
+    found by a walk, as what the model holds is."""
+
+    def get() -> tuple[Any, ...]:
+        now = contextvars.copy_context()
+        return tuple((key, value) for key, value in now.items() if begun_with.get(key, MISSING) is not value)
+
+    return Variable("context variables", contextvars.ContextVar, get, set_context)
+
+
+def context_roots() -> list[tuple[Any, str]]:
+    """What context variables hold where this is called, and their names."""
+    return [(value, f"context variable {key.name!r}") for key, value in contextvars.copy_context().items()]
 
 
 def beyond(modules: Iterable[nn.Module], known: Collection[int]) -> list[Variable]:
-    """Context variables, if there are any, and what forward hooks of these modules refer to. `known`: the identities
-    of what a walk has found to change, and is treated already."""
-    found = [CONTEXT] if contextvars.copy_context() else []
+    """What forward hooks of these modules refer to. `known`: the identities of what a walk has found to change, and is
+    treated already."""
+    found: list[Variable] = []
     for module in modules:
         if module._forward_hooks or module._forward_pre_hooks:
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):

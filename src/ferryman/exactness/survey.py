@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import queue
 import random
 import sys
 import threading
 import types
-import weakref
-from collections import UserDict, UserList, deque
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -27,6 +25,7 @@ from torch import nn
 from ferryman.exactness.snapshot import (
     ARRAYS,
     generator_state,
+    is_closed,
     is_same,
     put_elements,
     put_into_dict,
@@ -45,9 +44,9 @@ _CLONED = 2**24  # bytes; the elements of larger tensors are not remembered
 
 _INTERNAL = frozenset({"_parameters", "_modules", "_buffers", "forward"})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Packages whose objects hold nothing that belongs to a step, and objects of theirs that may.
-_OPEN = (types.SimpleNamespace, UserDict, UserList, queue.Queue, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
-_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "torch_virtual", "numpy", "ferryman", "builtins", "rich"}
+# Packages whose objects hold nothing that belongs to a step, and whose code keeps nothing; see also `is_closed`.
+_FOREIGN = frozenset({"torch", "torch_virtual", "numpy", "ferryman", "builtins", "rich"})
+_FOREIGN_CODE = _FOREIGN | frozenset(sys.stdlib_module_names)
 
 
 class Variable:
@@ -124,7 +123,7 @@ class _Namespace(_Holder):
         try:
             if now == before:  # identical objects are equal at once; this is most of the time
                 return []
-        except (RuntimeError, ValueError, TypeError):  # tensors and arrays do not compare to one truth
+        except Exception:  # tensors and arrays do not compare to one truth, and a class may compare as it likes
             pass
         names = [*before, *(name for name in now if name not in before)]
         return [
@@ -220,7 +219,7 @@ class _ArrayElements(_Holder):
         return [Array(self.name, self._array, lambda: self._array, lambda _: None)]
 
     def put_back(self, before: Any) -> None:
-        if before is not None:
+        if before is not None and not same_elements(self._array, before):
             put_elements(self._array, before)
 
 
@@ -362,6 +361,9 @@ class Survey:
         )
         while self._queue and len(self.owners) < _MOST:
             self._visit(*self._queue.popleft())
+        # From here on nothing is kept alive but what holds values.
+        self._queue.clear()
+        self._kept.clear()
 
     def look(self) -> list[Any]:
         return [holder.look() for holder in self._holders]
@@ -394,6 +396,8 @@ class Survey:
             self._holders.append(_ArrayElements(name, value, thorough=self._thorough))
         elif isinstance(value, threading.local):
             self.thread_locals.append(value)
+            for attribute, member in value.__dict__.items():
+                self._add(member, f"{name}.{attribute}", depth + 1)
         elif isinstance(value, types.MethodType):
             self._add(value.__self__, name, depth)
             self._add(value.__func__, name, depth)
@@ -441,7 +445,7 @@ class Survey:
         self._add(type(module), type(module).__name__, depth + 1)
 
     def _visit_class(self, kind: type, depth: int) -> None:
-        if kind.__module__.partition(".")[0] in _FOREIGN:
+        if kind.__module__.partition(".")[0] in _FOREIGN_CODE:
             return
         self._holders.append(_ClassAttributes(kind.__name__, kind))
         for attribute, member in list(vars(kind).items()):
@@ -457,7 +461,7 @@ class Survey:
             self._add(base, base.__name__, depth + 1)
 
     def _visit_function(self, function: types.FunctionType, name: str, depth: int) -> None:
-        if function.__module__ and function.__module__.partition(".")[0] in _FOREIGN:
+        if function.__module__ and function.__module__.partition(".")[0] in _FOREIGN_CODE:
             return
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self.owners:
@@ -490,8 +494,8 @@ class Survey:
 
     def _visit_object(self, value: Any, name: str, depth: int) -> None:
         kind = type(value)
-        foreign = kind.__module__.partition(".")[0] in _FOREIGN and not isinstance(value, _OPEN)
-        if isinstance(value, types.ModuleType) or (foreign and not isinstance(value, dict)):
+        foreign = kind.__module__.partition(".")[0] in _FOREIGN and not isinstance(value, dict)
+        if isinstance(value, types.ModuleType) or is_closed(value) or foreign:
             return
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):

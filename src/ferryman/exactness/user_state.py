@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ferryman.exactness.reach import context_roots
 from ferryman.exactness.snapshot import PlainSnapshot, Snapshot, snapshot_of
 from ferryman.exactness.survey import Array, Elements, Generator, Survey, Variable
 from ferryman.model.units import Unit
@@ -99,7 +100,9 @@ class UserState:
         return self._by_unit.get(unit, _NONE)
 
     def _reached_by(self, unit: Unit) -> tuple[list[Variable], list[Variable]]:
-        owners = Survey([(module, "") for module in unit.modules], thorough=False).owners
+        # What context variables hold is in the reach of all code.
+        roots = [*((module, "") for module in unit.modules), *context_roots()]
+        owners = Survey(roots, thorough=False).owners
         found = [
             variable
             for variable in self._variables.values()

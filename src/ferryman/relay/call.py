@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ferryman.exactness.buffers import Copies
-from ferryman.exactness.reach import CONTEXT, beyond
+from ferryman.exactness.reach import beyond
 from ferryman.exactness.snapshot import Snapshot
 from ferryman.exactness.survey import Variable
 from ferryman.model.units import Unit
@@ -88,10 +88,12 @@ class Call:
         # See Note [What a unit reads and writes].
         private, self._shared = relay.state.of(unit)
         self._private = [*private, *beyond(relay.inside[unit], relay.state.owners)]
+        if batch.context.get():
+            self._private.append(batch.context)
         self._context = contextvars.copy_context()
         self._given = args, tuple(kwargs.values())  # until it runs
         self._before = Snapshot([*self._given, *(v.get() for v in self._private)], relay.state.edited)
-        if self._before.mutables or self._context:
+        if self._before.mutables or self._shared or self._context:
             relay.entangled.append(weakref.ref(self))
         self._shared_before: Snapshot | None = None  # at the forward's start
         self._first: _Run | None = None  # between the node's forward and its return
@@ -159,7 +161,8 @@ class Call:
         has_graph = keeps_graph or relay.escapes.traced
         inputs = self._detached(tensors) if has_graph else [t.detach() for t in tensors]
         if relay.escapes.traced:
-            inputs = [t.clone() for t in inputs]  # autograd forbids edits of leaves
+            with torch.enable_grad():
+                inputs = [t.clone() for t in inputs]  # autograd forbids edits of leaves
         first_node = relay.escapes.next_number()
         with torch.set_grad_enabled(has_graph):
             run = self._first = self._execute(inputs, adopt=True)
@@ -198,9 +201,8 @@ class Call:
                 inputs = self._detached(self._recall(stash))
                 outputs = self._replay(inputs, stack)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-            with self._relay.present(
-                self.unit, adopt=False
-            ):  # checkpointing within the unit runs parts of it once more
+            # Checkpointing within the unit runs parts of it once more.
+            with self._relay.present(self.unit, adopt=False):
                 results = self._backpropagate(pairs, inputs, accumulate=accumulate)
         self._relay.stash.know(self.batch, [g for g in results if g is not None])
         return results
@@ -227,7 +229,7 @@ class Call:
         """The step is over. A list that the call was given may hold what it has made, which refers to the call: a cycle
         through autograd's graph, which Python cannot collect."""
         self._before, self._shared_before = Snapshot(()), None
-        self._private, self._context = [], contextvars.Context()
+        self._private, self._shared, self._context = [], [], contextvars.Context()
 
     def drop_graph(self) -> None:
         """The backward did not follow at once: gives the memory back; the forward will run again."""
@@ -279,8 +281,8 @@ class Call:
         result = Snapshot([self._call(args, values, adopt=adopt)])
         after, outputs = None, {id(t): t for t in result.tensors}
         changing = [*self._private, *self._shared]
-        if CONTEXT not in changing and contextvars.copy_context():
-            changing.append(CONTEXT)  # the unit has set the first context variable
+        if self.batch.context not in changing and self.batch.context.get():
+            changing.append(self.batch.context)  # the unit has set the first context variable
         if self._before.mutables or changing:
             given = {id(t) for t in inputs} | {id(detached) for detached, _ in constants}
             after = Snapshot([args, values, *(variable.get() for variable in changing)], self._relay.state.edited)

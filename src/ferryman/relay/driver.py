@@ -9,6 +9,7 @@ which the logits of two micro-batches never exist together.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,7 +21,7 @@ from torch import nn
 from ferryman.exactness.buffers import Bound, Buffers
 from ferryman.exactness.escapes import Escapes
 from ferryman.exactness.guard import Guard
-from ferryman.exactness.reach import beyond, tensors_in
+from ferryman.exactness.reach import beyond, context_variables, tensors_in
 from ferryman.exactness.user_state import UserState
 from ferryman.exactness.weight_edits import WeightEdits
 from ferryman.model.binding import adopt_assigned, bind, is_buffer
@@ -89,7 +90,7 @@ class Relay:
         self._hooked: set[tuple[MicroBatch, Item]] = set()  # parameters whose hooks have run
         self._sums: dict[Item, torch.Tensor] = {}  # where gradients of the unit on visit are added up
         self._resident_sums: dict[Item, torch.Tensor] = {}
-        self.entangled: list[weakref.ref[Call]] = []  # calls that were given lists, dicts or objects
+        self.entangled: list[weakref.ref[Call]] = []  # calls that can reach what may refer to them
         self._open: dict[Unit, int] = {}  # calls whose backward is still to come
         self._latest: Call | None = None  # the last to go forward
         self._turning: set[nn.Module] = set()
@@ -184,6 +185,7 @@ class Relay:
         losses = self._losses = dict[int, torch.Tensor]()
 
         def work(batch: MicroBatch) -> None:
+            batch.context = context_variables(contextvars.copy_context())
             modules = (module for inside in self.inside.values() for module in inside)
             batch.inherited = tensors_in(beyond(modules, self.state.owners))
             with self.stash.watch(batch):
@@ -484,7 +486,7 @@ class Relay:
                 if observer is None:
                     self.buffers.keep()
                 else:
-                    observer.end(losses)
+                    observer.end(losses, self._batches[-1].thread_state)
         finally:
             if observer is not None:
                 with self.compute.current():

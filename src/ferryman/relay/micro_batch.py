@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ferryman.exactness.reach import context_variables, set_context
 from ferryman.model.units import Unit
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.rng import Randomness, State
@@ -49,18 +50,13 @@ class ThreadState(NamedTuple):
 
     def leave_behind(self, thread_locals: Sequence[threading.local]) -> None:
         """Makes it the calling thread's."""
-        for variable, value in self.context.items():
-            if variable.get(_UNSET) is not value:
-                variable.set(value)
+        set_context(self.context.items())
         self.put_locals(thread_locals)
 
     def put_locals(self, thread_locals: Sequence[threading.local]) -> None:
         for local, held in zip(thread_locals, self.held, strict=True):
             local.__dict__.clear()
             local.__dict__.update(held)
-
-
-_UNSET: Any = object()
 
 
 class MicroBatch:
@@ -78,6 +74,7 @@ class MicroBatch:
         self.wish: Wish | None = None
         self.needs: Sequence[torch.Tensor] = ()  # by the call that it is parked in
         self.inherited: dict[int, torch.Tensor] = {}  # what calls can reach beyond variables, when it begins
+        self.context = context_variables(contextvars.Context())  # those that it has set
         self.turned = False  # its loss is there, and it goes backward from now on
         self.done = False
         self._error: BaseException | None = None
@@ -105,6 +102,7 @@ class MicroBatch:
             with self._surroundings.enter():
                 state.put_locals(self._surroundings.thread_locals)
                 self._work(self)
+            self.thread_state = ThreadState.here(self._surroundings.thread_locals)
         except Abandoned:
             pass
         except BaseException as error:  # the driver raises it, where the user called
@@ -112,7 +110,6 @@ class MicroBatch:
         finally:
             self.wish = None
             self.done = True
-            self.thread_state = ThreadState.here(self._surroundings.thread_locals)
             self._drivers.release()
 
     def park(self, unit: Unit, direction: Direction, needs: Sequence[torch.Tensor]) -> None:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ferryman.exactness.reach import context_roots
 from ferryman.exactness.survey import Survey
 from ferryman.model.units import Item
-from ferryman.relay.micro_batch import MicroBatch
+from ferryman.relay.micro_batch import MicroBatch, ThreadState
 
 
 class Roots(NamedTuple):
@@ -30,7 +31,7 @@ class Observer:
 
     def begin(self) -> None:
         """The model is bound for the step, and nothing has run."""
-        self.survey = Survey(self._roots.values, self._roots.inside, thorough=True)
+        self.survey = Survey([*self._roots.values, *context_roots()], self._roots.inside, thorough=True)
         self._before = self.survey.look()
 
     def resumes(self, batch: MicroBatch) -> None:
@@ -42,8 +43,8 @@ class Observer:
     def gradient(self, batch: MicroBatch, item: Item, gradient: torch.Tensor) -> None:
         """One call's gradient of a parameter."""
 
-    def end(self, losses: dict[int, torch.Tensor]) -> None:
-        """All is over, and what it has changed is still there."""
+    def end(self, losses: dict[int, torch.Tensor], left: ThreadState | None) -> None:
+        """All is over, and what it has changed is still there. `left`: by the last micro-batch, in its thread."""
 
     def undo(self) -> None:
         """Comes last, also after an exception: the model is still bound."""

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ferryman.exactness.reach import context_roots
 from ferryman.exactness.survey import Survey
 from ferryman.plan.batch import Shape, per_sample, pick, samples_in, shape_of
 from ferryman.plan.fit import TooLargeError
@@ -51,7 +52,7 @@ _STEPS = 4  # of the loss's own dtype, in which it may have been added up
 @contextlib.contextmanager
 def _undone(roots: Roots) -> Iterator[None]:
     """Within, the user's code runs; afterwards its variables are as they were."""
-    survey = Survey(*roots, thorough=True)
+    survey = Survey([*roots.values, *context_roots()], roots.inside, thorough=True)
     before = survey.look()
     try:
         yield

@@ -15,6 +15,7 @@ What does not agree in the end is refused, by name.
 
 from __future__ import annotations
 
+import contextvars
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,13 +23,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
-from ferryman.exactness.snapshot import ARRAYS, TOLERANCE, Snapshot, generator_state, is_near, same_state
+from ferryman.exactness.snapshot import (
+    ARRAYS,
+    TOLERANCE,
+    Snapshot,
+    generator_state,
+    is_closed,
+    is_near,
+    same_state,
+    slot_names,
+)
 from ferryman.exactness.survey import HOOKS, Variable
 from ferryman.exactness.user_state import Policy
 from ferryman.model.units import Item, Unit
 from ferryman.relay.driver import Relay
-from ferryman.relay.micro_batch import MicroBatch
+from ferryman.relay.micro_batch import MicroBatch, ThreadState
 from ferryman.relay.observer import Roots
 from ferryman.training.discovery import Discovery, Watcher
 
@@ -88,11 +99,20 @@ class CrossCheck:
         if len(works) == 1:
             return losses
 
+        again: _Trial | None = None  # in turn once more, to see what differs by itself
+
         def interleave() -> tuple[_Trial, list[Variable]]:
+            nonlocal again
             interleaved = _Trial(relay, self._roots)
             trial(works, interleaved, in_turn=False)
             self._check_second_runs()
-            return interleaved, in_turn.left_otherwise(interleaved)
+            wrong = in_turn.left_otherwise(interleaved)
+            if wrong and again is None:
+                again = _Trial(relay, self._roots)
+                trial(works, again, in_turn=True)
+                in_turn.noisy = frozenset(variable.name for variable in in_turn.left_otherwise(again))
+                wrong = in_turn.left_otherwise(interleaved)
+            return interleaved, wrong
 
         interleaved, wrong = self._find_policies(interleave)
         self._compare(in_turn, interleaved, wrong)
@@ -165,6 +185,7 @@ class _Trial(Watcher):
         self.losses: list[torch.Tensor] = []
         self._gradients: dict[tuple[int, Item], list[torch.Tensor]] = {}  # the sum and the norm of each
         self._left: dict[str, Any] = {}
+        self.noisy: frozenset[str] = frozenset()  # variables that are left otherwise each time: measured seconds
 
     def begin(self) -> None:
         super().begin()
@@ -179,10 +200,15 @@ class _Trial(Watcher):
         sums = torch.stack([gradient.sum(dtype=torch.float32), torch.linalg.vector_norm(gradient, dtype=torch.float32)])
         self._gradients.setdefault((batch.number, item), []).append(sums)
 
-    def end(self, losses: dict[int, torch.Tensor]) -> None:
+    def end(self, losses: dict[int, torch.Tensor], left: ThreadState | None) -> None:
         self.losses = [losses[number] for number in sorted(losses)]
         self._left = {v.name: _plain(_value(v)) for v in self._relay.state.variables}
         self._left |= self._relay.edited_buffers()
+        if left is not None:
+            begun_with = contextvars.copy_context()
+            context = {key: value for key, value in left.context.items() if begun_with.get(key) is not value}
+            self._left |= {f"context variable {key.name!r}": _plain(value) for key, value in context.items()}
+            self._left["thread-local variables"] = _plain(list(left.held))
 
     def _known(self) -> dict[Any, Snapshot]:
         return {v.key: Snapshot([v.get()]) for v in self._relay.state.variables}
@@ -191,7 +217,8 @@ class _Trial(Watcher):
 
     def left_otherwise(self, other: _Trial) -> list[Variable]:
         """Variables that the other one has left with another value."""
-        return [v for v in self._relay.state.variables if not _agree(self._left.get(v.name), other._left.get(v.name))]
+        variables = [variable for variable in self._relay.state.variables if variable.name not in self.noisy]
+        return [v for v in variables if not _agree(self._left.get(v.name), other._left.get(v.name))]
 
     def difference(self, other: _Trial) -> str | None:
         """The first loss or gradient that is another one, in words."""
@@ -206,7 +233,7 @@ class _Trial(Watcher):
             if (math.isfinite(a[0]) and abs(a[0] - b[0]) > _GRADIENT_TOLERANCE * a[1]) or not _agree(a[1], b[1]):
                 return f"the gradient of {item.name!r} from micro-batch {number} is another one"
         for name, value in self._left.items():
-            if name in other._left and not _agree(value, other._left[name]):
+            if name not in self.noisy and name in other._left and not _agree(value, other._left[name]):
                 return f"{name} is left behind with another value"
         return None
 
@@ -250,7 +277,12 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(member, depth + 1) for member in value]
     state = generator_state(value)
-    return type(value).__name__ if state is None else _State(state)
+    if state is not None:
+        return _State(state)
+    if isinstance(value, nn.Module | type) or is_closed(value) or callable(value):
+        return type(value).__name__
+    attributes = {**getattr(value, "__dict__", {}), **{n: getattr(value, n, None) for n in slot_names(value)}}
+    return [type(value).__name__, {name: _plain(member, depth + 1) for name, member in attributes.items()}]
 
 
 def _plain_key(key: Any) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ferryman.exactness.guard import Guard
+from ferryman.exactness.reach import context_roots
 from ferryman.exactness.survey import Survey
 from ferryman.model.units import Unit
 from ferryman.plan.batch import Part
@@ -30,19 +30,28 @@ class FirstSteps:
         self.roots = Roots([(model, "model"), (loss, "the loss")], inside)
         self._units = units
         self._checked: set[Any] = set()
+        self._context: list[tuple[Any, str]] = []  # what context variables held in the last trial
         self._survey: Survey | None = None
         self._tried: tuple[int, list[float]] | None = None  # the seed and the losses of the trial that has just run
         self._steps = 0
 
     def is_new(self, parts: Sequence[Part]) -> bool:
-        return bool(parts) and _kind_of(parts) not in self._checked
+        return bool(parts) and (_kind_of(parts) not in self._checked or self._has_other_context())
+
+    def _has_other_context(self) -> bool:
+        """Whether a context variable, whose value was seen to change in a step, holds another object by now."""
+        names = [variable.name for variable in self._relay.state.variables]
+        seen = {id(value) for value, _ in self._context}
+        return any(
+            id(value) not in seen and any(name.startswith(root) for name in names) for value, root in context_roots()
+        )
 
     def check(self, parts: Sequence[Part], works: Sequence[Work], seed: int, *, stash_on_host: bool) -> None:
         """Runs the cross-check for a kind of step."""
         losses = CrossCheck(self._relay, self.roots, self._units).run(works, seed, stash_on_host=stash_on_host)
         self._tried = seed, [loss / part.weight for loss, part in zip(losses, parts, strict=False)]
         self._checked.add(_kind_of(parts))
-        self._survey = None
+        self._survey, self._context = None, context_roots()
 
     def forget(self) -> None:
         """Something has changed that no check has seen."""
@@ -53,7 +62,7 @@ class FirstSteps:
         self._relay.checksums.begin(on=self._steps < _ALWAYS or self._steps % _NOW_AND_AGAIN == 0)
         self._steps += 1
         if self._survey is None:
-            self._survey = Survey(*self.roots, thorough=False)
+            self._survey = Survey([*self.roots.values, *context_roots()], self.roots.inside, thorough=False)
         expected: list[float] = []
         if self._tried is not None and self._tried[0] == seed and not skips:
             expected = [loss * part.weight for loss, part in zip(self._tried[1], parts, strict=False)]
@@ -68,6 +77,15 @@ class FirstSteps:
 
 def _kind_of(parts: Sequence[Part]) -> Any:
     """Steps of the same kind do the same work: as many micro-batches, with tensors of the same kinds."""
-    leaves, spec = pytree.tree_flatten(parts[0].content)
-    kinds = tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
-    return min(len(parts), TRIED), str(spec), kinds
+    return min(len(parts), TRIED), _describe(parts[0].content)
+
+
+def _describe(content: Any) -> Any:
+    """What it is made of. How long lists are makes no difference, as how large tensors are makes none."""
+    if isinstance(content, torch.Tensor):
+        return content.dtype, content.dim()
+    if isinstance(content, Mapping):
+        return type(content), frozenset((key, _describe(member)) for key, member in content.items())
+    if isinstance(content, list):
+        return list, frozenset(map(_describe, content))
+    return (tuple, *map(_describe, content)) if isinstance(content, tuple) else type(content)
