@@ -42,10 +42,10 @@ def losses(run):
 
 
 class sending:  # noqa: N801 - reads like a function
-    """Within, a process gets a signal as soon as the run has made two steps; or more of them, one after the other."""
+    """Within, a process gets a signal as soon as the run has made two steps."""
 
-    def __init__(self, number, run, times=1, process=None):
-        self._what = (number, run / "metrics.jsonl", times, process or os.getpid())
+    def __init__(self, number, run, process=None):
+        self._what = (number, run / "metrics.jsonl", process or os.getpid())
         self._thread = threading.Thread(target=self._send)
 
     def __enter__(self):
@@ -55,9 +55,7 @@ class sending:  # noqa: N801 - reads like a function
         self._thread.join()
 
     def _send(self):
-        number, file, times, process = self._what
+        number, file, process = self._what
         while not file.exists() or file.read_text().count("\n") < 2:
             time.sleep(0.01)
-        for _ in range(times):
-            os.kill(process, number)
-            time.sleep(0.05)
+        os.kill(process, number)

@@ -1,5 +1,6 @@
 """`ferryman train`, stopped and resumed: it is the run that was never stopped, and nothing of it is lost."""
 
+import itertools
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from ferryman.cli.run import Run, new_run
 from ferryman.cli.words import in_words
 from ferryman.data.text import as_bytes
 from ferryman.distributed.ranks import Ranks
+from ferryman.relay.driver import Relay
 
 
 @pytest.mark.parametrize(
@@ -132,10 +134,18 @@ def test_asked_to_stop_it_finishes_the_step_and_saves(number, corpus, tmp_path, 
     assert all(loss == known[step] for step, loss in losses(run) if step in known)
 
 
-def test_a_second_ctrl_c_stops_at_once(corpus, tmp_path, virtual):
-    torch_virtual.set_link(virtual, delay=0.006)
-    with sending(signal.SIGINT, tmp_path / "run", times=2):
-        result = train(GPT, "--data", corpus, "-o", tmp_path / "run", "--device", "virtual", "--steps", 500)
+def test_a_second_ctrl_c_stops_at_once(corpus, tmp_path, virtual, monkeypatch):
+    """Both come in the middle of the third step."""
+    visit, visits = Relay._visit, itertools.count()
+
+    def interrupted(self, *args):
+        if self.for_good and next(visits) == 2 * len(self.order):
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+        visit(self, *args)
+
+    monkeypatch.setattr(Relay, "_visit", interrupted)
+    result = train(GPT, "--data", corpus, "-o", tmp_path / "run", "--device", "virtual", "--steps", 500)
     assert result.exit_code == 130
     assert "interrupted. Nothing was saved." in result.output
 
