@@ -57,6 +57,7 @@ class Checksums:
         if self._calls:
             self._every = -(-3 * self._calls // _ROOM)
         self._used = self._calls = 0
+        self._other = None
         self._steps += 1
         self._first.clear()
         self._done.clear()

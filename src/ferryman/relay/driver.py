@@ -470,7 +470,6 @@ class Relay:
             with self.compute.current():
                 by_bytes = self.escapes.traced or self.checksums.is_on
                 self._resident_edits = WeightEdits(list(self._resident_tensors.items()), by_bytes=by_bytes)
-            with self.compute.current():
                 self.state.begin(seed, exchange=exchange)
             try:
                 yield
