@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ferryman.exactness.snapshot import Snapshot
-from ferryman.exactness.survey import MISSING, Variable, cell_contents
+from ferryman.exactness.variables import MISSING, Variable, cell_contents
 
 
 def set_context(values: Iterable[tuple[contextvars.ContextVar[Any], Any]]) -> None:

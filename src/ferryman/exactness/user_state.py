@@ -28,7 +28,8 @@ import torch
 
 from ferryman.exactness.reach import context_roots
 from ferryman.exactness.snapshot import PlainSnapshot, Snapshot, snapshot_of
-from ferryman.exactness.survey import Array, Elements, Generator, Survey, Variable
+from ferryman.exactness.survey import Survey
+from ferryman.exactness.variables import Array, Elements, Generator, Variable
 from ferryman.model.units import Unit
 
 _Saved = Snapshot | PlainSnapshot

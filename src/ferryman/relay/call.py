@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ferryman.exactness.buffers import Copies
 from ferryman.exactness.reach import beyond
 from ferryman.exactness.snapshot import Snapshot
-from ferryman.exactness.survey import Variable
+from ferryman.exactness.variables import Variable
 from ferryman.model.units import Unit
 from ferryman.relay.micro_batch import Direction, MicroBatch
 from ferryman.relay.stash import Stashed

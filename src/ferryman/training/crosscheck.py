@@ -35,8 +35,9 @@ from ferryman.exactness.snapshot import (
     same_state,
     slot_names,
 )
-from ferryman.exactness.survey import HOOKS, Variable
+from ferryman.exactness.survey import HOOKS
 from ferryman.exactness.user_state import Policy
+from ferryman.exactness.variables import Variable
 from ferryman.model.units import Item, Unit
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch, ThreadState

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ferryman.exactness.snapshot import Snapshot, is_same
-from ferryman.exactness.survey import Array, Elements, Generator, Variable
 from ferryman.exactness.user_state import Policy
+from ferryman.exactness.variables import Array, Elements, Generator, Variable
 from ferryman.model.units import Unit
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch

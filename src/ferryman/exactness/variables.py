@@ -1,0 +1,327 @@
+"""What can change in the user's Python state, and what holds it: attributes, containers, closures, arrays, generators.
+
+A *variable* is one thing that may change. A *holder* is something that holds values and is looked at as a whole: it
+tells which of its variables have changed since it was looked at last, and puts them back.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ferryman.exactness.snapshot import (
+    generator_state,
+    is_same,
+    put_elements,
+    put_into_dict,
+    same_elements,
+    same_state,
+    set_generator_state,
+    slot_names,
+)
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()  # stands for an attribute that is not there
+
+LARGE = 2**16  # elements of a container that is looked at by its length alone
+_CLONED = 2**24  # bytes; the elements of larger tensors are not remembered
+
+INTERNAL = frozenset({"_parameters", "_modules", "_buffers", "forward"})  # attributes of modules that are the engine's
+
+
+class Variable:
+    """One thing that the user's code may change: what `get` returns, and what that holds."""
+
+    def __init__(self, name: str, owner: Any, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+        self.name = name
+        self.get = get
+        self.put = put
+        self.owner = owner  # keeps its identity from being used again
+
+    @property
+    def key(self) -> Hashable:
+        return id(self.owner), self.name
+
+    def __repr__(self) -> str:
+        return f"<Variable {self.name}>"
+
+
+class Elements(Variable):
+    """The elements of a tensor that is edited in place; if known, `place` is the attribute that holds it."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, place: Variable | None) -> None:
+        super().__init__(name, tensor, lambda: tensor if place is None else place.get(), lambda _: None)
+        self.tensor = tensor
+        self.place = place
+
+
+class Array(Variable):
+    """The elements of an array that is no tensor, and is edited in place."""
+
+
+class Generator(Variable):
+    """The state of a random number generator. `is_global`: every micro-batch seeds it for itself."""
+
+    def __init__(self, name: str, generator: Any, *, is_global: bool) -> None:
+        super().__init__(name, generator, lambda: generator, lambda _: None)
+        self.generator = generator
+        self.is_global = is_global
+
+
+class Holder:
+    """Something that holds values, looked at as a whole."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def look(self) -> Any:
+        raise NotImplementedError
+
+    def changed(self, before: Any) -> list[Variable]:
+        raise NotImplementedError
+
+    def put_back(self, before: Any) -> None:
+        raise NotImplementedError
+
+
+class Namespace(Holder):
+    """The attributes of an object, or some globals."""
+
+    def __init__(self, name: str, owner: Any, mapping: dict[str, Any], only: frozenset[str] | None = None) -> None:
+        super().__init__(name)
+        self.owner = owner
+        self._mapping = mapping
+        self._only = only
+
+    def look(self) -> dict[str, Any]:
+        if self._only is None:
+            return self._mapping.copy()
+        return {name: self._mapping[name] for name in self._only if name in self._mapping}
+
+    def changed(self, before: dict[str, Any]) -> list[Variable]:
+        now = self._mapping if self._only is None else self.look()
+        try:
+            if now == before:  # identical objects are equal at once; this is most of the time
+                return []
+        except Exception:  # tensors and arrays do not compare to one truth, and a class may compare as it likes
+            pass
+        names = [*before, *(name for name in now if name not in before)]
+        return [
+            self.variable(name)
+            for name in names
+            if name not in INTERNAL and not is_same([now.get(name, MISSING)], [before.get(name, MISSING)])
+        ]
+
+    def put_back(self, before: dict[str, Any]) -> None:
+        for variable in self.changed(before):
+            variable.put(before.get(variable.name.rpartition(".")[2], MISSING))
+
+    def variable(self, name: str) -> Variable:
+        mapping = self._mapping
+
+        def put(value: Any) -> None:
+            if value is MISSING:
+                mapping.pop(name, None)
+            else:
+                mapping[name] = value
+
+        return Variable(f"{self.name}.{name}", self.owner, lambda: mapping.get(name, MISSING), put)
+
+
+class Attributes(Holder):
+    """Attributes that lie in no dict that can be edited: those of a class, or those in slots."""
+
+    def __init__(self, name: str, owner: Any) -> None:
+        super().__init__(name)
+        self._owner = owner
+
+    def look(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def changed(self, before: dict[str, Any]) -> list[Variable]:
+        now = self.look()
+        return [
+            Variable(
+                f"{self.name}.{name}",
+                self._owner,
+                functools.partial(self._get, name),
+                functools.partial(self._put, name),
+            )
+            for name in sorted({*before, *now})
+            if not is_same([now.get(name, MISSING)], [before.get(name, MISSING)])
+        ]
+
+    def put_back(self, before: dict[str, Any]) -> None:
+        for variable in self.changed(before):
+            variable.put(before.get(variable.name.rpartition(".")[2], MISSING))
+
+    def _get(self, name: str) -> Any:
+        return self.look().get(name, MISSING)
+
+    def _put(self, name: str, value: Any) -> None:
+        if value is not MISSING:
+            self._set(name, value)
+        elif name in self.look():
+            delattr(self._owner, name)
+
+    def _set(self, name: str, value: Any) -> None:
+        setattr(self._owner, name, value)
+
+
+class ClassAttributes(Attributes):
+    def look(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self._owner).items() if not is_code(value)}
+
+
+class Slots(Attributes):
+    def look(self) -> dict[str, Any]:
+        return {name: getattr(self._owner, name) for name in slot_names(self._owner) if hasattr(self._owner, name)}
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self._owner, name, value)  # which a frozen dataclass allows
+
+
+class ArrayElements(Holder):
+    """The elements of an array of numpy or of the standard library."""
+
+    def __init__(self, name: str, array: Any, *, thorough: bool) -> None:
+        super().__init__(name)
+        self._array = array
+        nbytes = array.nbytes if isinstance(array, np.ndarray) else memoryview(array).nbytes
+        self._keeps = thorough and nbytes <= _CLONED
+
+    def look(self) -> Any:
+        return copy.copy(self._array) if self._keeps else None
+
+    def changed(self, before: Any) -> list[Variable]:
+        if before is None or same_elements(self._array, before):
+            return []
+        return [Array(self.name, self._array, lambda: self._array, lambda _: None)]
+
+    def put_back(self, before: Any) -> None:
+        if before is not None and not same_elements(self._array, before):
+            put_elements(self._array, before)
+
+
+class Container(Holder):
+    def __init__(self, name: str, container: Any) -> None:
+        super().__init__(name)
+        self.container = container
+
+    def look(self) -> Any:
+        if len(self.container) > LARGE:
+            return len(self.container)
+        return dict(self.container) if isinstance(self.container, dict) else list(self.container)
+
+    def changed(self, before: Any) -> list[Variable]:
+        now = self.look()
+        if type(now) is not type(before):
+            same = False
+        elif isinstance(now, dict):
+            same = is_same(now.keys(), list(before)) and is_same(now.values(), list(before.values()))
+        else:
+            same = now == before if isinstance(now, int) else is_same(now, before)
+        container = self.container
+        return [] if same else [Variable(self.name, container, lambda: container, lambda _: None)]
+
+    def put_back(self, before: Any) -> None:
+        if isinstance(before, int):  # it was too large to remember; what was added is taken away again
+            while isinstance(self.container, list | deque) and len(self.container) > before:
+                self.container.pop()
+        elif not self.changed(before):
+            pass
+        elif isinstance(before, dict):
+            put_into_dict(self.container, list(before.items()))
+        else:
+            self.container.clear()
+            (self.container.update if isinstance(self.container, set) else self.container.extend)(before)
+
+
+def cell_contents(cell: types.CellType) -> Any:
+    """The value of a variable that functions share with the function around them."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return MISSING
+
+
+class Cell(Holder):
+    def __init__(self, name: str, cell: types.CellType) -> None:
+        super().__init__(name)
+        self.cell = cell
+
+    def look(self) -> Any:
+        return cell_contents(self.cell)
+
+    def changed(self, before: Any) -> list[Variable]:
+        if is_same([self.look()], [before]):
+            return []
+        return [Variable(self.name, self.cell, self.look, self.put_back)]
+
+    def put_back(self, before: Any) -> None:
+        if before is not MISSING:
+            self.cell.cell_contents = before
+        elif self.look() is not MISSING:
+            del self.cell.cell_contents
+
+
+class GeneratorState(Holder):
+    def __init__(self, name: str, generator: Any, *, is_global: bool = False) -> None:
+        super().__init__(name)
+        self._variable = Generator(name, generator, is_global=is_global)
+
+    def look(self) -> Any:
+        return generator_state(self._variable.generator)
+
+    def changed(self, before: Any) -> list[Variable]:
+        return [] if same_state(self.look(), before) else [self._variable]
+
+    def put_back(self, before: Any) -> None:
+        set_generator_state(self._variable.generator, before)
+
+
+class TensorElements(Holder):
+    """A tensor that is not the engine's; edits show in its version, and past that in its elements."""
+
+    class Seen(NamedTuple):
+        version: int
+        elements: torch.Tensor | None
+
+    def __init__(self, name: str, tensor: torch.Tensor, place: Variable | None, *, thorough: bool) -> None:
+        super().__init__(name)
+        self._variable = Elements(name, tensor, place)
+        self._keeps = thorough and tensor.nbytes <= _CLONED
+
+    def look(self) -> TensorElements.Seen:
+        tensor = self._variable.tensor
+        # On the host: on the device it would count against the budget.
+        return self.Seen(tensor._version, tensor.detach().to("cpu", copy=True) if self._keeps else None)
+
+    def changed(self, before: TensorElements.Seen) -> list[Variable]:
+        tensor = self._variable.tensor
+        edited = tensor._version != before.version
+        if not edited and before.elements is not None:
+            edited = not torch.equal(tensor.detach().cpu(), before.elements)
+        return [self._variable] if edited else []
+
+    def put_back(self, before: TensorElements.Seen) -> None:
+        if not self.changed(before):
+            return
+        if before.elements is None:
+            raise ValueError(
+                f"{self.name} is edited in place by the model or the loss, and is too large to be put back after the "
+                "trial of the first step. Make it a buffer outside the blocks, or replace it instead of editing it"
+            )
+        self._variable.tensor.data.copy_(before.elements)
+
+
+def is_code(value: Any) -> bool:
+    return isinstance(
+        value, types.FunctionType | types.BuiltinFunctionType | types.ModuleType | type | staticmethod | classmethod
+    ) or hasattr(type(value), "__get__")
