@@ -21,7 +21,6 @@ from collections.abc import Callable
 import torch
 import torch_virtual  # noqa: F401  # makes the device known
 from _bench import machine, medians_of
-from relay import DEVICE, LAYERS, MICRO_BATCHES, ROUNDS, batch_of, make, step
 from torch import nn
 from transformers import logging
 
@@ -29,6 +28,7 @@ from ferryman.engine import Engine
 from ferryman.exactness.guard import Guard
 from ferryman.exactness.survey import Survey
 from ferryman.training import first_steps
+from relay import DEVICE, LAYERS, MICRO_BATCHES, ROUNDS, batch_of, make, step
 
 BLOCKS, INSIDE, EXCHANGED, WIDTH = 100, 8, 32, 8  # a block is itself, a list, and so many layers: 10 modules
 

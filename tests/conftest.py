@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch_virtual
 from playwright.sync_api import sync_playwright
-from ranks import Ranks
 
 from ferryman.observe.report import write_report
+from support.ranks import Ranks
 
 torch.set_num_threads(1)  # models are tiny here: threads would cost more than they give
 

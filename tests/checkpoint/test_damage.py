@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Run, assert_equal, everything, one_group
-from models import CASES, build, text
 
 from ferryman.checkpoint import directory, saving, tensor_file
 from ferryman.checkpoint.manifest import crc_of, is_whole
 from ferryman.engine import Engine
+from support.checkpoints import Run, assert_equal, everything, one_group
+from support.models import CASES, build, text
 
 # Damage.
 

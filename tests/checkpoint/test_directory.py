@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from checkpoints import Run
+
+from support.checkpoints import Run
 
 # A series.
 

@@ -7,13 +7,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from checkpoints import Run, assert_equal, everything
 
 from ferryman.checkpoint import directory
+from support import killed_saves
+from support.checkpoints import Run, assert_equal, everything
 
 pytestmark = pytest.mark.timeout(300)  # of which nearly all is the first one's set-up
 
-KILLED = Path(__file__).with_name("killed.py")
+KILLED = killed_saves.__file__
 
 
 def killed(place, modes, seed=0):

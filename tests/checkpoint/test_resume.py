@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from checkpoints import Run, assert_equal, assert_resumes, everything, one_group, two_groups
-from models import CASES, Block, Toy, build, text
-from slow import covering, slow
 from torch.optim import lr_scheduler as schedules
 
 import ferryman
 from ferryman.engine import Engine
 from ferryman.server import kernels
+from support.checkpoints import Run, assert_equal, assert_resumes, everything, one_group, two_groups
+from support.models import CASES, Block, Toy, build, text
+from support.slow import covering, slow
 
 # To the last bit.
 

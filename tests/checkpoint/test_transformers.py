@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from checkpoints import everything, one_group
-from models import CASES, TEXT_SIZES, VOCABULARY, Case, build, cut, on, plain_step, text
 from safetensors.torch import load_file, save_file
-from slow import covering
 
 from ferryman.checkpoint import saving
 from ferryman.engine import Engine
+from support.checkpoints import everything, one_group
+from support.models import CASES, TEXT_SIZES, VOCABULARY, Case, build, cut, on, plain_step, text
+from support.slow import covering
 
 
 def bart():

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 import torch_virtual
-from commands import GPT, metrics, trained
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -22,6 +21,7 @@ from ferryman.cli.options import ENGINE, OPTIONAL, Options
 from ferryman.cli.run import new_run
 from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
+from support.commands import GPT, metrics, trained
 
 # What it is.
 

@@ -5,12 +5,12 @@ import json
 import signal
 
 import pytest
-import rank_jobs
-from commands import EXACT, GPT, losses, metrics, sending, trained
-from torchrun import Torchrun
 
 from ferryman.cli.options import Options
 from ferryman.cli.run import new_run, restarted
+from support import rank_jobs
+from support.commands import EXACT, GPT, losses, metrics, sending, trained
+from support.torchrun import Torchrun
 
 
 def near(found):

@@ -4,11 +4,11 @@ import json
 import sys
 
 import pytest
-from commands import GPT, losses, refused, train, trained
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig
 
 from ferryman.cli.main import main
 from ferryman.cli.words import in_words
+from support.commands import GPT, losses, refused, train, trained
 
 
 def test_what_is_cheap_to_see_is_seen_before_text_becomes_tokens(corpus, tmp_path, monkeypatch):

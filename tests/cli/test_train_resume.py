@@ -10,8 +10,6 @@ import sys
 import pytest
 import torch
 import torch_virtual
-from commands import EXACT, GPT, losses, metrics, refused, sending, train, trained
-from slow import slow
 
 from ferryman.cli import loop
 from ferryman.cli.loop import Training
@@ -22,6 +20,8 @@ from ferryman.cli.words import in_words
 from ferryman.data.text import as_bytes
 from ferryman.distributed.ranks import Ranks
 from ferryman.relay.driver import Relay
+from support.commands import EXACT, GPT, losses, metrics, refused, sending, train, trained
+from support.slow import slow
 
 
 @pytest.mark.parametrize(

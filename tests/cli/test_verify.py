@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 import torch_virtual
-from slow import slow
 from typer.testing import CliRunner
 
 from ferryman.cli.main import app
@@ -17,6 +16,7 @@ from ferryman.server import kernels
 from ferryman.server.server import Server
 from ferryman.verify import delays, overlap, parity, races
 from ferryman.verify.bench import Bench
+from support.slow import slow
 
 
 @pytest.fixture(autouse=True)

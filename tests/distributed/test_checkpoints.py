@@ -3,11 +3,12 @@
 import json
 
 import pytest
-import rank_jobs
 import torch
 import transformers as hf
-from models import CASES, build
-from slow import slow
+
+from support import rank_jobs
+from support.models import CASES, build
+from support.slow import slow
 
 
 def assert_equal(weights, others):

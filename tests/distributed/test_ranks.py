@@ -6,18 +6,18 @@ import signal
 import time
 
 import pytest
-import rank_jobs
 import torch
-from models import CASES, build
-from ranks import Ranks
-from slow import covering, slow
-from updates import WAYS, adamw
 
 from ferryman.distributed.ranks import RankError
 from ferryman.forecast.estimate import Machine, Training, look_ahead
 from ferryman.model.units import trained_elements, weight_itemsize
 from ferryman.plan.network import Crew
 from ferryman.plan.rates import Rates
+from support import rank_jobs
+from support.models import CASES, build
+from support.ranks import Ranks
+from support.slow import covering, slow
+from support.updates import WAYS, adamw
 
 
 def compare(ranks, *args, **options):

@@ -3,14 +3,15 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
-from torchrun import Torchrun
+
+from support import unclosed_script
+from support.torchrun import Torchrun
 
 pytestmark = pytest.mark.timeout(600)  # torchrun starts several processes, on few cores
-SCRIPT = Path(__file__).with_name("unclosed.py")
+SCRIPT = unclosed_script.__file__
 
 
 @pytest.fixture

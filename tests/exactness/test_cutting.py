@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from models import CASES, Block, assert_same, build, cut, gradients, on, plain_step, step
-from slow import covering, slow
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from ferryman.engine import Engine
+from support.models import CASES, Block, assert_same, build, cut, gradients, on, plain_step, step
+from support.slow import covering, slow
 
 WIDTH, SAMPLES = 32, 8
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from models import CASES, build, text
-from ordinary import WIDTH, Block, Model, assert_equal_to_plain, batches, loss, made
-from slow import slow
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from ferryman.engine import Engine
+from support.models import CASES, build, text
+from support.slow import slow
+from support.small_models import WIDTH, Block, Model, assert_equal_to_plain, batches, loss, made
 
 # Models.
 

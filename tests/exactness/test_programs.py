@@ -4,13 +4,13 @@ import functools
 import threading
 import time
 
-import program_results
 import pytest
 import torch
 import torch_virtual
-from programs import FEATURES, Program, make_program, plain_results, run_engine, run_plain, show_table
 
 import ferryman
+from support.programs.program import FEATURES, Program, make_program, plain_results, run_engine, run_plain, show_table
+from support.programs.results import differences
 
 CPU = torch.device("cpu")
 QUICK, MANY = 60, 500
@@ -52,7 +52,7 @@ def test_hundreds_of_programs_are_right_or_refused_and_few_are_refused(device):
 @pytest.mark.parametrize("seed", range(10))
 def test_two_builds_of_a_program_give_the_same(seed):
     program = make_program(seed)
-    assert program_results.differences(run_plain(program, CPU), run_plain(program, CPU), tolerance=0.0) == []
+    assert differences(run_plain(program, CPU), run_plain(program, CPU), tolerance=0.0) == []
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
@@ -101,7 +101,7 @@ def test_a_step_that_is_slightly_wrong_is_reported():
 def test_each_part_of_a_result_is_compared(part, change):
     ours, theirs = (run_plain(without_features(), CPU) for _ in range(2))
     change(getattr(ours, part))
-    (difference,) = program_results.differences(ours, theirs)
+    (difference,) = differences(ours, theirs)
     assert difference.startswith(part)
 
 

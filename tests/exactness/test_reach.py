@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch_virtual
 import transformers as hf
-from models import text
-from ordinary import WIDTH, Block, Model, assert_equal_to_plain, batches, loss, made, train
-from slow import slow
 from torch import nn
 
 from ferryman.engine import Engine
+from support.models import text
+from support.slow import slow
+from support.small_models import WIDTH, Block, Model, assert_equal_to_plain, batches, loss, made, train
 
 COLLECTED = contextvars.ContextVar("collected")
 LOCAL = threading.local()

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch_virtual
-from models import cut, on, plain_step, text
 from peft import LoraConfig, PeftModel, get_peft_model
-from slow import covering, slow
-from trainers import assert_near, assert_same_logs, build, ferryman_trainer, logs, trainer, weights
 from transformers import Trainer
 
 import ferryman
+from support.models import cut, on, plain_step, text
+from support.slow import covering, slow
+from support.trainers import assert_near, assert_same_logs, build, ferryman_trainer, logs, trainer, weights
 
 
 def adapted(model="llama", **options):

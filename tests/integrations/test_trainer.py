@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
-from slow import slow
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
-from trainers import (
+from transformers import AutoModelForCausalLM, DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
+
+from ferryman.integrations.trainer import FerrymanTrainer
+from support.slow import slow
+from support.trainers import (
     LateSpy,
     Rows,
     Spy,
@@ -19,9 +22,6 @@ from trainers import (
     trainer,
     weights,
 )
-from transformers import AutoModelForCausalLM, DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
-
-from ferryman.integrations.trainer import FerrymanTrainer
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from slow import slow
-from trainers import assert_near, assert_same_logs, build, ferryman_trainer, logs, trainer, weights
 from transformers import AutoModelForCausalLM, Trainer
+
+from support.slow import slow
+from support.trainers import assert_near, assert_same_logs, build, ferryman_trainer, logs, trainer, weights
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
 

@@ -1,11 +1,12 @@
 """FerrymanTrainer on several ranks: the run of one process that has all of their micro-batches."""
 
 import pytest
-import rank_jobs
 import torch
-from slow import slow
-from trainers import assert_near
 from transformers import AutoModelForCausalLM
+
+from support import rank_jobs
+from support.slow import slow
+from support.trainers import assert_near
 
 
 def assert_near_runs(ours, theirs):

@@ -4,11 +4,11 @@ import time
 
 import pytest
 import torch_virtual
-from interleave import BROAD, Pair
-from slow import slow
-from updates import WAYS
 
 from ferryman.server import kernels
+from support.interleave import BROAD, Pair
+from support.slow import slow
+from support.updates import WAYS
 
 both_ways = pytest.mark.parametrize(("way", "held"), [("eager", False), ("clipped", True)])
 relayed = pytest.mark.parametrize(("way", "held"), [("eager", False), *slow(("clipped", True))])

@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 import torch_virtual
-from interleave import MIX, ODD, SUBGROUPS, Pair, let_auto_guess
-from models import Block, cut, plain_step, text
-from slow import covering, slow
-from updates import WAYS, assert_near
+
+from support.interleave import MIX, ODD, SUBGROUPS, Pair, let_auto_guess
+from support.models import Block, cut, plain_step, text
+from support.slow import covering, slow
+from support.updates import WAYS, assert_near
 
 relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])
 mixed = pytest.mark.parametrize(("updates", "way", "held"), [*MIX[:3], *slow(MIX[3])])

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch_virtual
-from interleave import BROAD, SUBGROUPS, Pair
-from models import Block, model_loss, text
-from slow import covering, slow
 from torch import nn
 
 from ferryman.engine import Engine
 from ferryman.server import kernels
+from support.interleave import BROAD, SUBGROUPS, Pair
+from support.models import Block, model_loss, text
+from support.slow import covering, slow
 
 SIZE, WIDTH = SUBGROUPS[3], 16
 relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])

@@ -7,10 +7,6 @@ import math
 import pytest
 import torch
 import torch_virtual
-from interleave import MIX, SUBGROUPS, Pair
-from models import model_loss, text
-from slow import covering, slow
-from updates import WAYS
 
 import ferryman
 from ferryman.relay.held_weights import HeldWeights
@@ -19,6 +15,10 @@ from ferryman.runtime.marks import Mark
 from ferryman.server.device_updates import DeviceUpdates
 from ferryman.server.gradient_checks import GradientChecks
 from ferryman.server.server import Server
+from support.interleave import MIX, SUBGROUPS, Pair
+from support.models import model_loss, text
+from support.slow import covering, slow
+from support.updates import WAYS
 
 relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])
 SIZE = SUBGROUPS[3]

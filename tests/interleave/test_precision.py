@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from interleave import SUBGROUPS, Pair, let_auto_guess
-from models import Case, Toy
-from pieces import CASES, DTYPES, Tensors, generator, gradients, numbers, ulp, ulps
-from slow import covering, slow
-from updates import WAYS
 
 from ferryman.server import kernels
+from support.interleave import SUBGROUPS, Pair, let_auto_guess
+from support.kernel_pieces import CASES, DTYPES, Tensors, generator, gradients, numbers, ulp, ulps
+from support.models import Case, Toy
+from support.slow import covering, slow
+from support.updates import WAYS
 
 relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])
 

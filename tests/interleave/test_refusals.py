@@ -4,11 +4,11 @@ import re
 
 import pytest
 import torch
-from interleave import BROAD, SUBGROUPS, Odd, Pair
-from models import build, text
-from slow import covering
 
 from ferryman.engine import Engine
+from support.interleave import BROAD, SUBGROUPS, Odd, Pair
+from support.models import build, text
+from support.slow import covering
 
 
 def adamw(model):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch_virtual
-from interleave import MIX, ODD, SUBGROUPS, Pair, let_auto_guess, plain_optimizer, subgroups_of
-from models import CASES
-from slow import covering, slow
-from updates import WAYS, slow_kernels
 
 from ferryman.server.device_updates import DeviceUpdates
+from support.interleave import MIX, ODD, SUBGROUPS, Pair, let_auto_guess, plain_optimizer, subgroups_of
+from support.models import CASES
+from support.slow import covering, slow
+from support.updates import WAYS, slow_kernels
 
 every_way = pytest.mark.parametrize("way", WAYS)
 relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])

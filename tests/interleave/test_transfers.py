@@ -5,14 +5,14 @@ import gc
 import pytest
 import torch
 import torch_virtual
-from interleave import BROAD, MIX, SUBGROUPS, Pair, subgroups_of
-from models import CASES, text
-from slow import covering, slow
-from updates import WAYS
 
 from ferryman.model.units import overlap, trained_offsets
 from ferryman.runtime.sizes import parse_bytes
 from ferryman.server.stats import Stats
+from support.interleave import BROAD, MIX, SUBGROUPS, Pair, subgroups_of
+from support.models import CASES, text
+from support.slow import covering, slow
+from support.updates import WAYS
 
 relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from pieces import Case, Tensors, bits, generator, numbers, same
 
 from ferryman.server import kernels, rules
 from ferryman.server.kernels import Piece
+from support.kernel_pieces import Case, Tensors, bits, generator, numbers, same
 
 every_path = pytest.mark.parametrize("path", kernels.paths())
 

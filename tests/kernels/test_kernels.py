@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 COMPILED = [path for path in kernels.paths() if path != "torch"]
 LARGE = 1_000_003  # many blocks, and a rest
 
-repo = Path(__file__).parent.parent
+repo = Path(__file__).parents[2]
 
 
 def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:

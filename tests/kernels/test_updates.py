@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from pieces import CASES, DTYPES, Case, Tensors, bits, generator, gradients, numbers, same, ulp, ulps
 
 from ferryman import Lion
 from ferryman.server import kernels, rules
 from ferryman.server.kernels import Piece
 from ferryman.server.rules import Numbers
+from support.kernel_pieces import CASES, DTYPES, Case, Tensors, bits, generator, gradients, numbers, same, ulp, ulps
 
 COMPILED = [path for path in kernels.paths() if path != "torch"]
 STEPS = 100

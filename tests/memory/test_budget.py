@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch_virtual
 import transformers as hf
-from models import CASES, Block, assert_same, build, cut, on, plain_step, step
-from slow import slow
 from torch import nn
 
 from ferryman.engine import Engine
 from ferryman.runtime.sizes import parse_bytes, show_bytes
+from support.models import CASES, Block, assert_same, build, cut, on, plain_step, step
+from support.slow import slow
 
 DEVICE = torch.device("virtual", 0)
 WIDTH, LENGTH = 64, 256

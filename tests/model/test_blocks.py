@@ -7,8 +7,11 @@ import pytest
 import torch
 import torch_virtual
 import transformers as hf
-from changes import Wide, WideToy, assert_steps, blocks_of, insert, new_block, remove, slow_link
-from models import (
+from torch import nn
+
+from ferryman.engine import Engine
+from support.block_changes import Wide, WideToy, assert_steps, blocks_of, insert, new_block, remove, slow_link
+from support.models import (
     CASES,
     TEXT_SIZES,
     WIDTH,
@@ -24,10 +27,7 @@ from models import (
     step,
     text,
 )
-from slow import covering, slow
-from torch import nn
-
-from ferryman.engine import Engine
+from support.slow import covering, slow
 
 
 @covering

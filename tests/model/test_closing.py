@@ -9,11 +9,11 @@ import threading
 import pytest
 import torch
 import torch_virtual
-from models import CASES, Toy, assert_same, build, cut, model_loss, on, plain_step, step, text
-from slow import covering
 from torch import nn
 
 from ferryman.engine import Engine
+from support.models import CASES, Toy, assert_same, build, cut, model_loss, on, plain_step, step, text
+from support.slow import covering
 
 
 def assert_given_back(model, parameters):

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from models import CASES, Block, assert_same, build, cut, on, plain_step, step, text
 from torch import nn
 
 from ferryman.engine import Engine
+from support.models import CASES, Block, assert_same, build, cut, on, plain_step, step, text
 
 
 def on_meta(name):

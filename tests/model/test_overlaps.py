@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from models import CASES, WIDTH, Block, Toy, assert_same, build, cut, on, plain_step, step, text
 from torch import nn
 
 from ferryman.engine import Engine
 from ferryman.model.overlaps import refuse_overlaps
+from support.models import CASES, WIDTH, Block, Toy, assert_same, build, cut, on, plain_step, step, text
 
 
 def assert_step_is_same(engine, model, plain):

@@ -4,7 +4,10 @@ import copy
 
 import pytest
 import torch
-from changes import (
+from torch import nn
+
+from ferryman.engine import Engine
+from support.block_changes import (
     WideToy,
     assert_steps,
     blocks_of,
@@ -16,7 +19,7 @@ from changes import (
     remove,
     slow_link,
 )
-from models import (
+from support.models import (
     CASES,
     WIDTH,
     Block,
@@ -31,10 +34,7 @@ from models import (
     step,
     text,
 )
-from slow import covering, slow
-from torch import nn
-
-from ferryman.engine import Engine
+from support.slow import covering, slow
 
 
 @covering

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from models import CASES, Block, Toy, build
-from slow import covering
 from torch import nn
 
 from ferryman.model.units import ALIGNMENT, find_units
+from support.models import CASES, Block, Toy, build
+from support.slow import covering
 
 LIMITS = [None, 8000, 3000, 1]
 

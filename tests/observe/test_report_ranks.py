@@ -5,12 +5,12 @@ import json
 import shutil
 
 import pytest
-import rank_jobs
-from reports import command, place_of
 
 from ferryman.observe.report.figures import figures_of, summary
 from ferryman.observe.report.recording import read
 from ferryman.observe.trace import trace_path
+from support import rank_jobs
+from support.report_page import command, place_of
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ import time
 import pytest
 import torch
 import torch_virtual
-from models import Toy, text
-from slow import covering
 
 from ferryman.engine import Engine
 from ferryman.observe.trace import Trace
 from ferryman.runtime.lanes import Lanes
+from support.models import Toy, text
+from support.slow import covering
 
 
 def test_every_piece_of_work_is_recorded(device):

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 import torch_virtual
-from models import CASES, assert_same, build, cut, on, plain_step, step, text
-from slow import covering
 
 from ferryman.engine import Engine
+from support.models import CASES, assert_same, build, cut, on, plain_step, step, text
+from support.slow import covering
 
 
 def inputs(name, samples=2):

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from models import CASES, Toy, assert_same, build, cut, on, plain_step, step, text
-from slow import covering
 
 from ferryman.engine import Engine
+from support.models import CASES, Toy, assert_same, build, cut, on, plain_step, step, text
+from support.slow import covering
 
 
 def pair(device, dtype=torch.float32):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import Block, Result, assert_same, gradients, on
 from torch import nn
 
 from ferryman.engine import Engine
+from support.models import Block, Result, assert_same, gradients, on
 
 WIDTH = 32
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from models import CASES, build, cut, plain_step, text
-from slow import covering, slow
 from torch import nn
 
 from ferryman.engine import Engine
 from ferryman.server import kernels
+from support.models import CASES, build, cut, plain_step, text
+from support.slow import covering, slow
 
 
 def nearest(values):

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from models import CASES, build, gradients, on, text
-from slow import covering
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from transformers import BatchEncoding
 
 import ferryman
+from support.models import CASES, build, gradients, on, text
+from support.slow import covering
 
 
 def ragged(samples=6):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from models import Block, Result, assert_same, gradients, on
-from slow import covering
 from torch import nn
 
 from ferryman.engine import Engine
 from ferryman.runtime.sizes import parse_bytes
+from support.models import Block, Result, assert_same, gradients, on
+from support.slow import covering
 
 WIDTH, STEPS, SAMPLES = 32, 16, 8
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch_virtual
 import transformers
-from models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
-from slow import covering, slow
 from torch import nn
 
 from ferryman.engine import Engine
+from support.models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
+from support.slow import covering, slow
 
 DELAY = 0.02  # longer than a visit, so that a missing wait shows
 

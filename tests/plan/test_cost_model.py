@@ -25,7 +25,7 @@ from ferryman.plan.schedule import Traffic, best_discrete, idle, lane_seconds
 STATE = Traffic(host_out=0, host_in=2, device_in=12, device_out=12)
 STAYS = Traffic(host_out=0, host_in=2, device_in=0, device_out=0)
 RATES = Rates(host=1e9, device=5e10, link_in=2e10, link_out=2e10)
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def random_cases(count, seed):

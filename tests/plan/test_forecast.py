@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch_virtual
 import transformers as hf
-from slow import slow
 from torch import nn
 
 from ferryman.cli.model import describe
@@ -23,6 +22,7 @@ from ferryman.plan.policy import Policy, parse_policy
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
 from ferryman.training.user_code import model_loss
+from support.slow import slow
 
 RATES = Rates(host=1e9, device=math.inf, link_in=10e9, link_out=5e9)
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}

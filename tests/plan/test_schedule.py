@@ -4,7 +4,6 @@ import itertools
 import random
 
 import pytest
-from slow import slow
 
 from ferryman.plan.performance import fluid_share, fluid_time, predict
 from ferryman.plan.policy import Policy
@@ -22,6 +21,7 @@ from ferryman.plan.schedule import (
     on_device,
     on_host,
 )
+from support.slow import slow
 
 SIZE = 1_000_000
 RELAYED = Traffic(host_out=0, host_in=0, device_in=14, device_out=14)

@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 import torch_virtual
-from models import CASES, assert_same, build, cut, plain_step, step, text
-from slow import slow
 
 from ferryman.engine import Engine
+from support.models import CASES, assert_same, build, cut, plain_step, step, text
+from support.slow import slow
 
 
 @pytest.fixture(autouse=True)

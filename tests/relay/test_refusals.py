@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
-from slow import covering, slow
 from torch import nn
 from transformers import DynamicCache
-from updates import assert_near
 
 from ferryman.engine import Engine
+from support.models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
+from support.slow import covering, slow
+from support.updates import assert_near
 
 
 class Switchable(Toy):

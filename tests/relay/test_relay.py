@@ -9,8 +9,6 @@ from collections import Counter
 import pytest
 import torch
 import torch_virtual
-from models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
-from slow import covering
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
@@ -27,6 +25,8 @@ from ferryman.runtime.lanes import Lane, Lanes
 from ferryman.server.server import Server
 from ferryman.server.settings import Settings
 from ferryman.server.store import RamStore
+from support.models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
+from support.slow import covering
 
 
 def visits(trace):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture

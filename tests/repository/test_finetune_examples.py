@@ -8,7 +8,7 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture

@@ -4,7 +4,10 @@ import copy
 
 import torch
 import torch_virtual
-from models import (
+from torch import nn
+
+from ferryman.relay.weight_slots import count_fetches
+from support.models import (
     CASES,
     WIDTH,
     Block,
@@ -17,9 +20,6 @@ from models import (
     step,
     text,
 )
-from torch import nn
-
-from ferryman.relay.weight_slots import count_fetches
 
 LISTS = {"toy": "blocks", "gpt2": "transformer.h", "llama": "model.layers"}
 

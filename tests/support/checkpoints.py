@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from models import CASES, build
 from torch import nn
-from updates import OPTIMIZERS
 
 from ferryman.engine import Engine
+from support.models import CASES, build
+from support.updates import OPTIMIZERS
 
 BATCHES = [CASES["toy"].batch(4, seed) for seed in range(1, 9)]
 

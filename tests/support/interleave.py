@@ -3,12 +3,12 @@
 import random
 
 import torch
-from models import VOCABULARY, Block, Case, Toy, build, cut, plain_step
 from torch import nn
-from updates import OPTIMIZERS, adamw, assert_near
 
 from ferryman.engine import Engine
 from ferryman.server import balancer as split
+from support.models import VOCABULARY, Block, Case, Toy, build, cut, plain_step
+from support.updates import OPTIMIZERS, adamw, assert_near
 
 ON_DEVICE = ("static:0.5", "static:1", "stride:2", "stride:3")
 

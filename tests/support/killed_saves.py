@@ -1,6 +1,6 @@
 """Processes that train and save, and are killed: campaigns of so many points, as a command that prints what it saw.
 
-    python tests/killed.py DIRECTORY SEED '{"MODE": POINTS}'
+    python tests/support/killed_saves.py DIRECTORY SEED '{"MODE": POINTS}'
 
 This process has imported torch and has no threads, so that each of its children is there at once. A child loads what
 the one before it has left, compares it with the record of what was at that step, and goes on: a step, a line in the

@@ -10,17 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_virtual
-from commands import train as train_command
-from models import CASES, build
-from trainers import ferryman_trainer, logs, trainer, weights
 from transformers import Trainer
-from updates import adamw, slow_kernels
 
 from ferryman.cli import loop
 from ferryman.distributed.ranks import RankError, Ranks
 from ferryman.engine import Engine
 from ferryman.observe.trace import Trace, trace_path
 from ferryman.runtime import host_memory
+from support.commands import train as train_command
+from support.models import CASES, build
+from support.trainers import ferryman_trainer, logs, trainer, weights
+from support.updates import adamw, slow_kernels
 
 
 def my_part(batch, counts, samples):

@@ -16,7 +16,7 @@ class Ranks:
         context = mp.get_context("forkserver")
         # The store is this process's, as it is torchrun's: it takes a port that is free, and outlives every rank.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context.set_forkserver_preload(["rank_jobs"])  # it takes long, and once is enough
+        context.set_forkserver_preload(["support.rank_jobs"])  # it takes long, and once is enough
         self.pipes, self.processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()

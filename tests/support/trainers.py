@@ -4,11 +4,11 @@ import contextlib
 import functools
 
 import torch
-from models import VOCABULARY, gpt2, llama
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from ferryman.integrations.trainer import FerrymanTrainer
+from support.models import VOCABULARY, gpt2, llama
 
 MODELS = {"gpt2": gpt2, "llama": llama}
 EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]

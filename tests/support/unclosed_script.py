@@ -1,4 +1,4 @@
-"""A script that does not close its engine: `python unclosed.py how [file]`.
+"""A script that does not close its engine: `python unclosed_script.py how [file]`.
 
 "well": all ranks end after a step. "early": only rank 1 does, and rank 0 goes on; it writes what it hears then to the
 file. "raises, early": rank 1 raises, and once torchrun has started the script again, "early". "well, own group": the

@@ -3,10 +3,10 @@
 import time
 
 import torch
-from slow import slow
 
 import ferryman
 from ferryman.server import kernels
+from support.slow import slow
 
 WAYS = {"eager": {}, "deferred": {"deferred": True}, "clipped": {"max_grad_norm": 0.3}}
 

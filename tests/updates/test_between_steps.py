@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 import torch_virtual
-from models import CASES, build, cut, model_loss, plain_step, text
-from slow import covering
-from updates import MAIN_AND_SLOW, OPTIMIZERS, WAYS, assert_near, slow_kernels
 
 import ferryman
 from ferryman.engine import Engine
+from support.models import CASES, build, cut, model_loss, plain_step, text
+from support.slow import covering
+from support.updates import MAIN_AND_SLOW, OPTIMIZERS, WAYS, assert_near, slow_kernels
 
 
 def fresh():

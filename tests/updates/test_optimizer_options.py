@@ -4,13 +4,13 @@ import inspect
 
 import pytest
 import torch
-from models import CASES, build, cut, plain_step, text
-from slow import covering, slow
 from torch import optim
-from updates import assert_near
 
 from ferryman.engine import Engine
 from ferryman.server.rules import Lion
+from support.models import CASES, build, cut, plain_step, text
+from support.slow import covering, slow
+from support.updates import assert_near
 
 RATES = {optim.SGD: 1e-1, optim.ASGD: 1e-1, optim.Adadelta: 1e-1, optim.Rprop: 1e-3, Lion: 1e-3}
 OPTIMIZERS = [

@@ -6,12 +6,12 @@ from collections import defaultdict
 
 import pytest
 import torch
-from models import CASES, build, cut, plain_step, text
-from slow import covering, slow
 from torch import nn
-from updates import WAYS, assert_near, slow_kernels
 
 from ferryman.engine import Engine
+from support.models import CASES, build, cut, plain_step, text
+from support.slow import covering, slow
+from support.updates import WAYS, assert_near, slow_kernels
 
 MAKERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),

@@ -7,15 +7,15 @@ import threading
 
 import pytest
 import torch
-from models import CASES, build, cut, plain_step, text
-from slow import covering
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from updates import WAYS, assert_near, slow_kernels
 
 from ferryman.engine import Engine
 from ferryman.model.reads import Reads
 from ferryman.server import kernels
+from support.models import CASES, build, cut, plain_step, text
+from support.slow import covering
+from support.updates import WAYS, assert_near, slow_kernels
 
 
 def fresh():

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from models import CASES, Toy, build, text
-from slow import covering
 from torch import nn
 
 import ferryman
 from ferryman.engine import Engine
 from ferryman.runtime import host_memory as memory
+from support.models import CASES, Toy, build, text
+from support.slow import covering
 
 
 def adamw(model):

@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 import torch_virtual
-from models import CASES, build, cut, model_loss, plain_step, text
-from slow import covering, slow
-from updates import MAIN_AND_SLOW, OPTIMIZERS, WAYS, adamw, assert_near, slow_kernels
 
 from ferryman.engine import Engine
 from ferryman.server.server import Server
+from support.models import CASES, build, cut, model_loss, plain_step, text
+from support.slow import covering, slow
+from support.updates import MAIN_AND_SLOW, OPTIMIZERS, WAYS, adamw, assert_near, slow_kernels
 
 
 def plain_update(plain, optimizer, scheduler, parts, max_grad_norm=None):

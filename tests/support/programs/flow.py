@@ -8,7 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from program_model import (
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.utils.checkpoint import checkpoint
+
+from support.programs.model import (
     Block,
     CarriedData,
     CarriedObject,
@@ -21,10 +25,7 @@ from program_model import (
     passed_on,
     tilted,
 )
-from program_state import STATEFUL
-from torch import nn
-from torch.nn import functional as F  # noqa: N812 - as everybody calls it
-from torch.utils.checkpoint import checkpoint
+from support.programs.state import STATEFUL
 
 
 class Skips(Feature):

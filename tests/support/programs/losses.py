@@ -6,10 +6,11 @@ import random
 from typing import Any
 
 import torch
-from program_model import Block, Feature, Net, Sizes, carried, copy_of, cross_entropy
-from program_state import STATEFUL
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+
+from support.programs.model import Block, Feature, Net, Sizes, carried, copy_of, cross_entropy
+from support.programs.state import STATEFUL
 
 READS_FORWARD = STATEFUL | {"loss reads forward"}
 

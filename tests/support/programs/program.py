@@ -1,47 +1,36 @@
 """Random training programs, and what the engine makes of them compared to plain PyTorch.
 
-python tests/programs.py cpu 500              # a table of the outcomes of 500 programs
-python tests/programs.py virtual --seed 17 -v # one program: its features, its outcome, and the traceback
+`tests/programs.py` is the command that runs them.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import dataclasses
-import faulthandler
 import functools
 import itertools
-import os
 import random
 import re
-import sys
 import threading
-import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import program_flow
-import program_losses
-import program_state
-import program_weights
 import torch
-import torch_virtual
-from program_model import LENGTH, Feature, Net, Sizes, make_loss, make_net
-from program_results import TOLERANCE, Result, attributes, differences, frozen, left_on, state_of
 
 import ferryman
+from support.programs import flow, losses, state, weights
+from support.programs.model import LENGTH, Feature, Net, Sizes, make_loss, make_net
+from support.programs.results import TOLERANCE, Result, attributes, differences, frozen, left_on, state_of
 
 FEATURES: tuple[type[Feature], ...] = (
-    *program_state.FEATURES,
-    *program_flow.FEATURES,
-    *program_losses.FEATURES,
-    *program_weights.FEATURES,
+    *state.FEATURES,
+    *flow.FEATURES,
+    *losses.FEATURES,
+    *weights.FEATURES,
 )
 
 STEPS = 3
@@ -428,43 +417,3 @@ def show_table(outcomes: dict[Program, Outcome], seconds: float) -> str:
 
 
 KINDS = ("equal", "refused", "WRONG", "HANGS", "CRASH")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("device", choices=["cpu", "virtual"])
-    parser.add_argument("count", type=int, nargs="?", default=60)
-    parser.add_argument("--seed", type=int, help="only this program")
-    parser.add_argument("--first", type=int, default=0, help="the first of the seeds")
-    parser.add_argument("--only", default="", help="only programs with a feature whose name contains this")
-    parser.add_argument("--patience", type=float, default=HANGS, help="seconds after which a program is said to hang")
-    parser.add_argument("-v", "--verbose", action="store_true", help="every outcome; tracebacks")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    device = torch.device("cpu" if given.device == "cpu" else "virtual:0")
-    seeds = range(given.first, given.first + given.count) if given.seed is None else [given.seed]
-    outcomes: dict[Program, Outcome] = {}
-    start = time.monotonic()
-    for seed in seeds:
-        program = make_program(seed)
-        if given.only and not any(given.only in name for name in program.features):
-            continue
-        with torch_virtual.strict() if given.device == "virtual" else contextlib.nullcontext():
-            outcomes[program] = outcome = run_engine(program, device, patience=given.patience)
-        if given.verbose:
-            print(f"{program}\n  {outcome.kind} {outcome.detail}", flush=True)
-            if given.seed is not None:
-                draft = program.draw()
-                print(f"  {draft.sizes}\n  {draft.micro_batches} micro-batches, {draft.optimizer}, {draft.options}, "
-                      f"on an accelerator {draft.device_options}\n{outcome.trace}")  # fmt: skip
-                if outcome.kind == "HANGS":
-                    faulthandler.dump_traceback()
-    if given.seed is None or not given.verbose:
-        print(show_table(outcomes, time.monotonic() - start))
-    sys.stdout.flush()
-    os._exit(not all(outcome.is_good for outcome in outcomes.values()))  # threads that hang would keep it here
-
-
-if __name__ == "__main__":
-    main()

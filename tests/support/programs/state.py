@@ -6,9 +6,10 @@ import random
 from typing import Any
 
 import torch
-from program_model import Block, Feature, Net, Sizes, carried, tilted
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+
+from support.programs.model import Block, Feature, Net, Sizes, carried, tilted
 
 EPSILON = 0.1  # of batch normalisation: with so few samples, a small one would make results depend on last bits
 

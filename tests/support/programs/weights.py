@@ -6,9 +6,10 @@ import random
 from typing import Any, ClassVar
 
 import torch
-from program_model import Block, Feature, Net, Sizes
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from support.programs.model import Block, Feature, Net, Sizes
 
 PLACES = ("blocks.0.up.weight", "blocks.1.down.bias", "norm.weight", "inlet.weight", "head.weight")
 
