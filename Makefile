@@ -14,15 +14,22 @@ VIRTUAL_SOURCES := $(shell find virtual -type f \( -name '*.cpp' -o -name '*.h' 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
+# DEVICE: the devices that tests/ runs on, such as `make test DEVICE=cuda` or DEVICE="cpu cuda". With another accelerator
+# than the virtual one, its own tests and the tests that need its controls are left out: they need no GPU, and the
+# summary names each of them.
+DEVICE ?= cpu virtual
+PYTEST := $(BIN)/python -m pytest -rs
+ON_DEVICES := $(foreach device,$(DEVICE),--device $(device))
+
 # The device's own tests measure its link, so nothing runs beside them. The others run three at a time on two cores, since
 # many wait, for a throttled link or a process that starts; the slow ones start many processes themselves.
-test: $(STAMPS)/native $(STAMPS)/virtual ## run the tests, except the slow ones
-	$(BIN)/python -m pytest -m "not slow" virtual/tests
-	$(BIN)/python -m pytest -m "not slow" -n 3 --dist worksteal tests
+test: $(STAMPS)/native $(STAMPS)/virtual ## run the tests, except the slow ones (DEVICE=cuda: on a GPU)
+	$(if $(filter virtual,$(DEVICE)),$(PYTEST) -m "not slow" virtual/tests)
+	$(PYTEST) -m "not slow" -n 3 --dist worksteal $(ON_DEVICES) tests
 
-test-all: $(STAMPS)/native $(STAMPS)/virtual ## run all tests
-	$(BIN)/python -m pytest virtual/tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+test-all: $(STAMPS)/native $(STAMPS)/virtual ## run all tests (DEVICE=cuda: on a GPU)
+	$(if $(filter virtual,$(DEVICE)),$(PYTEST) virtual/tests)
+	$(PYTEST) -n 2 --dist worksteal --copy-delay 0.05 $(ON_DEVICES) tests
 
 lint: $(STAMPS)/requirements ## check style and types
 	$(BIN)/ruff check .

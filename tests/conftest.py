@@ -1,15 +1,48 @@
 import gc
+import os
 import shutil
+
+# One thread for each operator: models are tiny here, and threads would cost more than they give. It is set by the
+# environment, before torch is imported, since `torch.set_num_threads` does not reach MKL in another thread before the
+# first parallel loop there. A matrix product on two threads may differ from one on one thread in the last bits, so
+# that runs in two processes could not be compared exactly.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
-import torch_virtual
 from playwright.sync_api import sync_playwright
 
 from ferryman.observe.report import write_report
+from support import devices
 from support.ranks import Ranks
 
-torch.set_num_threads(1)  # models are tiny here: threads would cost more than they give
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--device",
+        action="append",
+        help="a device to run the tests on; may be repeated: cpu, and one accelerator (default: cpu and virtual)",
+    )
+    parser.addoption(
+        "--copy-delay",
+        type=float,
+        default=devices.COPY_DELAY,
+        help="seconds that copies of the virtual device are late in tests that look for missing waits (default: "
+        "%(default)s); must be longer than a visit, so give more on a busy machine",
+    )
+
+
+def pytest_configure(config):
+    devices.choose(config.getoption("--device") or devices.DEFAULT)
+    devices.COPY_DELAY = config.getoption("--copy-delay")
+
+
+def pytest_generate_tests(metafunc):
+    """Tests that take a `device` run on each that was chosen, unless they say themselves on which."""
+    names = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    said = [name.strip() for some in names for name in (some.split(",") if isinstance(some, str) else some)]
+    if "device" in metafunc.fixturenames and "device" not in said:
+        metafunc.parametrize("device", devices.chosen(), indirect=True)
 
 
 def pytest_collection_finish(session):
@@ -25,14 +58,20 @@ def pytest_runtest_logfinish(nodeid, location):
     """An exception that a test has caught keeps the test's frame alive, and with it tensors on the device, until the
     garbage collector runs. Tests that measure the device's memory would see those of tests before them."""
     global _kept
-    if torch_virtual.memory_allocated("virtual:0") > _kept:
+    name = devices.chosen_accelerator()
+    if name is not None and torch.accelerator.memory_allocated(devices.whole(name)) > _kept:
         gc.collect()
-        _kept = torch_virtual.memory_allocated("virtual:0")
+        _kept = torch.accelerator.memory_allocated(devices.whole(name))
 
 
 @pytest.fixture
 def virtual():
-    """The virtual device, strict about races, with its link and capacity as they were before."""
+    """The virtual device, strict about races, with its link and capacity as they were before. For tests that need its
+    own controls, or whose budgets in kilobytes are smaller than what a GPU's libraries take for themselves."""
+    if "virtual" not in devices.chosen():
+        pytest.skip("needs the virtual device's own controls: run it with --device virtual")
+    from support.devices import torch_virtual
+
     torch_virtual.clear_races()
     before = torch_virtual.set_link("virtual:0")
     _, capacity = torch_virtual.mem_get_info("virtual:0")
@@ -44,9 +83,23 @@ def virtual():
     assert torch_virtual.races() == []
 
 
-@pytest.fixture(params=["cpu", "virtual"])
+@pytest.fixture
 def device(request):
-    return request.getfixturevalue("virtual") if request.param == "virtual" else torch.device("cpu")
+    """Each device that was chosen, one after the other."""
+    return _prepared(request.param, request)
+
+
+@pytest.fixture
+def accelerator(request):
+    """The chosen device that is not the CPU."""
+    name = devices.chosen_accelerator()
+    if name is None:
+        pytest.skip("needs an accelerator: run it with --device virtual, or that of this machine")
+    return _prepared(name, request)
+
+
+def _prepared(name, request):
+    return request.getfixturevalue("virtual") if name == "virtual" else devices.whole(name)
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ import time
 import warnings
 
 import torch
-import torch_virtual
 
+from support.devices import choose, whole
 from support.programs.program import HANGS, Outcome, Program, make_program, run_engine, show_table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("device", choices=["cpu", "virtual"])
+    parser.add_argument("device", help="cpu, virtual, or another accelerator")
     parser.add_argument("count", type=int, nargs="?", default=60)
     parser.add_argument("--seed", type=int, help="only this program")
     parser.add_argument("--first", type=int, default=0, help="the first of the seeds")
@@ -30,7 +30,9 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    device = torch.device("cpu" if given.device == "cpu" else "virtual:0")
+    choose([given.device])
+    from support.devices import torch_virtual  # which depends on that choice
+
     seeds = range(given.first, given.first + given.count) if given.seed is None else [given.seed]
     outcomes: dict[Program, Outcome] = {}
     start = time.monotonic()
@@ -39,7 +41,7 @@ def main() -> None:
         if given.only and not any(given.only in name for name in program.features):
             continue
         with torch_virtual.strict() if given.device == "virtual" else contextlib.nullcontext():
-            outcomes[program] = outcome = run_engine(program, device, patience=given.patience)
+            outcomes[program] = outcome = run_engine(program, whole(given.device), patience=given.patience)
         if given.verbose:
             print(f"{program}\n  {outcome.kind} {outcome.detail}", flush=True)
             if given.seed is not None:

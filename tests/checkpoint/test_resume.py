@@ -41,9 +41,9 @@ def test_models_resume(tmp_path, device, name):
 @covering
 @pytest.mark.parametrize("updates", ["host", "stride:2", "static:0.5", "auto"])
 @pytest.mark.parametrize("way", [{"held": True}, {"max_grad_norm": 0.3}])
-def test_every_policy_resumes(tmp_path, virtual, updates, way):
+def test_every_policy_resumes(tmp_path, accelerator, updates, way):
     """Part of the state is on the device when it is saved."""
-    options = {"device": virtual, "updates": updates, "subgroup": 256, "precision": "bf16", **way}
+    options = {"device": accelerator, "updates": updates, "subgroup": 256, "precision": "bf16", **way}
     if updates == "auto":  # who updates what depends on the time it takes: not the same in two runs
         options["held"] = True
         with Run(options=options) as run:
@@ -219,27 +219,30 @@ def test_generators_come_back(tmp_path):
 # Elsewhere.
 
 
-ON_DEVICE = {"device": "virtual", "subgroup": 256}
+ACCELERATOR = "the accelerator"
+ON_DEVICE = {"device": ACCELERATOR, "subgroup": 256}
 
 
 @pytest.mark.parametrize(
     ("optimizer", "one", "other"),
     [
         ("AdamW", {"device": "cpu"}, {**ON_DEVICE, "held": True, "updates": "static:0.5"}),
-        ("AdamW", {**ON_DEVICE, "updates": "static:1.0"}, {"device": "virtual", "updates": "host"}),
-        ("AdamW", {"device": "virtual"}, {"device": "virtual", "memory": "1MiB", "max_grad_norm": 0.5}),
+        ("AdamW", {**ON_DEVICE, "updates": "static:1.0"}, {"device": ACCELERATOR, "updates": "host"}),
+        ("AdamW", {"device": ACCELERATOR}, {"device": ACCELERATOR, "memory": "1MiB", "max_grad_norm": 0.5}),
         ("AdamW", {"precision": "fp16"}, {"precision": "bf16"}),
-        ("RMSprop", {"precision": "bf16", "device": "virtual"}, {"precision": "fp16", "device": "cpu"}),
+        ("RMSprop", {"precision": "bf16", "device": ACCELERATOR}, {"precision": "fp16", "device": "cpu"}),
         *slow(
-            ("AdamW", {"device": "virtual"}, {"device": "cpu"}),
+            ("AdamW", {"device": ACCELERATOR}, {"device": "cpu"}),
             ("AdamW", {"precision": "bf16"}, {}),
             ("RMSprop", {}, {"precision": "bf16"}),
         ),
     ],
     ids=str,
 )
-def test_it_goes_on_elsewhere(tmp_path, virtual, optimizer, one, other):
+def test_it_goes_on_elsewhere(tmp_path, accelerator, optimizer, one, other):
     """With all of the master and the optimizer's state, to the last bit; and trains."""
+    places = {ACCELERATOR: accelerator}
+    one, other = ({**options, "device": places.get(options.get("device"), "cpu")} for options in (one, other))
     with Run(optimizer=one_group(optimizer), options=one) as run:
         run.step()
         saved = everything(run.engine)

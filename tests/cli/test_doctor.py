@@ -12,6 +12,7 @@ from ferryman.cli import doctor
 from ferryman.cli.main import app, main
 from ferryman.forecast import measure
 from ferryman.runtime import native
+from support.devices import torch_virtual
 
 
 def run(*arguments):
@@ -30,11 +31,11 @@ def soon(monkeypatch):
     monkeypatch.setattr(measure, "_MOST_SIDE", measure._ONE_SIDE)
 
 
-def test_a_healthy_machine_has_no_problem(soon):
-    result = run("--device", "virtual", "--json")
+def test_a_healthy_machine_has_no_problem(soon, accelerator):
+    result = run("--device", str(accelerator), "--json")
     document = json.loads(result.stdout)
     assert result.exit_code == document["problem"] == 0, document["findings"]
-    assert document["facts"]["device"] == "virtual:0"
+    assert document["facts"]["device"] == str(accelerator)
     assert document["facts"]["native"] in native.INSTRUCTION_SETS
     assert document["facts"]["host_memory"]["available"] > 1 << 28
     rates = {"host updates", "host triad", "compute fp32", "compute bf16", "link in", "link out", "link both"}
@@ -91,7 +92,6 @@ def test_it_runs_as_a_command(monkeypatch, capsys):
 
 
 def test_the_link_of_a_throttled_device_is_measured(virtual):
-    import torch_virtual
 
     seen = []
     for rate in (16e6, 2e6):

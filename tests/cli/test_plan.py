@@ -18,15 +18,16 @@ from ferryman.cli.options import Options
 from ferryman.forecast import measure
 from ferryman.model.units import find_units
 from ferryman.runtime.sizes import parse_rate, show_rate
+from support.slow import slow
 
 MACHINE = (
     *("--device", "cpu", "--device-memory", "16GiB", "--host-memory", "512GiB", "--link", "12GB/s"),
     *("--device-flops", "150TFLOPS", "--host-updates", "900Mparam/s"),
 )
 
-# The blocks of gpt:base and gpt:large, but fewer.
-BASE = "gpt:layers=6,width=768,heads=12,context=1024"
-DEEP = "gpt:layers=12,width=1024,heads=16,context=1024"
+# The blocks of gpt:base and gpt:large, but fewer; the whole models in `make test-all`.
+base = pytest.mark.parametrize("model", ["gpt:layers=6,width=768,heads=12,context=1024", *slow("gpt:base")])
+deep = pytest.mark.parametrize("model", ["gpt:layers=12,width=1024,heads=16,context=1024", *slow("gpt:large")])
 
 
 def run(*arguments):
@@ -71,10 +72,11 @@ def test_what_does_not_fit_has_exit_code_1_and_a_budget_that_does():
         assert document("gpt:tiny", *MACHINE, "--device-memory", enough)["fits"]
 
 
-def test_blocks_stay_whole_where_a_sample_fits_beside_them():
+@base
+def test_blocks_stay_whole_where_a_sample_fits_beside_them(model):
     options = (*MACHINE, "--precision", "bf16", "--batch", "2")
-    units = [document(BASE, *options, "--device-memory", size)["plan"]["units"] for size in ("128MiB", "256MiB")]
-    assert units[0] > 2 * units[1] == 2 * len([*found_units(BASE)])
+    units = [document(model, *options, "--device-memory", size)["plan"]["units"] for size in ("128MiB", "256MiB")]
+    assert units[0] > 2 * units[1] == 2 * len([*found_units(model)])
 
 
 def found_units(name):
@@ -97,8 +99,9 @@ def test_the_engines_options_change_the_plan():
     assert run("gpt:tiny", *MACHINE, "--relayed").stdout.splitlines()[-1].endswith("--relayed")
 
 
-def test_micro_batches_that_are_too_large_are_refused_with_a_number_that_fits():
-    options = (BASE, *MACHINE, "--device-memory", "600MiB", "--batch", "64")
+@base
+def test_micro_batches_that_are_too_large_are_refused_with_a_number_that_fits(model):
+    options = (model, *MACHINE, "--device-memory", "600MiB", "--batch", "64")
     found = document(*options, "--micro-batches", "1")
     assert not found["fits"]
     assert "micro-batches of 64 samples" in found["problems"][0]
@@ -107,20 +110,23 @@ def test_micro_batches_that_are_too_large_are_refused_with_a_number_that_fits():
     assert document(*options, "--micro-batches", str(count))["fits"]
 
 
-def test_what_the_host_cannot_hold_does_not_fit():
-    found = document(BASE, *MACHINE, "--host-memory", "256MiB")
+@base
+def test_what_the_host_cannot_hold_does_not_fit(model):
+    found = document(model, *MACHINE, "--host-memory", "256MiB")
     assert not found["fits"]
     assert "narrower precision" in found["problems"][0]
 
 
-def test_more_device_memory_needs_fewer_fetches():
-    small, large = (document(DEEP, *MACHINE, "--device-memory", size) for size in ("600MiB", "1200MiB"))
+@deep
+def test_more_device_memory_needs_fewer_fetches(model):
+    small, large = (document(model, *MACHINE, "--device-memory", size) for size in ("600MiB", "1200MiB"))
     assert small["plan"]["weight_slots"] < large["plan"]["weight_slots"] or large["plan"]["held"]
 
 
-def test_following_its_advice_makes_compute_the_bound():
+@base
+def test_following_its_advice_makes_compute_the_bound(model):
     slow = ("--device-memory", "400MiB", "--device-flops", "10TFLOPS", "--link", "4GB/s", "--stash", "host")
-    options = (BASE, *MACHINE, *slow)
+    options = (model, *MACHINE, *slow)
     found = document(*options, "--batch", "1")
     even = found["step"]["break_even_micro_batches"]
     assert even > 1
@@ -129,8 +135,9 @@ def test_following_its_advice_makes_compute_the_bound():
     assert {mended["step"][sweep]["bound"] for sweep in ("forward", "backward")} == {"compute"}
 
 
-def test_without_the_devices_speed_compute_is_left_out_and_that_is_said():
-    found = document(BASE, *[word for word in MACHINE if "flops" not in word.lower()], "--device-memory", "300MiB")
+@base
+def test_without_the_devices_speed_compute_is_left_out_and_that_is_said(model):
+    found = document(model, *[word for word in MACHINE if "flops" not in word.lower()], "--device-memory", "300MiB")
     assert found["step"]["forward"]["compute"] == 0
     assert any("--device-flops" in said for said in found["assumptions"])
     assert found["step"]["operations_needed"] > 0
@@ -144,8 +151,8 @@ def test_this_machine_is_measured(soon):
     assert found["step"]["forward"]["link in"] == 0
 
 
-def test_a_device_that_is_here_is_measured(virtual, soon):
-    found = document("gpt:tiny", "--device", "virtual", "--device-memory", "8MiB", "--precision", "fp32")
+def test_a_device_that_is_here_is_measured(accelerator, soon):
+    found = document("gpt:tiny", "--device", str(accelerator), "--device-memory", "8MiB", "--precision", "fp32")
     assert found["machine"]["link_in"] > 0
     assert found["machine"]["known"]["link in"] == "measured here"
 
@@ -153,8 +160,9 @@ def test_a_device_that_is_here_is_measured(virtual, soon):
 SEVERAL = ("--devices", "4", "--nodes", "2", "--network", "25GB/s", "--loopback", "20GB/s")
 
 
-def test_several_devices_share_a_batch_and_what_the_host_keeps():
-    options = (BASE, *MACHINE, "--device-memory", "200MiB", "--precision", "bf16", "--batch", "16")
+@base
+def test_several_devices_share_a_batch_and_what_the_host_keeps(model):
+    options = (model, *MACHINE, "--device-memory", "200MiB", "--precision", "bf16", "--batch", "16")
     one, found = document(*options), document(*options, *SEVERAL)
     assert (found["machine"]["devices"], found["machine"]["nodes"], found["plan"]["samples"]) == (4, 2, 2)
     assert found["host"]["optimizer state"] == pytest.approx(one["host"]["optimizer state"] / 2, rel=0.01)

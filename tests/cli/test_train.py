@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-import torch_virtual
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -22,6 +21,7 @@ from ferryman.cli.run import new_run
 from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
 from support.commands import GPT, metrics, trained
+from support.devices import torch_virtual
 
 # What it is.
 
@@ -64,7 +64,7 @@ def test_learning_rates():
 # What it makes.
 
 
-def test_a_run_on_text(corpus, tmp_path):
+def test_a_run_on_text(corpus, tmp_path, virtual):
     run = tmp_path / "run"
     arguments = ["--device", "virtual", "--memory", "400KiB", "--steps", 8, "--lr", 0.01]
     shown = trained(
@@ -99,7 +99,7 @@ def test_quiet_is_quiet(corpus, tmp_path):
     assert trained(GPT, "--data", corpus, "-o", tmp_path / "run", "--steps", 1, "--quiet").output == ""
 
 
-def test_the_live_display(corpus, tmp_path):
+def test_the_live_display(corpus, tmp_path, virtual):
     options = Options(GPT, [corpus], steps=3, output=tmp_path / "run", device="virtual", memory="400KiB")
     screen = io.StringIO()
     with open_display(console=Console(file=screen, force_terminal=True, width=120)) as display:

@@ -48,19 +48,23 @@ def compare(ranks, tmp_path, *arguments):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_ranks_share_a_batch(batch, two, corpus, tmp_path):
+def test_ranks_share_a_batch(batch, two, corpus, tmp_path, request):
+    if "virtual" in BATCHES[batch]:
+        request.getfixturevalue("virtual")
     compare(two, tmp_path, GPT, "--data", corpus, *BATCHES[batch])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", BATCHES)
-def test_four_ranks_share_a_batch(batch, four, corpus, tmp_path):
+def test_four_ranks_share_a_batch(batch, four, corpus, tmp_path, request):
+    if "virtual" in BATCHES[batch]:
+        request.getfixturevalue("virtual")
     compare(four, tmp_path, GPT, "--data", corpus, *BATCHES[batch])
 
 
-def test_totals(two, corpus, tmp_path):
-    arguments = ["--data", corpus, "--device", "virtual", "--batch", 7, "--micro-batches", 7, "--steps", 2, "--json"]
-    shown = together(two, GPT, *arguments, "--updates", "stride:2", "-o", tmp_path / "run")
+def test_totals(two, corpus, tmp_path, accelerator):
+    arguments = ["--data", corpus, "--batch", 7, "--micro-batches", 7, "--steps", 2, "--json", "--updates", "stride:2"]
+    shown = together(two, GPT, *arguments, "--device", accelerator.type, "-o", tmp_path / "run")
     events = [json.loads(line) for line in shown.splitlines()]
     assert [event["event"] for event in events] == ["start", "note", "step", "step", "save", "eval", "end"]
     assert events[0]["ranks"] == 2

@@ -41,7 +41,6 @@ def test_a_loss_that_is_not_finite(corpus, tmp_path):
         (["--data", "text.txt", "--optimizer", "sgd", "--betas", "0.9,0.99"], "--optimizer sgd has none"),
         (["--data", "text.txt", "--sequence", "64"], "--sequence 64 is longer than .* takes: 32 tokens"),
         (["--data", "text.txt", "--memory", "1GiB"], "memory=1.00GiB is a budget for an accelerator's memory"),
-        (["--data", "text.txt", "--device", "virtual", "--memory", "1KiB"], "memory=1.00KiB is too small"),
         (["--data", "text.txt", "--updates", "stride"], "stride"),
         (["--data", "text.txt", "--device", "nothing"], "device='nothing' cannot be used here"),
         (["--data", "text.txt", "--batch", "1000000000"], "--batch 1000000000: the data has 117 windows of 32 tokens"),
@@ -60,6 +59,12 @@ def test_bad_input(arguments, message, corpus, tmp_path, monkeypatch):
     (tmp_path / "logs" / "a.log").write_text("x")
     with pytest.raises(ValueError, match=message):
         raise ValueError(refused(GPT, "-o", "run", *arguments))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_budget_that_is_too_small(corpus, tmp_path, virtual):
+    message = refused(GPT, "-o", tmp_path / "run", "--data", corpus, "--device", "virtual", "--memory", "1KiB")
+    assert "memory=1.00KiB is too small" in message
     assert not (tmp_path / "run").exists()
 
 

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-import torch_virtual
 
 from ferryman.cli import loop
 from ferryman.cli.loop import Training
@@ -21,14 +20,21 @@ from ferryman.data.text import as_bytes
 from ferryman.distributed.ranks import Ranks
 from ferryman.relay.driver import Relay
 from support.commands import EXACT, GPT, losses, metrics, refused, sending, train, trained
+from support.devices import torch_virtual
 from support.slow import slow
 
 
-@pytest.mark.parametrize(
-    ("device", "updates"),
-    [("virtual", "stride:2"), *slow(("cpu", "host"), ("virtual", "host"), ("virtual", "static:0.5"))],
-)
-def test_resumed_it_is_the_same_run(device, updates, corpus, tmp_path):
+@pytest.mark.slow
+def test_resumed_it_is_the_same_run_on_the_cpu(corpus, tmp_path):
+    assert_resumed_the_same("cpu", "host", corpus, tmp_path)
+
+
+@pytest.mark.parametrize("updates", ["stride:2", *slow("host", "static:0.5")])
+def test_resumed_it_is_the_same_run(updates, corpus, tmp_path, accelerator):
+    assert_resumed_the_same(accelerator, updates, corpus, tmp_path)
+
+
+def assert_resumed_the_same(device, updates, corpus, tmp_path):
     arguments = [GPT, "--data", corpus, "--device", device, *EXACT, "--updates", updates]
     trained(*arguments, "-o", tmp_path / "whole", "--steps", 6)
     trained(*arguments, "-o", tmp_path / "parts", "--steps", 3)
@@ -39,7 +45,7 @@ def test_resumed_it_is_the_same_run(device, updates, corpus, tmp_path):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_resumed_elsewhere(corpus, tmp_path):
+def test_resumed_elsewhere(corpus, tmp_path, virtual):
     """On another device, in another budget; what was saved last is where it goes on, and nothing is told twice."""
     run = tmp_path / "run"
     trained(GPT, "--data", corpus, *EXACT, "-o", run, "--steps", 6, "--save-every", 2, "--keep", 9)
@@ -53,7 +59,7 @@ def test_resumed_elsewhere(corpus, tmp_path):
     assert losses(run) == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in before]
 
 
-def test_an_option_is_taken_back(corpus, tmp_path):
+def test_an_option_is_taken_back(corpus, tmp_path, virtual):
     """What the run was begun with, and the device it goes on with does not have."""
     run = tmp_path / "run"
     arguments = ["--device", "virtual", "--memory", "400KiB", "--max-grad-norm", 1, "--resident", "transformer.wpe*"]
@@ -69,7 +75,7 @@ def test_an_option_is_taken_back(corpus, tmp_path):
     assert [recorded[name] for name in ("memory", "max_grad_norm", "resident", "betas")] == [None] * 4
 
 
-def test_settings_that_are_refused_are_not_remembered(corpus, tmp_path):
+def test_settings_that_are_refused_are_not_remembered(corpus, tmp_path, virtual):
     """Neither where they are refused at once, nor in the first step."""
     run = tmp_path / "run"
     trained(
@@ -134,7 +140,7 @@ def test_asked_to_stop_it_finishes_the_step_and_saves(number, corpus, tmp_path, 
     assert all(loss == known[step] for step, loss in losses(run) if step in known)
 
 
-def test_a_second_ctrl_c_stops_at_once(corpus, tmp_path, virtual, monkeypatch):
+def test_a_second_ctrl_c_stops_at_once(corpus, tmp_path, accelerator, monkeypatch):
     """Both come in the middle of the third step."""
     visit, visits = Relay._visit, itertools.count()
 
@@ -145,7 +151,7 @@ def test_a_second_ctrl_c_stops_at_once(corpus, tmp_path, virtual, monkeypatch):
         visit(self, *args)
 
     monkeypatch.setattr(Relay, "_visit", interrupted)
-    result = train(GPT, "--data", corpus, "-o", tmp_path / "run", "--device", "virtual", "--steps", 500)
+    result = train(GPT, "--data", corpus, "-o", tmp_path / "run", "--device", accelerator, "--steps", 500)
     assert result.exit_code == 130
     assert "interrupted. Nothing was saved." in result.output
 

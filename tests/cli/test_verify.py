@@ -3,11 +3,11 @@
 import contextlib
 import itertools
 import json
+import re
 import time
 
 import pytest
 import torch
-import torch_virtual
 from typer.testing import CliRunner
 
 from ferryman.cli.main import app
@@ -16,11 +16,13 @@ from ferryman.server import kernels
 from ferryman.server.server import Server
 from ferryman.verify import delays, overlap, parity, races
 from ferryman.verify.bench import Bench
+from support.devices import chosen, torch_virtual
 from support.slow import slow
 
 
-@pytest.fixture(autouse=True)
-def clean():
+@pytest.fixture
+def take_races(virtual):
+    """For tests that cause races: none of them counts in the end."""
     yield
     torch_virtual.synchronize()
     torch_virtual.clear_races()
@@ -35,7 +37,7 @@ def rows_of(ran):
 
 
 @pytest.mark.parametrize("cases", [("weights late", "updates late"), *slow((tuple(races._CASES),))])
-def test_races_and_memory_hold_on_the_virtual_accelerator(cases, monkeypatch):
+def test_races_and_memory_hold_on_the_virtual_accelerator(cases, monkeypatch, virtual):
     monkeypatch.setattr(races, "_CASES", {name: races._CASES[name] for name in cases})
     ran = run("--device", "virtual", "--quick", "--only", "races", "--only", "memory", "--json")
     assert ran.exit_code == 0, ran.output
@@ -49,7 +51,7 @@ def test_races_and_memory_hold_on_the_virtual_accelerator(cases, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["virtual", "cpu"])
+@pytest.mark.parametrize("device", chosen())
 def test_all_of_it_holds(device):
     rows = rows_of(run("--device", device, "--json"))
     assert {group for group, _ in rows} == {"parity", "races", "overlap", "memory"}
@@ -81,7 +83,7 @@ def test_a_wrong_update_fails_and_the_table_names_the_check(monkeypatch):
     assert "weights off by" in lines[0]
 
 
-def test_a_missing_wait_fails(monkeypatch):
+def test_a_missing_wait_fails(monkeypatch, take_races):
     monkeypatch.setattr(Lane, "follow", lambda self, *marks: None)
     ran = run("--device", "virtual", "--quick", "--only", "races", "--json")
     assert ran.exit_code == 1
@@ -99,7 +101,8 @@ def test_values_alone_show_a_missing_wait(monkeypatch):
     assert ran.exit_code == 1
     row = rows_of(ran)["races", "updates late"]
     assert row["result"] == "FAILED"
-    assert "weights changed" in row["reason"]
+    # An update that comes in the middle of the next step is seen by the engine itself.
+    assert re.search("weights changed|is edited in place while the model or the loss runs", row["reason"])
 
 
 def test_a_control_that_shows_nothing_is_inconclusive(monkeypatch):
@@ -111,7 +114,7 @@ def test_a_control_that_shows_nothing_is_inconclusive(monkeypatch):
     assert rows_of(ran)["races", "updates late"]["result"] == "inconclusive"
 
 
-def test_copies_that_wait_for_one_another_are_found(monkeypatch):
+def test_copies_that_wait_for_one_another_are_found(monkeypatch, accelerator):
     def one_by_one(self, names):
         begin = time.perf_counter()
         for name in names:
@@ -121,15 +124,15 @@ def test_copies_that_wait_for_one_another_are_found(monkeypatch):
 
     monkeypatch.setattr(overlap._Bare, "_run", one_by_one)
     monkeypatch.setattr(overlap, "_TRIES", 1)
-    bench = Bench(torch.device("virtual", 0), quick=True)
+    bench = Bench(accelerator, quick=True)
     link, beside, _ = overlap.checks(bench)
     assert link.run().outcome == "inconclusive"  # the link may be such
     assert beside.run().outcome == "FAILED"
 
 
-def test_what_a_device_lacks_is_skipped_with_the_reason(monkeypatch):
+def test_what_a_device_lacks_is_skipped_with_the_reason(monkeypatch, accelerator):
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 0)  # as of one that does not count
-    ran = run("--device", "virtual", "--quick", "--only", "memory", "--json")
+    ran = run("--device", str(accelerator), "--quick", "--only", "memory", "--json")
     assert ran.exit_code == 0
     assert all("does not tell" in row["reason"] for row in rows_of(ran).values())
 
@@ -140,7 +143,7 @@ def test_what_a_device_lacks_is_skipped_with_the_reason(monkeypatch):
 
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", no_half)
-    bench = Bench(torch.device("virtual", 0), quick=True)
+    bench = Bench(accelerator, quick=True)
     verdict = next(check for check in parity.checks(bench) if check.name == "bf16").run()
     assert verdict.outcome == "skipped"
     assert "BFloat16 is not supported here" in verdict.reason

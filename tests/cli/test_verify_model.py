@@ -5,10 +5,10 @@ import sys
 import textwrap
 
 import pytest
-import torch_virtual
 from typer.testing import CliRunner
 
 from ferryman.cli.main import app
+from support.devices import chosen
 
 GOOD = """
     import os, random
@@ -86,13 +86,6 @@ QUEUE = """
 """
 
 
-@pytest.fixture(autouse=True)
-def clean():
-    yield
-    torch_virtual.synchronize()
-    torch_virtual.clear_races()
-
-
 @pytest.fixture
 def verify(tmp_path, monkeypatch):
     """Runs the command in a directory that has the module `mine`, with this source."""
@@ -114,7 +107,7 @@ def results_of(ran):
     return {row["check"]: row for row in rows}
 
 
-@pytest.mark.parametrize("device", ["cpu", "virtual"])
+@pytest.mark.parametrize("device", chosen())
 def test_a_good_model_passes_and_its_variables_are_named(verify, device):
     ran = verify(GOOD, device=device)
     assert ran.exit_code == 0, ran.output

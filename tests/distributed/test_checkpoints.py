@@ -7,6 +7,7 @@ import torch
 import transformers as hf
 
 from support import rank_jobs
+from support.devices import chosen_accelerator
 from support.models import CASES, build
 from support.slow import slow
 
@@ -16,10 +17,11 @@ def assert_equal(weights, others):
         assert torch.equal(value, others[name]), name
 
 
+ACCELERATOR = chosen_accelerator() or "cpu"
 WAYS = {
     "fp32": {"device": "cpu"},
-    "bf16": {"device": "virtual", "precision": "bf16", "max_grad_norm": 0.5},
-    "static": {"device": "virtual", "updates": "static:0.5", "subgroup": 64, "deferred": True},
+    "bf16": {"device": ACCELERATOR, "precision": "bf16", "max_grad_norm": 0.5},
+    "static": {"device": ACCELERATOR, "updates": "static:0.5", "subgroup": 64, "deferred": True},
 }
 
 

@@ -14,9 +14,10 @@ from ferryman.model.units import trained_elements, weight_itemsize
 from ferryman.plan.network import Crew
 from ferryman.plan.rates import Rates
 from support import rank_jobs
+from support.devices import chosen, chosen_accelerator, whole
 from support.models import CASES, build
 from support.ranks import Ranks
-from support.slow import covering, slow
+from support.slow import covering, cpu_is_slow, slow
 from support.updates import WAYS, adamw
 
 
@@ -33,7 +34,7 @@ def compare(ranks, *args, **options):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("device", ["virtual", *slow("cpu")])
+@pytest.mark.parametrize("device", cpu_is_slow())
 @pytest.mark.parametrize("name", ["gpt2", *slow("llama")])
 def test_two_ranks(name, device, way, two):
     compare(two, name, device, (2, 2), **WAYS[way])
@@ -42,7 +43,7 @@ def test_two_ranks(name, device, way, two):
 @covering
 @pytest.mark.parametrize("counts", [(3, 1), (0, 2), *slow(((2, 0),))])
 @pytest.mark.parametrize("way", ["eager", "clipped"])
-@pytest.mark.parametrize("device", ["virtual", *slow("cpu")])
+@pytest.mark.parametrize("device", cpu_is_slow())
 def test_ranks_with_fewer_micro_batches_or_none(device, way, counts, two):
     compare(two, "gpt2", device, counts, **WAYS[way])
 
@@ -51,8 +52,8 @@ def test_ranks_with_fewer_micro_batches_or_none(device, way, counts, two):
 @pytest.mark.parametrize("way", ["eager", "clipped"])
 @pytest.mark.parametrize("updates", ["stride:2", "auto", *slow("static:0.5", "host")])
 @pytest.mark.parametrize("held", [False, *slow(True)])
-def test_all_policies(held, updates, way, two):
-    compare(two, "llama", "virtual", (1, 1), updates=updates, subgroup=64, held=held, **WAYS[way])
+def test_all_policies(held, updates, way, two, accelerator):
+    compare(two, "llama", accelerator.type, (1, 1), updates=updates, subgroup=64, held=held, **WAYS[way])
 
 
 @pytest.mark.parametrize(
@@ -63,11 +64,11 @@ def test_all_policies(held, updates, way, two):
         *slow("t5", "mixtral", "reused", "two losses"),
     ],
 )
-def test_models(name, two):
-    compare(two, name, "virtual", (2, 1))
+def test_models(name, two, accelerator):
+    compare(two, name, accelerator.type, (2, 1))
 
 
-@pytest.mark.parametrize("device", ["cpu", "virtual"])
+@pytest.mark.parametrize("device", chosen())
 def test_gradients_that_were_kept(device, two):
     found = two.run(rank_jobs.in_two_parts, "llama", device, (2, 1))
     losses, _, weights = rank_jobs.in_two_parts("llama", device, (2, 1))
@@ -78,10 +79,10 @@ def test_gradients_that_were_kept(device, two):
 
 @pytest.mark.parametrize("precision", ["fp16", *slow("bf16")])
 @pytest.mark.parametrize("way", ["eager", "clipped"])
-def test_precisions(way, precision, two):
+def test_precisions(way, precision, two, accelerator):
     options = {"precision": precision, **WAYS[way]}
-    found = two.run(rank_jobs.train, "llama", "virtual", (2, 2), **options)
-    losses, norms, weights = rank_jobs.train_alone("llama", "virtual", (2, 2), **options)
+    found = two.run(rank_jobs.train, "llama", accelerator.type, (2, 2), **options)
+    losses, norms, weights = rank_jobs.train_alone("llama", accelerator.type, (2, 2), **options)
     for theirs in found:
         assert theirs[0] == pytest.approx(losses, rel=2e-3)
         assert theirs[1] == pytest.approx(norms, rel=2e-2)
@@ -116,7 +117,7 @@ def test_rates_that_differ_are_refused(two):
 
 
 @pytest.mark.parametrize("rows", [4, 1])
-def test_a_mean_by_tokens(rows, two):
+def test_a_mean_by_tokens(rows, two, accelerator):
     """Ranks have very different numbers of them, or one has none at all."""
     losses, weights = rank_jobs.by_tokens(rows)
     for theirs in two.run(rank_jobs.by_tokens, rows):
@@ -124,7 +125,7 @@ def test_a_mean_by_tokens(rows, two):
         assert all(torch.allclose(theirs[1][name], value, atol=2e-6) for name, value in weights.items())
 
 
-def test_tokens_of_one_rank_alone_are_refused(two):
+def test_tokens_of_one_rank_alone_are_refused(two, accelerator):
     two.start(rank_jobs.by_tokens, 4, counted_alone=True)
     for answer in two.answers():
         assert isinstance(answer, ValueError)
@@ -153,8 +154,8 @@ def test_ranks_that_make_different_numbers_of_steps_are_told_so(two):
         assert "rank 0 is closing the engine, rank 1 is making a step" in str(answer)
 
 
-def test_a_rank_that_fails_tells_the_others_why(two):
-    two.start(rank_jobs.failing, "virtual")
+def test_a_rank_that_fails_tells_the_others_why(two, accelerator):
+    two.start(rank_jobs.failing, accelerator.type)
     first, second = two.answers(30)
     assert isinstance(second, KeyError)
     assert "rank 1 has failed: KeyError: 'no such thing'" in str(first)
@@ -162,8 +163,8 @@ def test_a_rank_that_fails_tells_the_others_why(two):
 
 @pytest.mark.parametrize("bad_rank", [1, *slow(0)])
 @pytest.mark.parametrize("options", [{"deferred": True}, {"on_nonfinite": "skip"}, {"precision": "fp16"}])
-def test_an_overflow_anywhere_skips_or_raises_everywhere(options, bad_rank, two):
-    found = two.run(rank_jobs.with_infinite_gradients, "virtual", bad_rank, **options)
+def test_an_overflow_anywhere_skips_or_raises_everywhere(options, bad_rank, two, accelerator):
+    found = two.run(rank_jobs.with_infinite_gradients, accelerator.type, bad_rank, **options)
     for seen in found:
         errors = [error for error, _, _ in seen]
         assert [changed for _, changed, _ in seen] == [True, False, True]
@@ -173,14 +174,14 @@ def test_an_overflow_anywhere_skips_or_raises_everywhere(options, bad_rank, two)
     assert [scale for _, _, scale in found[0]] == [scale for _, _, scale in found[1]]
 
 
-def test_a_budget_is_one_plan_for_all_ranks(two):
-    compare(two, "llama", "virtual", (2, 1), steps=2, memory="46KiB", max_grad_norm=0.3)
+def test_a_budget_is_one_plan_for_all_ranks(two, virtual):
+    compare(two, "llama", virtual.type, (2, 1), steps=2, memory="46KiB", max_grad_norm=0.3)
 
 
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("way", ["eager", *slow("clipped")])
-def test_a_rank_that_is_late_changes_nothing(way, late, two):
-    compare(two, "llama", "virtual", (2, 2), late=late, **WAYS[way])
+def test_a_rank_that_is_late_changes_nothing(way, late, two, accelerator):
+    compare(two, "llama", accelerator.type, (2, 2), late=late, **WAYS[way])
 
 
 def test_ranks_that_were_given_the_same_are_warned_once(two):
@@ -203,14 +204,14 @@ def test_the_others_stop_when_one_is_killed(tmp_path):
     ranks.close()
 
 
-def test_ranks_of_a_node_have_one_copy_together(two):
-    found = two.run(rank_jobs.one_copy, "virtual")
+def test_ranks_of_a_node_have_one_copy_together(two, accelerator):
+    found = two.run(rank_jobs.one_copy, accelerator.type)
     parameters = found[0][3]
     assert all(inside for _, _, inside, _ in found), "units' weights are in the memory that is shared"
     assert sum(own for own, _, _, _ in found) + found[0][1] == pytest.approx(12 * parameters, rel=0.05)
 
 
-@pytest.mark.parametrize("device", ["virtual", *slow("cpu")])
+@pytest.mark.parametrize("device", cpu_is_slow())
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_that_share_no_memory(way, device, nodes):
     compare(nodes, "llama", device, (2, 1), **WAYS[way])
@@ -227,7 +228,7 @@ def planned_for(crew, **options):
     optimizer, _ = adamw(model)
     training = Training(2 * crew.size, length, **options)
     return look_ahead(
-        model, optimizer, training, Machine(Rates(1e9, math.inf, 1.0, 1.0), crew=crew), torch.device("virtual", 0)
+        model, optimizer, training, Machine(Rates(1e9, math.inf, 1.0, 1.0), crew=crew), whole(chosen_accelerator())
     )
 
 
@@ -241,7 +242,7 @@ def planned_for(crew, **options):
     ],
 )
 @pytest.mark.parametrize("crew", CREWS)
-def test_what_ranks_take_and_move_is_what_was_planned(crew, options, request):
+def test_what_ranks_take_and_move_is_what_was_planned(crew, options, request, accelerator):
     ranks, crew = request.getfixturevalue(crew), CREWS[crew]
     outlook = planned_for(crew, **options)
     found = ranks.run(rank_jobs.what_is_taken, **options)
@@ -269,7 +270,7 @@ def test_what_ranks_take_and_move_is_what_was_planned(crew, options, request):
 
 
 @pytest.mark.parametrize("crew", CREWS)
-def test_ranks_look_at_a_nodes_memory_together(crew, request):
+def test_ranks_look_at_a_nodes_memory_together(crew, request, accelerator):
     """Each would fit by itself, but not all of them: all refuse, or none."""
     ranks, outlook = request.getfixturevalue(crew), planned_for(CREWS[crew], precision="fp32")
     needed = sum(outlook.host[part] for part in ("weights", "optimizer state"))
@@ -289,7 +290,7 @@ def test_nodes_of_any_size_and_order(way, homes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [(1, 1, 1, 1), (2, 1, 0, 1)])
-@pytest.mark.parametrize("device", ["cpu", "virtual"])
+@pytest.mark.parametrize("device", chosen())
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "skipping"])
 def test_four_ranks_on_two_nodes(name, way, device, counts, four):
@@ -299,5 +300,5 @@ def test_four_ranks_on_two_nodes(name, way, device, counts, four):
 @pytest.mark.slow
 @pytest.mark.parametrize("updates", ["stride:2", "static:0.5", "auto", "host"])
 @pytest.mark.parametrize("held", [False, True])
-def test_all_policies_on_four_ranks(held, updates, four):
-    compare(four, "llama", "virtual", (1, 1, 1, 1), updates=updates, subgroup=64, held=held)
+def test_all_policies_on_four_ranks(held, updates, four, accelerator):
+    compare(four, "llama", accelerator.type, (1, 1, 1, 1), updates=updates, subgroup=64, held=held)

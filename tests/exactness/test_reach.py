@@ -14,11 +14,11 @@ import weakref
 import numpy as np
 import pytest
 import torch
-import torch_virtual
 import transformers as hf
 from torch import nn
 
 from ferryman.engine import Engine
+from support.devices import torch_virtual
 from support.models import text
 from support.slow import slow
 from support.small_models import WIDTH, Block, Model, assert_equal_to_plain, batches, loss, made, train

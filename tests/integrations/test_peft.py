@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import torch_virtual
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer
 
 import ferryman
+from support.devices import torch_virtual
 from support.models import cut, on, plain_step, text
 from support.slow import covering, slow
 from support.trainers import assert_near, assert_same_logs, build, ferryman_trainer, logs, trainer, weights

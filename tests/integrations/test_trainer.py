@@ -103,30 +103,30 @@ BOTH = (Trainer, FerrymanTrainer)
         ),
     ],
 )
-def test_equals_the_plain_trainer_with_other_arguments(virtual, tmp_path, arguments, others, kinds):
+def test_equals_the_plain_trainer_with_other_arguments(accelerator, tmp_path, arguments, others, kinds):
     plain = trainer(kinds[0], "llama", tmp_path, others=others, **arguments)
     plain.train()
-    made = trainer(kinds[1], "llama", tmp_path, engine={"device": virtual}, others=others, **arguments)
+    made = trainer(kinds[1], "llama", tmp_path, engine={"device": accelerator}, others=others, **arguments)
     made.train()
     assert_same_logs(made, plain)
     assert_near(weights(made), weights(plain))
 
 
-def test_bfloat16_is_near_the_plain_trainer(virtual, tmp_path, there):
+def test_bfloat16_is_near_the_plain_trainer(accelerator, tmp_path, there):
     plain, _ = plain_run(there, "llama", bf16=True)
-    made = ferryman_trainer(virtual, "llama", tmp_path, bf16=True)
+    made = ferryman_trainer(accelerator, "llama", tmp_path, bf16=True)
     made.train()
     assert_same_logs(made, plain, limit=1e-2)
     assert all(value.dtype == torch.float32 for value in weights(made).values())  # masters, not what was computed with
 
 
-def test_float16_passes_over_steps_that_overflow(virtual, tmp_path):
+def test_float16_passes_over_steps_that_overflow(accelerator, tmp_path):
     """And the schedule waits for them, as with the trainer's own scaler."""
 
     def huge(outputs, labels, num_items_in_batch=None):
         return 20 * squared(outputs, labels, num_items_in_batch)
 
-    made = ferryman_trainer(virtual, "llama", tmp_path, fp16=True, max_steps=8, others={"compute_loss_func": huge})
+    made = ferryman_trainer(accelerator, "llama", tmp_path, fp16=True, max_steps=8, others={"compute_loss_func": huge})
     made.train()
     entries = [entry for entry in made.state.log_history if "grad_norm" in entry]
     skipped = [not math.isfinite(entry["grad_norm"]) for entry in entries]
@@ -137,7 +137,7 @@ def test_float16_passes_over_steps_that_overflow(virtual, tmp_path):
         assert (before == after) == was_skipped
 
 
-def test_a_step_fetches_each_block_once_for_all_micro_batches(virtual, tmp_path):
+def test_a_step_fetches_each_block_once_for_all_micro_batches(accelerator, tmp_path):
     class Count(TrainerCallback):
         fetches = ()
 
@@ -147,7 +147,7 @@ def test_a_step_fetches_each_block_once_for_all_micro_batches(virtual, tmp_path)
     counts = {}
     for accumulation in (1, 4):
         made = ferryman_trainer(
-            virtual, "llama", tmp_path, callbacks=[count := Count()], gradient_accumulation_steps=accumulation
+            accelerator, "llama", tmp_path, callbacks=[count := Count()], gradient_accumulation_steps=accumulation
         )
         made.train()
         counts[accumulation] = [b - a for a, b in zip(count.fetches, count.fetches[1:], strict=False)]
@@ -155,7 +155,7 @@ def test_a_step_fetches_each_block_once_for_all_micro_batches(virtual, tmp_path)
     assert max(counts[4]) <= 2 * 4  # embedding, two blocks, head
 
 
-def test_callbacks_see_gradients_before_the_update(virtual, tmp_path):
+def test_callbacks_see_gradients_before_the_update(accelerator, tmp_path):
     class Look(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, **_):
             self.seen = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -164,12 +164,12 @@ def test_callbacks_see_gradients_before_the_update(virtual, tmp_path):
     looks = Look(), Look()
     arguments = {"max_steps": 2, "max_grad_norm": 0.0}
     trainer(Trainer, "llama", tmp_path, callbacks=[looks[0]], **arguments).train()
-    ferryman_trainer(virtual, "llama", tmp_path, callbacks=[looks[1]], **arguments).train()
+    ferryman_trainer(accelerator, "llama", tmp_path, callbacks=[looks[1]], **arguments).train()
     assert_near(looks[1].seen, looks[0].seen, 1e-7)
     assert_near(looks[1].before, looks[0].before)
 
 
-def test_callbacks_read_weights_after_the_update(virtual, tmp_path):
+def test_callbacks_read_weights_after_the_update(accelerator, tmp_path):
     """Past state_dict: the trainer waits for them."""
 
     class Average(TrainerCallback):
@@ -181,12 +181,12 @@ def test_callbacks_read_weights_after_the_update(virtual, tmp_path):
 
     averages = Average(), Average()
     trainer(Trainer, "llama", tmp_path, callbacks=[averages[0]]).train()
-    ferryman_trainer(virtual, "llama", tmp_path, callbacks=[averages[1]]).train()
+    ferryman_trainer(accelerator, "llama", tmp_path, callbacks=[averages[1]]).train()
     assert_near(averages[1].sums, averages[0].sums, 1e-5)
 
 
-def test_evaluates_and_predicts_at_any_time(virtual, tmp_path):
-    plain, made = trainer(Trainer, "llama", tmp_path), ferryman_trainer(virtual, "llama", tmp_path)
+def test_evaluates_and_predicts_at_any_time(accelerator, tmp_path):
+    plain, made = trainer(Trainer, "llama", tmp_path), ferryman_trainer(accelerator, "llama", tmp_path)
     for _ in range(2):
         with nothing_left(made):
             assert made.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
@@ -196,10 +196,10 @@ def test_evaluates_and_predicts_at_any_time(virtual, tmp_path):
         made.train()
 
 
-def test_trains_twice_as_the_plain_trainer_does(virtual, tmp_path):
+def test_trains_twice_as_the_plain_trainer_does(accelerator, tmp_path):
     """The optimizer's state goes on."""
     plain = trainer(Trainer, "llama", tmp_path, max_steps=2)
-    made = ferryman_trainer(virtual, "llama", tmp_path, max_steps=2)
+    made = ferryman_trainer(accelerator, "llama", tmp_path, max_steps=2)
     for _ in range(2):
         plain.train()
         made.train()
@@ -208,14 +208,14 @@ def test_trains_twice_as_the_plain_trainer_does(virtual, tmp_path):
     assert_near(weights(made), weights(plain), 4e-6)
 
 
-def test_own_optimizers_and_schedulers(virtual, tmp_path):
+def test_own_optimizers_and_schedulers(accelerator, tmp_path):
     def optimizers(model):
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         return {"optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step))}
 
     models = build(), build()
     plain = trainer(Trainer, models[0], tmp_path, others=optimizers(models[0]))
-    made = ferryman_trainer(virtual, models[1], tmp_path, others=optimizers(models[1]))
+    made = ferryman_trainer(accelerator, models[1], tmp_path, others=optimizers(models[1]))
     plain.train()
     made.train()
     assert_same_logs(made, plain)
@@ -247,7 +247,7 @@ def test_engine_options_and_other_mappings(virtual, tmp_path):
 
 
 @pytest.mark.parametrize("events", ["on_step_begin", *slow("on_substep_end")])
-def test_stopping_within_a_step_leaves_the_weights(virtual, tmp_path, events):
+def test_stopping_within_a_step_leaves_the_weights(accelerator, tmp_path, events):
     class Stop(TrainerCallback):
         pass
 
@@ -256,7 +256,7 @@ def test_stopping_within_a_step_leaves_the_weights(virtual, tmp_path, events):
 
     setattr(Stop, events, stop)
     plain = trainer(Trainer, "llama", tmp_path, callbacks=[Stop()])
-    made = ferryman_trainer(virtual, "llama", tmp_path, callbacks=[Stop()])
+    made = ferryman_trainer(accelerator, "llama", tmp_path, callbacks=[Stop()])
     assert plain.train().global_step == made.train().global_step == 2
     assert_near(weights(made), weights(plain))
 
@@ -284,19 +284,19 @@ def test_refuses_optimizers_by_name(tmp_path):
         trainer(FerrymanTrainer, "llama", tmp_path, optim="adafactor").train()
 
 
-def test_an_error_gives_the_model_back(virtual, tmp_path):
+def test_an_error_gives_the_model_back(accelerator, tmp_path):
     class Fail(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             if state.global_step == 2:
                 raise RuntimeError("mine")
 
-    made = ferryman_trainer(virtual, "llama", tmp_path, callbacks=[Fail()])
+    made = ferryman_trainer(accelerator, "llama", tmp_path, callbacks=[Fail()])
     with nothing_left(made), pytest.raises(RuntimeError, match="mine"):
         made.train()
 
 
-def test_save_model_is_what_from_pretrained_loads(virtual, tmp_path):
-    made = ferryman_trainer(virtual, "gpt2", tmp_path)
+def test_save_model_is_what_from_pretrained_loads(accelerator, tmp_path):
+    made = ferryman_trainer(accelerator, "gpt2", tmp_path)
     made.train()
     made.save_model(str(tmp_path / "saved"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")

@@ -33,8 +33,8 @@ def test_resumes_as_if_nothing_had_happened(device, tmp_path, bf16):
     assert_near(weights(second), weights(whole), 0)
 
 
-def test_checkpoints_are_pickled_nowhere_and_load_as_models(virtual, tmp_path):
-    made = ferryman_trainer(virtual, "llama", tmp_path, save_total_limit=2, **SAVING)
+def test_checkpoints_are_pickled_nowhere_and_load_as_models(accelerator, tmp_path):
+    made = ferryman_trainer(accelerator, "llama", tmp_path, save_total_limit=2, **SAVING)
     made.train()
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-5"]
     last = tmp_path / "checkpoint-5"
@@ -45,10 +45,10 @@ def test_checkpoints_are_pickled_nowhere_and_load_as_models(virtual, tmp_path):
 
 
 @pytest.mark.parametrize("only_model", [False, True])
-def test_loads_the_best_model_at_the_end(virtual, tmp_path, only_model):
+def test_loads_the_best_model_at_the_end(accelerator, tmp_path, only_model):
     made = ferryman_trainer(
-        virtual, "llama", tmp_path, load_best_model_at_end=True, metric_for_best_model="eval_loss", save_total_limit=1,
-        save_only_model=only_model, eval_strategy="steps", eval_steps=2, **SAVING,
+        accelerator, "llama", tmp_path, load_best_model_at_end=True, metric_for_best_model="eval_loss",
+        save_total_limit=1, save_only_model=only_model, eval_strategy="steps", eval_steps=2, **SAVING,
     )  # fmt: skip
     made.train()  # the data has nothing to learn: the first is the best
     assert names(tmp_path) == ["checkpoint-2"]
@@ -56,12 +56,12 @@ def test_loads_the_best_model_at_the_end(virtual, tmp_path, only_model):
     assert made.evaluate()["eval_loss"] == pytest.approx(made.state.best_metric, rel=1e-6)
 
 
-def test_resumes_what_a_plain_trainer_has_saved(virtual, tmp_path):
+def test_resumes_what_a_plain_trainer_has_saved(accelerator, tmp_path):
     plain = trainer(Trainer, "llama", tmp_path, **SAVING)
     plain.train()
     last = tmp_path / f"checkpoint-{plain.state.global_step}"
     (last / "notes.txt").write_text("mine")
-    made = ferryman_trainer(virtual, "llama", tmp_path, **SAVING)
+    made = ferryman_trainer(accelerator, "llama", tmp_path, **SAVING)
     with pytest.warns(UserWarning, match="was a plain Trainer's"):  # nothing of it is lost
         made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert (tmp_path / f"plain-{last.name}" / "notes.txt").read_text() == "mine"

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support import rank_jobs
+from support.devices import chosen
 from support.slow import slow
 from support.trainers import assert_near
 
@@ -26,28 +27,28 @@ def compare(ranks, size, tmp_path, device):
         assert all(torch.equal(value, theirs[1][name]) for theirs in found), name
 
 
-@pytest.mark.parametrize("device", ["cpu", "virtual"])
+@pytest.mark.parametrize("device", chosen())
 def test_two_ranks(device, two, tmp_path):
     compare(two, 2, tmp_path, device)
 
 
 @pytest.mark.parametrize("average", slow(False, True))
-def test_a_plain_trainer_on_two_ranks(average, two, tmp_path):
+def test_a_plain_trainer_on_two_ranks(average, two, accelerator, tmp_path):
     """Whatever losses are divided by; and where an epoch does not come out even."""
     arguments = {"rows": 22, "average_tokens_across_devices": average, "num_train_epochs": 2, "max_steps": -1}
-    found = two.run(rank_jobs.fit, "llama", tmp_path / "ours", device="virtual", **arguments)
+    found = two.run(rank_jobs.fit, "llama", tmp_path / "ours", device=accelerator.type, **arguments)
     plain = two.run(rank_jobs.fit, "llama", tmp_path / "plain", **arguments)
     for ours, theirs in zip(found, plain, strict=True):
         assert_near_runs(ours, theirs)
 
 
 @pytest.mark.slow
-def test_four_ranks(four, tmp_path):
-    compare(four, 4, tmp_path, "virtual")
+def test_four_ranks(four, accelerator, tmp_path):
+    compare(four, 4, tmp_path, accelerator.type)
 
 
-def test_saved_and_resumed(two, tmp_path):
-    arguments = {"model": "llama", "device": "virtual", "rows": 32, "save_strategy": "steps", "save_steps": 2}
+def test_saved_and_resumed(two, accelerator, tmp_path):
+    arguments = {"model": "llama", "device": accelerator.type, "rows": 32, "save_strategy": "steps", "save_steps": 2}
     whole = two.run(rank_jobs.fit, directory=tmp_path / "run", **arguments)
     path = tmp_path / "run" / "checkpoint-4"
     resumed = two.run(rank_jobs.fit, directory=tmp_path / "again", resume=str(path), **arguments)

@@ -3,9 +3,9 @@
 import time
 
 import pytest
-import torch_virtual
 
 from ferryman.server import kernels
+from support.devices import torch_virtual
 from support.interleave import BROAD, Pair
 from support.slow import slow
 from support.updates import WAYS
@@ -78,8 +78,8 @@ def test_a_fast_host_keeps_everything(way, held, virtual):
     pair.check()
 
 
-def test_a_small_model_is_left_to_the_host(virtual):
-    with Pair(virtual, updates="auto") as pair:
+def test_a_small_model_is_left_to_the_host(accelerator):
+    with Pair(accelerator, updates="auto") as pair:
         assert "updates: host" in str(pair.engine.plan)
         assert shares(pair, range(2)) == [0, 0]
     pair.check()

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-import torch_virtual
 
+from support.devices import torch_virtual
 from support.interleave import MIX, ODD, SUBGROUPS, Pair, let_auto_guess
 from support.models import Block, cut, plain_step, text
 from support.slow import covering, slow
@@ -19,9 +19,9 @@ TURNS = ("host", "stride:2", "auto", "static:0.5", "stride:3", "static:1", "stat
 
 
 @pytest.mark.parametrize(("way", "held"), [("eager", False), ("clipped", True), *slow(("clipped", False))])
-def test_switching_policies_changes_nothing(way, held, virtual, monkeypatch):
+def test_switching_policies_changes_nothing(way, held, accelerator, monkeypatch):
     let_auto_guess(monkeypatch)
-    with Pair(virtual, updates="static:0.5", held=held, subgroup=SIZE, **WAYS[way]) as pair:
+    with Pair(accelerator, updates="static:0.5", held=held, subgroup=SIZE, **WAYS[way]) as pair:
         for seed, updates in enumerate(TURNS):
             pair.step(seed)
             pair.engine.set_updates(updates)
@@ -35,8 +35,8 @@ def test_switching_policies_changes_nothing(way, held, virtual, monkeypatch):
 @covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["host", "stride:2", *slow("static:0.5")])
-def test_switching_while_gradients_wait_for_their_update(updates, held, virtual):
-    with Pair(virtual, updates="stride:3", held=held, subgroup=SIZE) as pair:
+def test_switching_while_gradients_wait_for_their_update(updates, held, accelerator):
+    with Pair(accelerator, updates="stride:3", held=held, subgroup=SIZE) as pair:
         for seed in range(3):
             pair.backward(seed)
             pair.engine.set_updates(updates if seed % 2 == 0 else "stride:3")
@@ -46,8 +46,8 @@ def test_switching_while_gradients_wait_for_their_update(updates, held, virtual)
 
 
 @mixed
-def test_the_optimizer_shows_state_that_is_on_the_device_and_takes_what_is_loaded(updates, way, held, virtual):
-    with Pair(virtual, updates=updates, held=held, subgroup=SIZE, **WAYS[way]) as pair:
+def test_the_optimizer_shows_state_that_is_on_the_device_and_takes_what_is_loaded(updates, way, held, accelerator):
+    with Pair(accelerator, updates=updates, held=held, subgroup=SIZE, **WAYS[way]) as pair:
         for seed in range(2):
             pair.step(seed)
             pair.check_state()  # and is fetched again
@@ -65,8 +65,8 @@ def test_the_optimizer_shows_state_that_is_on_the_device_and_takes_what_is_loade
 
 
 @mixed
-def test_weights_edited_between_steps_count(updates, way, held, virtual):
-    with Pair(virtual, updates=updates, held=held, subgroup=SIZE, **WAYS[way]) as pair:
+def test_weights_edited_between_steps_count(updates, way, held, accelerator):
+    with Pair(accelerator, updates=updates, held=held, subgroup=SIZE, **WAYS[way]) as pair:
         for seed in range(3):
             pair.step(seed)
             pair.engine.wait()
@@ -81,8 +81,8 @@ def test_weights_edited_between_steps_count(updates, way, held, virtual):
 @covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["host", "static:1", "stride:2"])
-def test_weights_edited_between_backward_and_update_count(updates, held, virtual):
-    with Pair(virtual, updates=updates, held=held, subgroup=SIZE) as pair:
+def test_weights_edited_between_backward_and_update_count(updates, held, accelerator):
+    with Pair(accelerator, updates=updates, held=held, subgroup=SIZE) as pair:
         for seed in range(2):
             pair.backward(seed)
             with torch.no_grad():
@@ -114,8 +114,8 @@ def test_gradients_of_the_users_own_before_any_step(updates, held, virtual):
 
 
 @mixed
-def test_gradients_are_accumulated_over_calls_and_edited(updates, way, held, virtual):
-    with Pair(virtual, updates=updates, held=held, subgroup=SIZE, **WAYS[way]) as pair:
+def test_gradients_are_accumulated_over_calls_and_edited(updates, way, held, accelerator):
+    with Pair(accelerator, updates=updates, held=held, subgroup=SIZE, **WAYS[way]) as pair:
         for seed in range(3):
             for part in range(2):
                 pair.backward(seed + 10 * part)
@@ -171,9 +171,9 @@ def test_an_evaluation_on_the_device_is_over_before_its_weights_are_updated(upda
 
 
 @pytest.mark.parametrize(("updates", "held"), [("static:0.5", True), ("static:1", False), ("stride:2", True)])
-def test_training_goes_on_in_plain_pytorch(updates, held, virtual):
+def test_training_goes_on_in_plain_pytorch(updates, held, accelerator):
     """All state comes back."""
-    pair = Pair(virtual, updates=updates, held=held, subgroup=SIZE)
+    pair = Pair(accelerator, updates=updates, held=held, subgroup=SIZE)
     for seed in range(3):
         pair.step(seed)
     pair.engine.close()
@@ -188,11 +188,11 @@ def test_training_goes_on_in_plain_pytorch(updates, held, virtual):
 
 
 @mixed
-def test_blocks_come_and_go(updates, way, held, virtual):
+def test_blocks_come_and_go(updates, way, held, accelerator):
     torch.manual_seed(3)
     block = Block(13)
     twin = copy.deepcopy(block)
-    with Pair(virtual, updates=updates, held=held, subgroup=SIZE, **WAYS[way]) as pair:
+    with Pair(accelerator, updates=updates, held=held, subgroup=SIZE, **WAYS[way]) as pair:
         pair.step(0)
         for optimizer, each in ((pair.optimizer, block), (pair.theirs, twin)):
             group = {"params": list(each.parameters()), "lr": 1e-3, "initial_lr": 1e-3, "weight_decay": 0.0}
@@ -215,10 +215,10 @@ def test_blocks_come_and_go(updates, way, held, virtual):
     pair.check()
 
 
-def test_a_model_of_which_only_a_part_is_visited_keeps_the_rest(virtual):
+def test_a_model_of_which_only_a_part_is_visited_keeps_the_rest(accelerator):
     """Of blocks that a step skips neither weights nor state change, though their subgroups are the device's."""
     for held in (False, True):
-        with Pair(virtual, ODD, updates="static:1", held=held, subgroup=SIZE) as pair:
+        with Pair(accelerator, ODD, updates="static:1", held=held, subgroup=SIZE) as pair:
             pair.step(0)
             before = copy.deepcopy(pair.model.blocks[1].state_dict())
             pair.engine.skip({1})
@@ -231,11 +231,11 @@ def test_a_model_of_which_only_a_part_is_visited_keeps_the_rest(virtual):
             assert not torch.equal(pair.model.blocks[1].state_dict()["up.weight"], before["up.weight"])
 
 
-def test_two_engines_one_after_another(virtual):
+def test_two_engines_one_after_another(accelerator):
     """The second takes the state that the first has given back, from the device too."""
-    with Pair(virtual, updates="static:1", subgroup=SIZE) as pair:
+    with Pair(accelerator, updates="static:1", subgroup=SIZE) as pair:
         pair.step(0)
-    with Pair(virtual, updates="stride:2", subgroup=SIZE) as other:
+    with Pair(accelerator, updates="stride:2", subgroup=SIZE) as other:
         other.model.load_state_dict(pair.model.state_dict())
         other.plain.load_state_dict(pair.plain.state_dict())
         for optimizer, source in ((other.optimizer, pair.optimizer), (other.theirs, pair.theirs)):

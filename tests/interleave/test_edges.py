@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import torch_virtual
 from torch import nn
 
 from ferryman.engine import Engine
 from ferryman.server import kernels
+from support.devices import torch_virtual
 from support.interleave import BROAD, SUBGROUPS, Pair
 from support.models import Block, model_loss, text
 from support.slow import covering, slow
@@ -35,7 +35,7 @@ def test_a_block_comes_into_a_budget(updates, virtual):
 @covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["static:1", "stride:2"])
-def test_an_edit_outlives_a_step_that_fails(updates, held, virtual):
+def test_an_edit_outlives_a_step_that_fails(updates, held, accelerator):
     fails = [False]
 
     def loss(model, part):
@@ -43,7 +43,7 @@ def test_an_edit_outlives_a_step_that_fails(updates, held, virtual):
             raise RuntimeError("the user's")
         return model_loss(model, part)
 
-    with Pair(virtual, updates=updates, held=held, subgroup=SIZE, loss=loss) as pair:
+    with Pair(accelerator, updates=updates, held=held, subgroup=SIZE, loss=loss) as pair:
         pair.step(0)
         pair.engine.wait()
         with torch.no_grad():
@@ -85,13 +85,13 @@ class Stack(nn.Module):
 @covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["static:1", "stride:2"])
-def test_frozen_tensors_between_trained_ones_are_left_alone(updates, held, virtual):
+def test_frozen_tensors_between_trained_ones_are_left_alone(updates, held, accelerator):
     torch.manual_seed(0)
     model = Stack()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     batch = {"x": torch.randn(4, 3, WIDTH)}
     options = {"loss": lambda model, part: model(part["x"]).square().mean(), "subgroup": 4096}
-    with Engine(model, optimizer, device=virtual, updates=updates, held=held, **options) as engine:
+    with Engine(model, optimizer, device=accelerator, updates=updates, held=held, **options) as engine:
         engine.step(batch, 2)
         engine.wait()
         with torch.no_grad():
@@ -102,8 +102,8 @@ def test_frozen_tensors_between_trained_ones_are_left_alone(updates, held, virtu
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_an_edit_before_the_engine_closes_counts(precision, virtual):
-    with Pair(virtual, updates="static:1", subgroup=SIZE, precision=precision) as pair:
+def test_an_edit_before_the_engine_closes_counts(precision, accelerator):
+    with Pair(accelerator, updates="static:1", subgroup=SIZE, precision=precision) as pair:
         pair.ours(0)
         pair.engine.wait()
         with torch.no_grad():
@@ -114,7 +114,7 @@ def test_an_edit_before_the_engine_closes_counts(precision, virtual):
 @covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["static:1", "stride:2"])
-def test_an_update_that_fails_later_is_told_of_as_what_it_is(updates, held, virtual, monkeypatch):
+def test_an_update_that_fails_later_is_told_of_as_what_it_is(updates, held, accelerator, monkeypatch):
     real, made = kernels.update_in_torch, []
 
     def fails(rule, pieces, scratch):
@@ -123,7 +123,7 @@ def test_an_update_that_fails_later_is_told_of_as_what_it_is(updates, held, virt
             raise RuntimeError("no more")
         real(rule, pieces, scratch)
 
-    with Pair(virtual, updates=updates, held=held, subgroup=SIZE, deferred=True) as pair:
+    with Pair(accelerator, updates=updates, held=held, subgroup=SIZE, deferred=True) as pair:
         pair.step(0)
         pair.engine.wait()
         monkeypatch.setattr(kernels, "update_in_torch", fails)
@@ -153,8 +153,8 @@ def test_memory_that_changes_hands_is_not_used_any_more(held, virtual):
     pair.check()
 
 
-def test_evaluations_leave_nothing_behind(virtual):
-    with Pair(virtual, BROAD, updates="stride:2", subgroup=4096) as pair:
+def test_evaluations_leave_nothing_behind(accelerator):
+    with Pair(accelerator, BROAD, updates="stride:2", subgroup=4096) as pair:
         pair.ours(0)
         for _ in range(400):
             with torch.no_grad():

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-import torch_virtual
 
 import ferryman
 from ferryman.relay.held_weights import HeldWeights
@@ -15,6 +14,7 @@ from ferryman.runtime.marks import Mark
 from ferryman.server.device_updates import DeviceUpdates
 from ferryman.server.gradient_checks import GradientChecks
 from ferryman.server.server import Server
+from support.devices import torch_virtual
 from support.interleave import MIX, SUBGROUPS, Pair
 from support.models import model_loss, text
 from support.slow import covering, slow
@@ -54,9 +54,9 @@ def spoilt(module, value=math.nan):
 
 
 @pytest.mark.parametrize(("updates", "way", "held"), [*MIX, ("static:1", "eager", True)])
-def test_a_loss_that_is_not_finite_changes_nothing(updates, way, held, virtual):
+def test_a_loss_that_is_not_finite_changes_nothing(updates, way, held, accelerator):
     loss = Loss()
-    with Pair(virtual, updates=updates, held=held, subgroup=SIZE, loss=loss, **WAYS[way]) as pair:
+    with Pair(accelerator, updates=updates, held=held, subgroup=SIZE, loss=loss, **WAYS[way]) as pair:
         pair.step(0)
         for bad in (math.nan, math.inf):
             loss.factor = bad
@@ -71,8 +71,8 @@ def test_a_loss_that_is_not_finite_changes_nothing(updates, way, held, virtual):
 
 
 @pytest.mark.parametrize(("updates", "way", "held"), [("static:0.5", "deferred", False), *MIX[1:]])
-def test_a_deferred_step_whose_gradient_is_not_finite_did_not_happen(updates, way, held, virtual):
-    with Pair(virtual, updates=updates, held=held, subgroup=SIZE, **WAYS[way]) as pair:
+def test_a_deferred_step_whose_gradient_is_not_finite_did_not_happen(updates, way, held, accelerator):
+    with Pair(accelerator, updates=updates, held=held, subgroup=SIZE, **WAYS[way]) as pair:
         pair.step(0)
         with spoilt(pair.model.head), pytest.raises(ferryman.NonFiniteError, match="No weight was changed"):
             pair.ours(1)
@@ -110,8 +110,8 @@ def test_an_eager_step_never_uses_a_gradient_that_is_not_finite(updates, held, v
 @covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["static:0.5", "stride:2"])
-def test_steps_that_are_not_finite_can_be_skipped(updates, held, virtual):
-    with Pair(virtual, updates=updates, held=held, subgroup=SIZE, on_nonfinite="skip") as pair:
+def test_steps_that_are_not_finite_can_be_skipped(updates, held, accelerator):
+    with Pair(accelerator, updates=updates, held=held, subgroup=SIZE, on_nonfinite="skip") as pair:
         for seed in range(6):
             if seed % 2:
                 with spoilt(pair.model.head):
@@ -126,10 +126,10 @@ def test_steps_that_are_not_finite_can_be_skipped(updates, held, virtual):
 @covering
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["static:0.5", "stride:2"])
-def test_an_overflow_in_float16_skips_the_step(updates, held, virtual):
+def test_an_overflow_in_float16_skips_the_step(updates, held, accelerator):
     loss = Loss()
     options = {"held": held, "subgroup": SIZE, "precision": "fp16", "loss": loss}
-    with Pair(virtual, updates=updates, **options) as pair, Pair(virtual, updates="host", **options) as other:
+    with Pair(accelerator, updates=updates, **options) as pair, Pair(accelerator, updates="host", **options) as other:
         for seed, loss.factor in enumerate((1, 3e4, 1, math.inf, 1)):
             before = copy.deepcopy(pair.model.state_dict())
             for each in (pair, other):

@@ -22,19 +22,19 @@ def on(device, tensors):
 @pytest.mark.parametrize("form", DTYPES, ids=["weights32", "weightsb16", "weights16"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["gradient32", "gradientb16", "gradient16"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_devices_form_of_an_update_agrees_with_the_hosts(name, dtype, form, virtual):
+def test_the_devices_form_of_an_update_agrees_with_the_hosts(name, dtype, form, accelerator):
     case, count = CASES[name], 5003
     source = generator(1)
     signs = torch.randn(count, generator=source).sign()
     values = signs * (torch.rand(count, generator=source) * 1.5 + 0.5)
     host = Tensors.make(case, values, form, gradients(count, dtype))
-    device = on(virtual, host)
-    scratch = kernels.Scratch(1024, virtual)  # stretches of it, the last one short
+    device = on(accelerator, host)
+    scratch = kernels.Scratch(1024, accelerator)  # stretches of it, the last one short
     for number in range(1, 8):
         gradient = gradients(count, dtype, seed=number).abs() * signs.to(dtype)  # sums do not cancel
         step_numbers = numbers(case, number, (1.0, 0.3)[number % 2])
         kernels.update(case.rule, [host._replace(gradient=gradient).piece(step_numbers)])
-        piece = device._replace(gradient=gradient.to(virtual)).piece(step_numbers)
+        piece = device._replace(gradient=gradient.to(accelerator)).piece(step_numbers)
         kernels.update_in_torch(case.rule, [piece], scratch)
     back = on("cpu", device)
     for ours, theirs in zip(back.states, host.states, strict=True):
@@ -59,13 +59,13 @@ def masters_and_moments(pair):
 @pytest.mark.parametrize(
     ("precision", "way"), [("bf16", "clipped"), ("fp16", "eager"), *slow(("fp32", "clipped"), ("bf16", "eager"))]
 )
-def test_moving_work_changes_nothing(precision, way, updates, held, virtual, monkeypatch):
+def test_moving_work_changes_nothing(precision, way, updates, held, accelerator, monkeypatch):
     if updates == "auto":
         let_auto_guess(monkeypatch)
     found = []
     for policy in ("host", updates):
         options = {"held": held, "subgroup": SUBGROUPS[3], "precision": precision, **WAYS[way]}
-        pair = Pair(virtual, updates=policy, **options)
+        pair = Pair(accelerator, updates=policy, **options)
         losses = [pair.ours(seed).item() for seed in range(3)]
         assert (pair.engine.stats().device_share > 0.2) == (policy != "host")
         found.append((losses, masters_and_moments(pair)))
@@ -78,13 +78,13 @@ def test_moving_work_changes_nothing(precision, way, updates, held, virtual, mon
 
 
 @relayed_and_held
-def test_one_step_from_the_same_agrees_to_two_ulp(held, virtual):
+def test_one_step_from_the_same_agrees_to_two_ulp(held, accelerator):
     """The same gradients for both: nothing but the update differs."""
     for precision in ("fp32", "bf16"):
         found = []
         for updates in ("host", "static:1"):
             options = {"held": held, "subgroup": SUBGROUPS[3], "precision": precision}
-            pair = Pair(virtual, updates=updates, **options)
+            pair = Pair(accelerator, updates=updates, **options)
             for _ in range(2):
                 for number, parameter in enumerate(pair.model.parameters()):
                     values = torch.rand(parameter.shape, generator=generator(number)) + 0.1
@@ -98,9 +98,9 @@ def test_one_step_from_the_same_agrees_to_two_ulp(held, virtual):
             assert ulps(found[1][key], value, size) <= 2, key
 
 
-def test_a_unit_of_two_dtypes(virtual):
+def test_a_unit_of_two_dtypes(accelerator):
     def loss(model, part):
-        with torch.autocast("virtual", torch.bfloat16):
+        with torch.autocast(accelerator.type, torch.bfloat16):
             return model(part["input_ids"], part["labels"]).loss
 
     def make():
@@ -111,7 +111,7 @@ def test_a_unit_of_two_dtypes(virtual):
     found = []
     for updates, held in (("host", False), ("stride:2", False), ("stride:2", True), ("static:1", False)):
         options = {"held": held, "subgroup": SUBGROUPS[3], "precision": "bf16", "loss": loss}
-        pair = Pair(virtual, Case(make), updates=updates, **options)
+        pair = Pair(accelerator, Case(make), updates=updates, **options)
         assert {p.dtype for p in pair.model.blocks[0].parameters()} == {torch.float32, torch.bfloat16}
         for seed in range(3):
             pair.ours(seed)

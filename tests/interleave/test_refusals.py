@@ -33,10 +33,10 @@ def adamw(model):
         ({"held": True, "slots": 2}, "held=True keeps all weights on the device, so slots=2 has no meaning"),
     ],
 )
-def test_arguments(options, words, virtual):
+def test_arguments(options, words, accelerator):
     model = Odd()
     with pytest.raises(ValueError, match=words):
-        Engine(model, adamw(model), device=virtual, **options)
+        Engine(model, adamw(model), device=accelerator, **options)
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
@@ -56,11 +56,11 @@ def test_the_host_is_no_device(updates):
 
 
 @pytest.mark.parametrize("options", [{"updates": "stride:2"}, {"updates": "host"}, {"subgroup": 1024}])
-def test_updates_need_an_optimizer(options, virtual):
+def test_updates_need_an_optimizer(options, accelerator):
     words = rf"{next(iter(options))}= is about updates, so the engine needs the optimizer"
     with pytest.raises(ValueError, match=words):
-        Engine(Odd(), device=virtual, **options)
-    with Engine(Odd(), device=virtual) as engine:
+        Engine(Odd(), device=accelerator, **options)
+    with Engine(Odd(), device=accelerator) as engine:
         with pytest.raises(ValueError, match="the engine has no optimizer"):
             engine.set_updates("stride:2")
         assert engine.stats() is None
@@ -113,8 +113,8 @@ def test_weights_are_held_where_the_budget_allows(virtual):
 @covering
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("updates", ["static:0.5", "stride:2"])
-def test_a_switch_that_is_refused_changes_nothing(updates, held, virtual):
-    with Pair(virtual, updates=updates, held=held, subgroup=SUBGROUPS[3]) as pair:
+def test_a_switch_that_is_refused_changes_nothing(updates, held, accelerator):
+    with Pair(accelerator, updates=updates, held=held, subgroup=SUBGROUPS[3]) as pair:
         for seed, wrong in enumerate(["gpu", "static:2", "stride:1", None, 7, "strid:2"]):
             pair.step(seed)
             with pytest.raises(ValueError, match=r"is no policy|must be a number from 0 to 1|at least 2"):
@@ -138,8 +138,8 @@ def test_a_switch_that_the_budget_cannot_hold(virtual):
 
 
 @pytest.mark.parametrize("updates", ["static:0", "static:1", "stride:1000"])
-def test_the_ends_of_what_is_allowed(updates, virtual):
-    with Pair(virtual, updates=updates, subgroup=SUBGROUPS[3]) as pair:
+def test_the_ends_of_what_is_allowed(updates, accelerator):
+    with Pair(accelerator, updates=updates, subgroup=SUBGROUPS[3]) as pair:
         for seed in range(2):
             pair.step(seed)
         assert pair.engine.stats().device_share == (1 if updates == "static:1" else 0)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import torch_virtual
 
 from ferryman.server.device_updates import DeviceUpdates
+from support.devices import torch_virtual
 from support.interleave import MIX, ODD, SUBGROUPS, Pair, let_auto_guess, plain_optimizer, subgroups_of
 from support.models import CASES
 from support.slow import covering, slow
@@ -18,8 +18,8 @@ relayed_and_held = pytest.mark.parametrize("held", [False, True], ids=["relayed"
 @relayed_and_held
 @every_way
 @pytest.mark.parametrize("updates", ["host", "static:0.5", "stride:2", "auto", *slow("static:1", "stride:3")])
-def test_every_policy(updates, way, held, virtual):
-    with Pair(virtual, updates=updates, held=held, subgroup=SUBGROUPS[3], **WAYS[way]) as pair:
+def test_every_policy(updates, way, held, accelerator):
+    with Pair(accelerator, updates=updates, held=held, subgroup=SUBGROUPS[3], **WAYS[way]) as pair:
         for seed in range(4):
             pair.step(seed)
         pair.check()
@@ -29,11 +29,11 @@ def test_every_policy(updates, way, held, virtual):
 @covering
 @relayed_and_held
 @every_way
-def test_whatever_auto_chooses_is_exact(way, held, virtual, monkeypatch):
+def test_whatever_auto_chooses_is_exact(way, held, accelerator, monkeypatch):
     """State goes from host to device and back between steps."""
     let_auto_guess(monkeypatch)
     shares = []
-    with Pair(virtual, updates="auto", held=held, subgroup=SUBGROUPS[7], **WAYS[way]) as pair:
+    with Pair(accelerator, updates="auto", held=held, subgroup=SUBGROUPS[7], **WAYS[way]) as pair:
         for seed in range(6):
             pair.step(seed)
             shares.append(pair.engine.stats().device_share)
@@ -60,11 +60,11 @@ def test_under_delays_longer_than_a_visit(updates, way, held, virtual, monkeypat
 @pytest.mark.parametrize(
     ("updates", "way"), [("stride:2", "eager"), ("auto", "clipped"), *slow(("static:0.5", "deferred"))]
 )
-def test_with_a_host_that_is_late(updates, way, held, virtual, monkeypatch):
+def test_with_a_host_that_is_late(updates, way, held, accelerator, monkeypatch):
     if updates == "auto":
         let_auto_guess(monkeypatch)
     slow_kernels(monkeypatch, 0.01)
-    with Pair(virtual, updates=updates, held=held, subgroup=SUBGROUPS[2], **WAYS[way]) as pair:
+    with Pair(accelerator, updates=updates, held=held, subgroup=SUBGROUPS[2], **WAYS[way]) as pair:
         for seed in range(3):
             pair.step(seed)
     pair.check()
@@ -74,9 +74,9 @@ def test_with_a_host_that_is_late(updates, way, held, virtual, monkeypatch):
 @relayed_and_held
 @pytest.mark.parametrize("updates", ["static:0.5", "stride:2"])
 @pytest.mark.parametrize("count", [1, 7, *slow(2)])
-def test_any_number_of_subgroups(count, updates, held, virtual):
+def test_any_number_of_subgroups(count, updates, held, accelerator):
     way = list(WAYS.values())[count % 3]
-    with Pair(virtual, updates=updates, held=held, subgroup=SUBGROUPS[count], **way) as pair:
+    with Pair(accelerator, updates=updates, held=held, subgroup=SUBGROUPS[count], **way) as pair:
         every, owned = subgroups_of(pair.engine)
         blocks = [unit for unit in pair.engine.units if unit.name.startswith("blocks")]
         assert [sum(s.unit is unit for s in every) for unit in blocks] == [count] * 3
@@ -93,7 +93,7 @@ def test_any_number_of_subgroups(count, updates, held, virtual):
     ("updates", "way"),
     [("stride:2", "eager"), ("stride:3", "deferred"), *slow(("stride:2", "clipped"), ("static:1", "eager"))],
 )
-def test_the_last_subgroup_is_the_devices(updates, way, held, virtual, monkeypatch):
+def test_the_last_subgroup_is_the_devices(updates, way, held, accelerator, monkeypatch):
     """Which the published code forgets."""
     real, seen = DeviceUpdates.update, []
 
@@ -102,7 +102,7 @@ def test_the_last_subgroup_is_the_devices(updates, way, held, virtual, monkeypat
         return real(self, subgroup, *args, **kwargs)
 
     monkeypatch.setattr(DeviceUpdates, "update", update)
-    with Pair(virtual, updates=updates, held=held, subgroup=SUBGROUPS[3], **WAYS[way]) as pair:
+    with Pair(accelerator, updates=updates, held=held, subgroup=SUBGROUPS[3], **WAYS[way]) as pair:
         every, owned = subgroups_of(pair.engine)
         assert every[-1] == owned[-1]
         assert len(owned) > 2
@@ -132,8 +132,8 @@ def test_the_last_subgroup_is_the_devices(updates, way, held, virtual, monkeypat
         ),
     ],
 )
-def test_real_models(name, updates, way, held, virtual):
-    with Pair(virtual, CASES[name], updates=updates, held=held, subgroup=496, **WAYS[way]) as pair:
+def test_real_models(name, updates, way, held, accelerator):
+    with Pair(accelerator, CASES[name], updates=updates, held=held, subgroup=496, **WAYS[way]) as pair:
         for seed in range(5):
             pair.step(seed)
             assert pair.engine.stats().device_share > 0
@@ -145,9 +145,9 @@ def test_real_models(name, updates, way, held, virtual):
 @pytest.mark.parametrize(
     "name", ["AdamW", "SGD, momentum", "Adagrad", "Lion", *slow("Adam with decay", "SGD", "SGD, Nesterov")]
 )
-def test_every_optimizer_that_has_a_form_for_the_device(name, updates, held, virtual):
+def test_every_optimizer_that_has_a_form_for_the_device(name, updates, held, accelerator):
     make = plain_optimizer(name)
-    with Pair(virtual, CASES["skipping"], make, updates=updates, held=held, subgroup=SUBGROUPS[3]) as pair:
+    with Pair(accelerator, CASES["skipping"], make, updates=updates, held=held, subgroup=SUBGROUPS[3]) as pair:
         for seed in range(4):
             pair.step(seed)  # some blocks have no gradient at times
         assert pair.engine.stats().device_share > 0.4
@@ -156,11 +156,11 @@ def test_every_optimizer_that_has_a_form_for_the_device(name, updates, held, vir
 
 
 @pytest.mark.parametrize("name", ["RMSprop", "AdamW, amsgrad"])
-def test_what_is_left_to_torch_is_left_to_the_host(name, virtual):
+def test_what_is_left_to_torch_is_left_to_the_host(name, accelerator):
     for updates in ("static:0.5", "stride:2"):
         with pytest.raises(ValueError, match=rf"updates='{updates}': no unit .* \(\w+\), with these options, is left"):
-            Pair(virtual, make=plain_optimizer(name), updates=updates)
-    with Pair(virtual, make=plain_optimizer(name), updates="auto") as pair:
+            Pair(accelerator, make=plain_optimizer(name), updates=updates)
+    with Pair(accelerator, make=plain_optimizer(name), updates="auto") as pair:
         for seed in range(3):
             pair.step(seed)
         assert pair.engine.stats().device_share == 0
@@ -170,7 +170,7 @@ def test_what_is_left_to_torch_is_left_to_the_host(name, virtual):
     pair.check(1e-5)
 
 
-def test_groups_of_different_rules_share_a_unit(virtual):
+def test_groups_of_different_rules_share_a_unit(accelerator):
     """Some tensors have momentum and some have none: a subgroup may hold both."""
 
     def make(model):
@@ -180,7 +180,7 @@ def test_groups_of_different_rules_share_a_unit(virtual):
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
 
     for updates in ("static:1", "stride:2"):
-        with Pair(virtual, ODD, make, updates=updates, subgroup=SUBGROUPS[2]) as pair:
+        with Pair(accelerator, ODD, make, updates=updates, subgroup=SUBGROUPS[2]) as pair:
             for seed in range(4):
                 pair.step(seed)
             pair.check_state()

@@ -4,11 +4,11 @@ import gc
 
 import pytest
 import torch
-import torch_virtual
 
 from ferryman.model.units import overlap, trained_offsets
 from ferryman.runtime.sizes import parse_bytes
 from ferryman.server.stats import Stats
+from support.devices import torch_virtual
 from support.interleave import BROAD, MIX, SUBGROUPS, Pair, subgroups_of
 from support.models import CASES, text
 from support.slow import covering, slow
@@ -110,8 +110,8 @@ def test_narrow_weights_and_gradients_cross_as_they_are(precision, gradient, wei
         assert seen.out == out + (seen.gradient_checks if stays else 0)
 
 
-def test_state_is_fetched_once_and_again_after_it_was_asked_for(virtual):
-    with Pair(virtual, TOY, updates="static:0.5", subgroup=304) as pair:
+def test_state_is_fetched_once_and_again_after_it_was_asked_for(accelerator):
+    with Pair(accelerator, TOY, updates="static:0.5", subgroup=304) as pair:
         device = sum(s.size for s in subgroups_of(pair.engine)[1])
         came = []
         for seed in range(5):
@@ -122,8 +122,8 @@ def test_state_is_fetched_once_and_again_after_it_was_asked_for(virtual):
         assert came == [12 * device, 0, 0, 12 * device, 0]
 
 
-def test_stats_tell_what_the_step_was(virtual):
-    with Pair(virtual, TOY, updates="stride:2", subgroup=304) as pair:
+def test_stats_tell_what_the_step_was(accelerator):
+    with Pair(accelerator, TOY, updates="stride:2", subgroup=304) as pair:
         assert pair.engine.stats() is None
         for seed in range(3):
             pair.ours(seed)

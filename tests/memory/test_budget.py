@@ -7,16 +7,16 @@ import re
 
 import pytest
 import torch
-import torch_virtual
 import transformers as hf
 from torch import nn
 
 from ferryman.engine import Engine
 from ferryman.runtime.sizes import parse_bytes, show_bytes
+from support.devices import torch_virtual
 from support.models import CASES, Block, assert_same, build, cut, on, plain_step, step
 from support.slow import slow
 
-DEVICE = torch.device("virtual", 0)
+DEVICE = "virtual:0"
 WIDTH, LENGTH = 64, 256
 SCALARS = 256  # bytes: losses on their way to the host come back when the link pleases
 
@@ -133,29 +133,34 @@ def test_a_slow_link_does_not_change_the_peak(virtual):
 
 
 @pytest.mark.parametrize("stash", ["device", *slow("host")])
-@pytest.mark.parametrize("deeper", [8, *slow(12, 24)])
-def test_with_the_stash_on_the_device_the_formula_has_one_more_term(deeper, stash, virtual):
+@pytest.mark.parametrize(("layers", "deeper", "count"), [(4, 8, 4), *slow((6, 12, 8), (6, 24, 8))])
+def test_with_the_stash_on_the_device_the_formula_has_one_more_term(layers, deeper, count, stash, virtual):
     def peak(layers, micro_batches):
         with Engine(Stack(layers), device=DEVICE, loss=square_loss, stash=stash) as engine:
             return steady_peak_of(engine, numbers(micro_batches), micro_batches)
 
     boundary = numbers(1)["x"].nbytes
-    base = peak(4, 4)
-    more = peak(deeper, 4) - base, peak(4, 8) - base
-    expected = ((deeper - 4) * 4, 4 * 4) if stash == "device" else (0, 0)  # an input for each block and micro-batch
+    base = peak(layers, count)
+    more = peak(deeper, count) - base, peak(layers, 2 * count) - base
+    # An input for each block and micro-batch.
+    expected = ((deeper - layers) * count, layers * count) if stash == "device" else (0, 0)
     for grown, inputs in zip(more, expected, strict=True):
         assert grown == pytest.approx(inputs * boundary, rel=0.05, abs=1.5 * boundary)
 
 
-@pytest.mark.parametrize("others", [[(8, 4), (4, 8)], *slow([(12, 4), (4, 16)], [(24, 4), (4, 2), (4, 32)])], ids=str)
-def test_the_peak_does_not_depend_on_depth_or_on_micro_batches(others, virtual):
+@pytest.mark.parametrize(
+    ("layers", "others"),
+    [(4, [(8, 4), (4, 8)]), *slow((6, [(12, 4), (6, 16)]), (6, [(24, 4), (6, 2), (6, 32)]))],
+    ids=str,
+)
+def test_the_peak_does_not_depend_on_depth_or_on_micro_batches(layers, others, virtual):
     def peak(layers, micro_batches):
         with Engine(llama(layers), device=DEVICE, stash="host") as engine:
             return steady_peak_of(engine, tokens(micro_batches), micro_batches)
 
-    first = peak(4, 4)
-    for layers, micro_batches in others:
-        assert peak(layers, micro_batches) == pytest.approx(first, rel=0.02), (layers, micro_batches)
+    first = peak(layers, 4)
+    for deep, micro_batches in others:
+        assert peak(deep, micro_batches) == pytest.approx(first, rel=0.02), (deep, micro_batches)
 
 
 @pytest.mark.slow
@@ -191,13 +196,14 @@ def test_steps_within_a_budget_equal_plain_ones_and_trials_leave_no_trace(name, 
             assert_same(result, plain_step(plain, parts), (*case.loose, *(["*"] if name == "t5" else [])))
 
 
-def test_a_larger_budget_means_fewer_micro_batches_and_fewer_fetches(virtual):
+@pytest.mark.parametrize(("layers", "samples"), [(4, 8), *slow((8, 16))])
+def test_a_larger_budget_means_fewer_micro_batches_and_fewer_fetches(layers, samples, virtual):
     seen = []
     for budget in ("768KiB", "2MiB", "4MiB", "16MiB"):
-        with Engine(llama(4), device=DEVICE, memory=budget) as engine:
-            engine.forward_backward(tokens(8))
+        with Engine(llama(layers), device=DEVICE, memory=budget) as engine:
+            engine.forward_backward(tokens(samples))
             before = engine.fetches
-            engine.forward_backward(tokens(8))
+            engine.forward_backward(tokens(samples))
             seen.append((engine.choice.micro_batches, engine.fetches - before, len(engine.units)))
     assert seen == sorted(seen, reverse=True)
     assert seen[0][2] > seen[-1][2], "under the smallest budget blocks are cut into their children"
@@ -205,16 +211,17 @@ def test_a_larger_budget_means_fewer_micro_batches_and_fewer_fetches(virtual):
     assert seen[-1][1] == 0, "under the largest all weights stay on the device"
 
 
-def test_blocks_stay_whole_as_long_as_a_sample_fits_beside_them(around, virtual):
+@pytest.mark.parametrize("layers", [4, *slow(8)])
+def test_blocks_stay_whole_as_long_as_a_sample_fits_beside_them(layers, around, virtual):
     units = {}
     for length in (32, 64):
         torch_virtual.set_capacity(around + (1 << 20), DEVICE)
-        with Engine(llama(4), device=DEVICE, memory="1MiB") as engine:
-            assert len(engine.units) == 6, "4 blocks, the embedding and the head"
+        with Engine(llama(layers), device=DEVICE, memory="1MiB") as engine:
+            assert len(engine.units) == layers + 2, "the blocks, the embedding and the head"
             assert peak_of(engine, tokens(2, length)) <= 1 << 20
             units[length] = len(engine.units)
-    assert units[32] == 6
-    assert units[64] > 6, "cut at the first batch, which shows what a sample takes"
+    assert units[32] == layers + 2
+    assert units[64] > layers + 2, "cut at the first batch, which shows what a sample takes"
 
 
 def test_units_that_are_named_are_not_cut(virtual):
@@ -229,24 +236,27 @@ def test_units_that_are_named_are_not_cut(virtual):
         assert len(engine.units) > 6
 
 
-def test_the_stash_is_on_the_device_where_there_is_room(virtual):
+@pytest.mark.parametrize("count", [4, *slow(8)])
+def test_the_stash_is_on_the_device_where_there_is_room(count, virtual):
+    """`count`: of layers and of micro-batches."""
     for budget, on_host in (("1MiB", True), ("64MiB", False)):
-        with Engine(llama(4), device=DEVICE, memory=budget) as engine:
-            engine.forward_backward(tokens(4), micro_batches=4)
+        with Engine(llama(count), device=DEVICE, memory=budget) as engine:
+            engine.forward_backward(tokens(count), micro_batches=count)
             assert engine.choice.stash_on_host == on_host
-    with Engine(llama(4), device=DEVICE, memory="64MiB", stash="host") as engine:
-        engine.forward_backward(tokens(4), micro_batches=4)
+    with Engine(llama(count), device=DEVICE, memory="64MiB", stash="host") as engine:
+        engine.forward_backward(tokens(count), micro_batches=count)
         assert engine.choice.stash_on_host
 
 
-def test_a_budget_too_small_is_refused_with_one_that_will_do(virtual):
+@pytest.mark.parametrize("layers", [2, *slow(4)])
+def test_a_budget_too_small_is_refused_with_one_that_will_do(layers, virtual):
     def refusal_of(budget, words):
         with pytest.raises(ValueError, match=rf"memory={budget} is too small.* for weights .* for gradients") as caught:
             train(budget)
         return re.search(rf"([\d.]+\wiB) {words}", str(caught.value))[1]
 
     def train(budget):
-        with Engine(llama(2), device=DEVICE, memory=budget) as engine:
+        with Engine(llama(layers), device=DEVICE, memory=budget) as engine:
             engine.forward_backward(tokens(4))
 
     for_what_is_always_there = refusal_of("100.00KiB", "is needed before any activations")
@@ -277,14 +287,14 @@ def test_small_budgets_are_kept_in_every_step_or_refused(kib, stash, around, vir
         assert "would do" in str(error)  # noqa: PT017
 
 
-@pytest.mark.parametrize("deeper", [4, *slow(10, 16)])
-def test_memory_between_fine_units_does_not_grow_with_depth_either(deeper, virtual):
+@pytest.mark.parametrize(("layers", "deeper"), [(2, 4), *slow((4, 10), (4, 16))])
+def test_memory_between_fine_units_does_not_grow_with_depth_either(layers, deeper, virtual):
     def peak(layers):
         options = {"units": ["*.c_attn", "*.c_proj", "*.c_fc", "*.wte", "*.wpe", "lm_head"], "stash": "host"}
         with Engine(gpt2(layers), device=DEVICE, **options) as engine:
             return steady_peak_of(engine, few_tokens(4, 64), 4)
 
-    assert peak(deeper) == pytest.approx(peak(2), rel=0.05)
+    assert peak(deeper) == pytest.approx(peak(layers), rel=0.05)
 
 
 def test_a_trial_stays_within_the_budget_if_a_step_does(around, virtual):

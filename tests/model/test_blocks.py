@@ -5,12 +5,12 @@ import gc
 
 import pytest
 import torch
-import torch_virtual
 import transformers as hf
 from torch import nn
 
 from ferryman.engine import Engine
 from support.block_changes import Wide, WideToy, assert_steps, blocks_of, insert, new_block, remove, slow_link
+from support.devices import torch_virtual
 from support.models import (
     CASES,
     TEXT_SIZES,
@@ -424,12 +424,12 @@ def test_a_model_without_lists(device):
                 wrong()
 
 
-def test_a_block_on_another_device(virtual):
+def test_a_block_on_another_device(accelerator):
     model = build(CASES["toy"])
-    plain = on(virtual, model)
-    with Engine(model, device=virtual) as engine:
+    plain = on(accelerator, model)
+    with Engine(model, device=accelerator) as engine:
         with pytest.raises(ValueError, match=r"must be on the host, and 'norm\.weight' is on virtual:0"):
-            engine.insert(1, Block().to(virtual))
+            engine.insert(1, Block().to(accelerator))
         assert_steps(engine, model, plain)
 
 

@@ -8,10 +8,10 @@ import threading
 
 import pytest
 import torch
-import torch_virtual
 from torch import nn
 
 from ferryman.engine import Engine
+from support.devices import torch_virtual
 from support.models import CASES, Toy, assert_same, build, cut, model_loss, on, plain_step, step, text
 from support.slow import covering
 
@@ -76,10 +76,10 @@ def test_it_can_be_engined_again(device):
             assert_same(step(engine, model, text(8)), expected, CASES["gpt2"].loose)
 
 
-def test_other_devices_one_after_the_other(virtual):
+def test_other_devices_one_after_the_other(accelerator):
     model = build(CASES["toy"])
     plain = copy.deepcopy(model)
-    for place in ("cpu", virtual, "cpu"):
+    for place in ("cpu", accelerator, "cpu"):
         with Engine(model, device=place) as engine:
             engine.forward_backward(text(8), 4)
     assert_works_by_itself(model, plain)
@@ -211,14 +211,17 @@ for number in range(8):
 """
 
 
-def test_engines_that_are_dropped_and_not_closed_leave_no_pinned_memory():
+def test_engines_that_are_dropped_and_not_closed_leave_no_pinned_memory(virtual):
     """In a process of its own, since what is left would disturb other tests."""
     command = [sys.executable, "-c", DROPPED]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:7", "nonsense", "virtual:99"])
+NO_CUDA = [] if torch.cuda.is_available() else ["cuda"]
+
+
+@pytest.mark.parametrize("device", [*NO_CUDA, "cuda:77", "nonsense", "virtual:99"])
 def test_a_device_that_does_not_exist(device):
     model = build(CASES["toy"])
     parameters, places = own(model), [p.data_ptr() for p in model.parameters()]

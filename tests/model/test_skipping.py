@@ -120,8 +120,8 @@ def test_gradients_of_skipped_blocks_wait(device):
             assert_same(step(engine, model, text(8, seed)), expected)
 
 
-def test_skipped_units_are_not_fetched(virtual):
-    with Engine(Toy(4), device=virtual) as engine:
+def test_skipped_units_are_not_fetched(accelerator):
+    with Engine(Toy(4), device=accelerator) as engine:
         for _ in range(2):  # in the very first step, and when the order is known
             engine.skip({1, 3})
             assert fetched(engine) == fetches_without(engine, "blocks.1", "blocks.3")
@@ -130,12 +130,12 @@ def test_skipped_units_are_not_fetched(virtual):
         assert fetched(engine, 2) == fetches_without(engine, "blocks.0")
 
 
-def test_blocks_that_the_model_passes_over_itself_are_not_fetched(virtual):
+def test_blocks_that_the_model_passes_over_itself_are_not_fetched(accelerator):
     torch.manual_seed(0)
     model, batch = Skipping(), text(8)
-    plain = on(virtual, model)
+    plain = on(accelerator, model)
     batch["input_ids"][:, 0] = 1
-    with Engine(model, device=virtual) as engine:
+    with Engine(model, device=accelerator) as engine:
         engine.forward_backward(batch, 4)
         before = engine.fetches
         engine.forward_backward(batch, 4)
@@ -145,11 +145,11 @@ def test_blocks_that_the_model_passes_over_itself_are_not_fetched(virtual):
 
 
 @pytest.mark.parametrize("options", [{"memory": "140KiB"}, {"units": ["blocks.*.up", "blocks.*.down"]}], ids=str)
-def test_blocks_that_are_cut_are_skipped_as_a_whole(options, virtual):
+def test_blocks_that_are_cut_are_skipped_as_a_whole(options, accelerator):
     torch.manual_seed(0)
     model = WideToy()
-    plain = on(virtual, model)
-    with Engine(model, device=virtual, slots=2, **options) as engine:
+    plain = on(accelerator, model)
+    with Engine(model, device=accelerator, slots=2, **options) as engine:
         assert {"blocks.0.up", "blocks.0.down"} < {unit.name for unit in engine.units}
         for _ in range(2):
             engine.skip({1})

@@ -9,12 +9,12 @@ import statistics
 
 import pytest
 import torch
-import torch_virtual
 
 from ferryman.engine import Engine
 from ferryman.observe.report.figures import RESOURCES, figures_of, kind_of
 from ferryman.observe.report.recording import read
 from ferryman.observe.trace import Span, Trace
+from support.devices import torch_virtual
 from support.models import gpt2, text
 from support.report_page import command, place_of
 

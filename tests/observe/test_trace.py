@@ -6,30 +6,34 @@ import time
 
 import pytest
 import torch
-import torch_virtual
 
 from ferryman.engine import Engine
 from ferryman.observe.trace import Trace
 from ferryman.runtime.lanes import Lanes
+from support.devices import torch_virtual
 from support.models import Toy, text
 from support.slow import covering
 
 
 def test_every_piece_of_work_is_recorded(device):
-    trace = Trace()
-    with Lanes(device, trace=trace) as lanes:
-        host, h2d = lanes.host("host"), lanes.device("h2d")
-        first = host.submit(lambda: time.sleep(0.02), label="update unit 1", nbytes=100)
-        h2d.submit(lambda: None, after=[first], label="fetch unit 1", nbytes=200)
-    spans = trace.spans()
-    assert [(span.lane, span.label, span.nbytes) for span in spans] == [
-        ("host", "update unit 1", 100),
-        ("h2d", "fetch unit 1", 200),
-    ]
-    assert spans[0].end - spans[0].start >= 0.02
-    # Two clocks, brought together by an anchor that is as exact as a busy machine lets it be.
-    assert spans[0].end <= spans[1].start + 0.01
-    assert all(span.start <= span.end for span in spans)
+    """On one time axis: the host's clock and the device's differ by less than a millisecond, in one of a few tries,
+    since the anchor that brings them together is as exact as a busy machine lets it be."""
+    behind = []
+    while not behind or (behind[-1] > 1e-3 and len(behind) < 20):
+        trace = Trace()
+        with Lanes(device, trace=trace) as lanes:
+            host, h2d = lanes.host("host"), lanes.device("h2d")
+            first = host.submit(lambda: time.sleep(0.02), label="update unit 1", nbytes=100)
+            h2d.submit(lambda: None, after=[first], label="fetch unit 1", nbytes=200)
+        spans = trace.spans()
+        assert [(span.lane, span.label, span.nbytes) for span in spans] == [
+            ("host", "update unit 1", 100),
+            ("h2d", "fetch unit 1", 200),
+        ]
+        assert spans[0].end - spans[0].start >= 0.02
+        assert all(span.start <= span.end for span in spans)
+        behind.append(spans[0].end - spans[1].start)
+    assert behind[-1] <= 1e-3, behind
 
 
 def test_device_work_is_timed_where_it_runs(virtual):
@@ -41,16 +45,19 @@ def test_device_work_is_timed_where_it_runs(virtual):
         torch.zeros(nbytes, dtype=torch.uint8, device=virtual),
     )
     torch_virtual.synchronize()
-    trace = Trace()
+    trace, began = Trace(), time.perf_counter()
     with Lanes(virtual, trace=trace) as lanes:
         h2d = lanes.device("h2d")
         for _ in range(3):
             h2d.submit(lambda: slot.copy_(source, non_blocking=True), label="fetch", nbytes=nbytes)
+    elapsed = time.perf_counter() - began
     spans = trace.spans()
     lengths = [span.end - span.start for span in spans]
-    assert min(lengths) >= 0.04 * 0.99  # and more where a thread wakes up late; submitting takes next to nothing
+    assert min(lengths) >= 0.04 * 0.99  # and more where a thread wakes up late
     for before, after in itertools.pairwise(spans):
         assert after.start >= before.end - 1e-4
+    # All were submitted at once: spans that contained the wait for those before would be twice as long together.
+    assert sum(lengths) <= elapsed + 1e-3
 
 
 def test_the_file_has_a_row_per_lane(device, tmp_path):
@@ -136,9 +143,9 @@ def test_steps_have_their_figures(device):
         assert {step.peak for step in steps} == {None}
 
 
-def test_what_is_no_step_is_not_recorded_as_one(virtual):
+def test_what_is_no_step_is_not_recorded_as_one(accelerator):
     trace = Trace()
-    with engine_of(virtual, trace) as engine:
+    with engine_of(accelerator, trace) as engine:
         first, second = (engine.forward_backward(text(4, seed), 2).item() for seed in range(2))
         engine.update()  # with both: one step
         with pytest.raises(ValueError, match="micro_batches"):
@@ -217,7 +224,7 @@ def test_a_very_long_run_is_thinned_and_bounded():
 
 def test_a_copy_that_outlasts_steps_is_not_lost(virtual):
     nbytes = 5_000_000
-    torch_virtual.set_link(virtual, h2d=10e6)
+    torch_virtual.set_link(virtual, h2d=5e6)
     source = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
     slot = torch.zeros(nbytes, dtype=torch.uint8, device=virtual)
     torch_virtual.synchronize()
@@ -225,7 +232,7 @@ def test_a_copy_that_outlasts_steps_is_not_lost(virtual):
     with Lanes(virtual, trace=trace) as lanes:
         h2d = lanes.device("h2d")
         slow = h2d.submit(lambda: slot.copy_(source, non_blocking=True), label="slow", nbytes=nbytes)
-        time.sleep(0.05)  # it is on its way when the first step begins
+        time.sleep(0.02)
         for number in range(4):
             trace.begin_step(number)
             time.sleep(0.002)
@@ -235,9 +242,13 @@ def test_a_copy_that_outlasts_steps_is_not_lost(virtual):
         slow.wait()
         for number in range(4, 7):
             trace.begin_step(number)
+            if number == 4:
+                (span,) = trace.spans()
             assert [span.label for span in trace.spans()] == (["slow"] if number < 6 else [])  # until its time is over
             trace.end_step(loss=0.0, micro_batches=1)
-    assert [round(step.share("h2d"), 3) for step in trace.steps()] == [1, 1, 1, 1, 0, 0, 0]
+    shares = [max(0.0, min(span.end, s.end) - max(span.start, s.start)) / s.seconds for s in trace.steps()]
+    assert [step.share("h2d") for step in trace.steps()] == pytest.approx(shares, abs=1e-6)
+    assert shares[1:] == [1, 1, 1, 0, 0, 0]  # it may begin within the first step
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8"])

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-import torch_virtual
 
 from ferryman.engine import Engine
+from support.devices import delay_copies
 from support.models import CASES, assert_same, build, cut, on, plain_step, step, text
 from support.slow import covering
 
@@ -29,8 +29,7 @@ def answer(model, batch):
 @covering
 @pytest.mark.parametrize("name", CASES)
 def test_evaluation_equals_the_plain_model(name, device):
-    if device.type != "cpu":
-        torch_virtual.set_link(device, delay=0.02)
+    delay_copies(device, 0.02)
     model = build(CASES[name]).eval()
     plain, batch = copy.deepcopy(model), inputs(name)
     with Engine(model, device=device) as engine:
@@ -52,12 +51,12 @@ def test_generate_equals_the_plain_model(name, beams, device):
         assert torch.equal(model.generate(ids, **settings), plain.generate(ids, **settings))
 
 
-def test_batches_on_the_device_stay_there(virtual):
+def test_batches_on_the_device_stay_there(accelerator):
     model = build(CASES["llama"]).eval()
     plain, ids = copy.deepcopy(model), text(2)["input_ids"]
-    with Engine(model, device=virtual):
-        result = answer(model, {"input_ids": ids.to(virtual)})
-        assert result.device == virtual
+    with Engine(model, device=accelerator):
+        result = answer(model, {"input_ids": ids.to(accelerator)})
+        assert result.device == accelerator
         assert torch.equal(result.cpu(), answer(plain, {"input_ids": ids}))
 
 
@@ -124,9 +123,9 @@ def test_state_dict_shows_current_weights(device):
         assert {value.device.type for value in model.state_dict().values()} == {"cpu"}
 
 
-def test_gradients_outside_a_step_are_refused(virtual):
+def test_gradients_outside_a_step_are_refused(accelerator):
     model = build(CASES["toy"])
-    with Engine(model, device=virtual) as engine:
+    with Engine(model, device=accelerator) as engine:
         with pytest.raises(ValueError, match=r"torch\.no_grad\(\).*engine\.forward_backward"):
             model(**text(2))
         engine.forward_backward(text(4), 2)

@@ -240,7 +240,7 @@ def test_bytes_of_host_memory_for_each_parameter(way, nbytes):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_language_model_learns_in_every_precision():
+def test_a_language_model_learns_in_every_precision(accelerator):
     """A byte-level model on the standard library's sources, 300 steps: to within noise of plain PyTorch."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     data = torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in sources)), dtype=torch.uint8)
@@ -273,6 +273,6 @@ def test_a_language_model_learns_in_every_precision():
     for precision in ("fp32", "bf16", "fp16"):
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        with Engine(model, optimizer, device="virtual", precision=precision, max_grad_norm=1.0) as engine:
+        with Engine(model, optimizer, device=accelerator, precision=precision, max_grad_norm=1.0) as engine:
             losses = [engine.step(batch, 2).item() for batch in batches()]
         assert end_of(losses) == pytest.approx(expected, abs=0.1), precision

@@ -2,20 +2,17 @@
 
 import pytest
 import torch
-import torch_virtual
 import transformers
 from torch import nn
 
 from ferryman.engine import Engine
+from support.devices import delay_copies
 from support.models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
 from support.slow import covering, slow
 
-DELAY = 0.02  # longer than a visit, so that a missing wait shows
-
 
 def slow_link(device):
-    if device.type != "cpu":
-        torch_virtual.set_link(device, delay=DELAY)
+    delay_copies(device)
 
 
 def assert_parity(device, model, batch, *, micro_batches=4, loose=(), steps=2, **options):

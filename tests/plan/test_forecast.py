@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch_virtual
 import transformers as hf
 from torch import nn
 
@@ -22,6 +21,7 @@ from ferryman.plan.policy import Policy, parse_policy
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
 from ferryman.training.user_code import model_loss
+from support.devices import chosen_accelerator, torch_virtual, whole
 from support.slow import slow
 
 RATES = Rates(host=1e9, device=math.inf, link_in=10e9, link_out=5e9)
@@ -169,7 +169,7 @@ def on_meta(name):
 def outlook_of(name, training, memory=None, crew=Crew()):  # noqa: B008 - frozen
     model = on_meta(name)
     machine = Machine(RATES, memory, None, 1e12, crew)
-    return look_ahead(model, torch.optim.AdamW(model.parameters()), training, machine, torch.device("virtual", 0))
+    return look_ahead(model, torch.optim.AdamW(model.parameters()), training, machine, whole(chosen_accelerator()))
 
 
 def tokens(samples):

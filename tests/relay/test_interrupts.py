@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
-import torch_virtual
 
 from ferryman.engine import Engine
+from support.devices import delay_copies
 from support.models import CASES, assert_same, build, cut, plain_step, step, text
 from support.slow import slow
 
@@ -23,8 +23,7 @@ def ctrl_c():
 
 @pytest.mark.parametrize("options", [{"deferred": True}, *slow({}, {"stash": "host", "slots": 1})], ids=str)
 def test_the_next_step_is_right(options, device):
-    if device.type != "cpu":
-        torch_virtual.set_link(device, delay=0.005)
+    delay_copies(device, 0.005)
     model, plain = build(CASES["toy"]), build(CASES["toy"])
     with Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-2), device=device, **options) as engine:
         engine.step(text(8), 4)

@@ -8,7 +8,6 @@ from collections import Counter
 
 import pytest
 import torch
-import torch_virtual
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
@@ -25,6 +24,7 @@ from ferryman.runtime.lanes import Lane, Lanes
 from ferryman.server.server import Server
 from ferryman.server.settings import Settings
 from ferryman.server.store import RamStore
+from support.devices import delay_copies, torch_virtual
 from support.models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
 from support.slow import covering
 
@@ -37,11 +37,11 @@ def visits(trace):
 @covering
 @pytest.mark.parametrize("slots", [1, 2, 3, 16])
 @pytest.mark.parametrize("micro_batches", [1, 2, 8])
-def test_fetches_do_not_depend_on_the_number_of_micro_batches(slots, micro_batches, virtual):
+def test_fetches_do_not_depend_on_the_number_of_micro_batches(slots, micro_batches, accelerator):
     model = Toy(layers=4)
     names = [unit.name for unit in find_units(model)[0]]
     sweep = [*names, *reversed(names[:-1])]
-    with Engine(model, device=virtual, slots=slots) as engine:
+    with Engine(model, device=accelerator, slots=slots) as engine:
         for _ in range(3):
             before = engine.fetches
             engine.forward_backward(text(8), micro_batches)
@@ -66,14 +66,14 @@ def test_fetches_of_any_model_follow_from_the_order_of_its_visits(name, slots, v
     assert fetches[1] == fetches[2] == count_fetches(orders[1], slots)
 
 
-def test_gradients_go_to_the_slot_whose_flush_is_longest_ago(virtual):
+def test_gradients_go_to_the_slot_whose_flush_is_longest_ago(accelerator):
     # With the one that was flushed just now, every visit of the backward would wait for the link.
-    with Lanes(virtual) as lanes:
+    with Lanes(accelerator) as lanes:
         units, _ = find_units(Toy())
         staging = Staging(Policy("host"), 1024, lambda unit: None, deferred=False)
-        store = RamStore(units, virtual, None, Ranks())
-        server = Server(store, None, lanes, virtual, Settings(), Scale(), staging, Ranks())
-        slots = GradientSlots(virtual, 2, server, lanes.device("h2d"), lanes.device("d2h"))
+        store = RamStore(units, accelerator, None, Ranks())
+        server = Server(store, None, lanes, accelerator, Settings(), Scale(), staging, Ranks())
+        slots = GradientSlots(accelerator, 2, server, lanes.device("h2d"), lanes.device("d2h"))
         slots.make_room_for(units)
         used = []
         for unit in units:
@@ -296,7 +296,7 @@ def _forget(marks, real, slots, slot, *, for_good):
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_missing_wait_is_found(wait, virtual, monkeypatch):
     """The negative control: without one of the waits there is a race, or wrong gradients."""
-    torch_virtual.set_link(virtual, delay=0.02)
+    delay_copies(virtual)
     model = build(CASES["toy"])
     plain, batch = on(virtual, model), text(8)
     torch.manual_seed(5)

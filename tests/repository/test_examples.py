@@ -73,10 +73,10 @@ def test_the_demo_shows_what_it_promises(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # torchrun starts several processes, on few cores
 @pytest.mark.parametrize("name", ["custom_loop.py", "finetune_trainer.py"])
-def test_several_ranks(name, tmp_path):
+def test_several_ranks(name, tmp_path, accelerator):
     """The same scripts under torchrun; the first rank tells."""
     how = ["--nproc-per-node", "2", "--standalone"]
-    device = ["--device", "virtual"] if name == "custom_loop.py" else []
+    device = ["--device", accelerator.type] if name == "custom_loop.py" else []
     command = [
         sys.executable,
         "-m",

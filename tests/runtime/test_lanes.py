@@ -6,11 +6,11 @@ import traceback
 
 import pytest
 import torch
-import torch_virtual
 
 from ferryman.observe.trace import Trace
 from ferryman.runtime.lanes import Lanes
 from ferryman.runtime.marks import LaneError
+from support.devices import torch_virtual
 
 DELAY = 0.06  # longer than any work here takes, so that a missing wait shows
 

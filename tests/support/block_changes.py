@@ -3,10 +3,10 @@
 import copy
 
 import torch
-import torch_virtual
 from torch import nn
 
 from ferryman.relay.weight_slots import count_fetches
+from support.devices import delay_copies
 from support.models import (
     CASES,
     WIDTH,
@@ -39,8 +39,7 @@ class WideToy(Toy):
 
 
 def slow_link(device):
-    if device.type != "cpu":
-        torch_virtual.set_link(device, delay=0.01)
+    delay_copies(device, 0.01)
 
 
 def blocks_of(model):

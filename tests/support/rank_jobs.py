@@ -9,7 +9,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch_virtual
 from transformers import Trainer
 
 from ferryman.cli import loop
@@ -18,6 +17,7 @@ from ferryman.engine import Engine
 from ferryman.observe.trace import Trace, trace_path
 from ferryman.runtime import host_memory
 from support.commands import train as train_command
+from support.devices import chosen_accelerator, delay_copies, torch_virtual
 from support.models import CASES, build
 from support.trainers import ferryman_trainer, logs, trainer, weights
 from support.updates import adamw, slow_kernels
@@ -41,11 +41,11 @@ def train(name, device, counts, steps=3, samples=2, make=adamw, late=None, **opt
             slow_kernels(patch, 0.01)
             patch.setattr(Ranks, "gather", _after_a_while(Ranks.gather))
             patch.setattr(Ranks, "all_here", _after_a_while(Ranks.all_here))
-            torch_virtual.set_link(torch.device("virtual", dist.get_rank()), delay=0.01)
+            delay_copies(torch.device(device, dist.get_rank()), 0.01)
         try:
             return _train(name, device, counts, steps, samples, make, options)
         finally:
-            torch_virtual.set_link(torch.device("virtual", dist.get_rank()), delay=0)
+            delay_copies(torch.device(device, dist.get_rank()), 0)
 
 
 def _after_a_while(real):
@@ -205,7 +205,7 @@ def load_pretrained(directory):
     with torch.device("meta"):
         model = build(CASES["llama"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with Engine(model, optimizer, device="virtual", precision="bf16") as engine:
+    with Engine(model, optimizer, device=chosen_accelerator(), precision="bf16") as engine:
         engine.load_weights(directory)
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -223,7 +223,7 @@ def the_same_data():
 def for_ever(sign):
     """Makes steps; the file `sign` is there after three."""
     model = build(CASES["llama"])
-    with Engine(model, adamw(model)[0], device="virtual") as engine:
+    with Engine(model, adamw(model)[0], device=chosen_accelerator()) as engine:
         while True:
             engine.step(CASES["llama"].batch(2, seed=dist.get_rank()))
             if engine.steps == 3:
@@ -249,7 +249,7 @@ def what_is_taken(steps=2, **options):
     model = build(CASES["llama"])
     optimizer, _ = adamw(model)
     trace = Trace()
-    with Engine(model, optimizer, device="virtual", trace=trace, **options) as engine:
+    with Engine(model, optimizer, device=chosen_accelerator(), trace=trace, **options) as engine:
         for seed in range(steps):
             engine.step(CASES["llama"].batch(2, seed=seed), 1)
         engine.wait()
@@ -283,7 +283,7 @@ def with_host_memory(nbytes, **options):
     optimizer, _ = adamw(model)
     found, host_memory.available = host_memory.available, lambda: nbytes
     try:
-        Engine(model, optimizer, device="virtual", **options).close()
+        Engine(model, optimizer, device=chosen_accelerator(), **options).close()
     except (ValueError, RankError) as error:
         return str(error)
     finally:
@@ -387,7 +387,7 @@ def by_tokens(rows, counted_alone=False):
     """Losses and weights, where losses are the mean over labels that count: as docs/transformers.md does it."""
     model = build(CASES["llama"])
     losses = []
-    with Engine(model, adamw(model)[0], device="virtual", reduction="sum") as engine:
+    with Engine(model, adamw(model)[0], device=chosen_accelerator(), reduction="sum") as engine:
         rank, size = engine.share
         for seed in range(2):
             batch = CASES["llama"].batch(rows, seed=seed)

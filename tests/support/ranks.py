@@ -65,10 +65,8 @@ class Ranks:
 
 def _serve(pipe, around):
     os.environ.update(around)
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     gc.freeze()
     while (asked := pipe.recv()) is not None:

@@ -5,12 +5,18 @@ import itertools
 
 import pytest
 
-DEVICES = ("cpu", "virtual")  # as the fixture `device` has them
+from support.devices import chosen, chosen_accelerator
 
 
 def slow(*cases):
     """For `pytest.mark.parametrize`: several names together, in tuples, or one."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
+
+
+def cpu_is_slow():
+    """The chosen devices, for `pytest.mark.parametrize`; the CPU is slow where an accelerator was chosen, too."""
+    accelerator = chosen_accelerator()
+    return chosen() if accelerator is None else [accelerator, *slow(*(name for name in chosen() if name == "cpu"))]
 
 
 def covering(test):
@@ -19,16 +25,16 @@ def covering(test):
     marks = [mark for mark in test.pytestmark if mark.name == "parametrize"]
     axes = [_Axis(*mark.args, **mark.kwargs) for mark in marks]
     if "device" in inspect.signature(test).parameters and not any("device" in axis.names for axis in axes):
-        axes.append(_Axis("device", DEVICES, indirect=["device"]))
+        axes.append(_Axis("device", chosen(), indirect=["device"]))
     quick = [[case for case in axis.cases if not case.marks] for axis in axes]
     few = [[cases[number % len(cases)] for cases in quick] for number in range(max(map(len, quick)))]
     combined = []
-    for chosen in itertools.product(*(axis.cases for axis in axes)):
-        marks_of_it = [mark for case in chosen for mark in case.marks]
-        if not any(all(a is b for a, b in zip(chosen, one, strict=True)) for one in few):
+    for combination in itertools.product(*(axis.cases for axis in axes)):
+        marks_of_it = [mark for case in combination for mark in case.marks]
+        if not any(all(a is b for a, b in zip(combination, one, strict=True)) for one in few):
             marks_of_it = marks_of_it or [pytest.mark.slow]
-        values = [value for case in chosen for value in case.values]
-        combined.append(pytest.param(*values, marks=marks_of_it, id="-".join(case.id for case in chosen)))
+        values = [value for case in combination for value in case.values]
+        combined.append(pytest.param(*values, marks=marks_of_it, id="-".join(case.id for case in combination)))
     names = [name for axis in axes for name in axis.names]
     indirect = [name for axis in axes for name in axis.indirect]
     test.pytestmark = [mark for mark in test.pytestmark if mark.name != "parametrize"]

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-import torch_virtual
 
 import ferryman
 from ferryman.engine import Engine
+from support.devices import torch_virtual
 from support.models import CASES, build, cut, model_loss, plain_step, text
 from support.slow import covering
 from support.updates import MAIN_AND_SLOW, OPTIMIZERS, WAYS, assert_near, slow_kernels

@@ -131,8 +131,8 @@ def test_changes_right_after_a_step_wait_for_its_update(way, device, monkeypatch
 
 
 @pytest.mark.parametrize("policy", ["host", "stride:2", *slow("static:0.5")])
-def test_state_that_is_on_the_device(policy, virtual):
-    with Pair(device=virtual, updates=policy, subgroup=256) as pair:
+def test_state_that_is_on_the_device(policy, accelerator):
+    with Pair(device=accelerator, updates=policy, subgroup=256) as pair:
         for change in CHANGES.values():
             pair.step(2)
             for both in pair.both:

@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 import torch
-import torch_virtual
 
 from ferryman.engine import Engine
 from ferryman.server.server import Server
+from support.devices import delay_copies, torch_virtual
 from support.models import CASES, build, cut, model_loss, plain_step, text
 from support.slow import covering, slow
 from support.updates import MAIN_AND_SLOW, OPTIMIZERS, WAYS, adamw, assert_near, slow_kernels
@@ -27,17 +27,16 @@ def plain_update(plain, optimizer, scheduler, parts, max_grad_norm=None):
 
 
 def slow_link(device):
-    if device.type != "cpu":
-        torch_virtual.set_link(device, delay=0.01)
+    delay_copies(device, 0.01)
 
 
 @covering
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "name",
-    ["gpt2", *slow("frozen", "llama", "bert", "t5", "skipping")],
+    ("name", "steps"),
+    [("gpt2", 12), *slow(*((name, 20) for name in ("gpt2", "frozen", "llama", "bert", "t5", "skipping")))],
 )
-def test_steps_beyond_the_warm_up(name, way, device):
+def test_steps_beyond_the_warm_up(name, way, steps, device):
     slow_link(device)
     case = CASES[name]
     model = build(case)
@@ -46,7 +45,7 @@ def test_steps_beyond_the_warm_up(name, way, device):
     limit = WAYS[way].get("max_grad_norm")
     with warnings.catch_warnings(), Engine(model, optimizer, device=device, **WAYS[way]) as engine:
         warnings.simplefilter("error")  # of schedulers, that steps were in the wrong order
-        for seed in range(12):  # of which the first ten are its
+        for seed in range(steps):  # of which the first ten are the schedule's warm-up
             batch = case.batch(8, seed=seed)
             torch.manual_seed(seed)
             loss = engine.step(batch, 4)
@@ -65,7 +64,7 @@ def test_steps_beyond_the_warm_up(name, way, device):
 @pytest.mark.parametrize("way", WAYS)
 def test_under_delays_longer_than_a_visit(way, stash, virtual):
     """Nothing is fetched before its update, and nothing lands on gradients that are still being used."""
-    torch_virtual.set_link(virtual, delay=0.02)
+    delay_copies(virtual)
     model, plain = build(CASES["toy"]), build(CASES["toy"])
     (optimizer, scheduler), (theirs, their_scheduler) = adamw(model), adamw(plain)
     with Engine(model, optimizer, device=virtual, stash=stash, **WAYS[way]) as engine:

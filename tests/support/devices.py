@@ -1,0 +1,59 @@
+"""The devices that the tests run on, as `--device` gives them, and what only the virtual one of them can do.
+
+`from support.devices import torch_virtual` instead of `import torch_virtual`: importing that package makes the virtual
+device PyTorch's current accelerator, which must not happen where another accelerator is tested.
+"""
+
+import importlib
+import os
+
+import pytest
+import torch
+
+DEFAULT = ("cpu", "virtual")
+COPY_DELAY = 0.02  # seconds, longer than a visit, so that a missing wait shows; the option --copy-delay
+_VARIABLE = "FERRYMAN_TEST_DEVICES"  # in the environment, so that processes which the tests start know them too
+
+
+def choose(names):
+    """The tests run on these devices: "cpu", and one accelerator at most, since PyTorch has one in a process."""
+    if sum(name != "cpu" for name in names) > 1:
+        raise pytest.UsageError(f"--device: one accelerator in a run, besides cpu; given: {', '.join(names)}")
+    os.environ[_VARIABLE] = ",".join(names)
+    if "virtual" in names:
+        importlib.import_module("torch_virtual")
+
+
+def chosen():
+    """The names of the devices, such as ("cpu", "virtual")."""
+    return tuple(os.environ[_VARIABLE].split(",")) if _VARIABLE in os.environ else DEFAULT
+
+
+def chosen_accelerator():
+    """The name of the accelerator that was chosen, or None."""
+    return next((name for name in chosen() if name != "cpu"), None)
+
+
+def whole(name):
+    """The device of that name, with its index."""
+    device = torch.device(name)
+    return device if name == "cpu" else torch.device(device.type, device.index or 0)
+
+
+def delay_copies(device, seconds=None):
+    """Each copy over the link begins so much later, where the device can be told to do that; by default COPY_DELAY."""
+    if device.type == "virtual":
+        importlib.import_module("torch_virtual").set_link(device, delay=COPY_DELAY if seconds is None else seconds)
+
+
+class _NotChosen:
+    """Stands for torch_virtual: a test that uses it is skipped."""
+
+    def __getattr__(self, name):
+        pytest.skip(f"needs torch_virtual.{name}: run it with --device virtual")
+
+
+def __getattr__(name):
+    if name != "torch_virtual":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("torch_virtual") if "virtual" in chosen() else _NotChosen()
