@@ -1,5 +1,6 @@
 import gc
 import os
+import random
 import shutil
 
 # One thread for each operator: models are tiny here, and threads would cost more than they give. It is set by the
@@ -8,6 +9,7 @@ import shutil
 # that runs in two processes could not be compared exactly.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import numpy as np
 import pytest
 import torch
 from playwright.sync_api import sync_playwright
@@ -100,6 +102,14 @@ def accelerator(request):
 
 def _prepared(name, request):
     return request.getfixturevalue("virtual") if name == "virtual" else devices.whole(name)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    """Every test draws the same numbers, whichever tests have run before it."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def killed(place, modes, seed=0):
 
 
 def check(found, points):
-    assert found["points"] == found["survived"] == points
+    assert found["points"] == found["survived"] >= points
     assert found["in a save"] >= points // 10, "most of the time it saves"
     assert found["steps"] > 0
 

@@ -92,12 +92,15 @@ def test_it_runs_as_a_command(monkeypatch, capsys):
 
 
 def test_the_link_of_a_throttled_device_is_measured(virtual):
-
-    seen = []
-    for rate in (16e6, 2e6):
-        torch_virtual.set_link(virtual, h2d=rate, d2h=rate)
-        seen.append(measure.link(virtual, nbytes=1 << 16))
-    (fast_in, fast_out, _), (slow_in, slow_out, _) = seen
-    assert fast_in > 2 * slow_in
-    assert fast_out > 2 * slow_out
-    assert max(slow_in, slow_out) < 2 * 2e6
+    """No faster than it is; and nearly as fast, in one of many tries on a busy machine."""
+    fast = slow = (0.0, 0.0)
+    for _ in range(20):
+        found = []
+        for rate in (16e6, 2e6):
+            torch_virtual.set_link(virtual, h2d=rate, d2h=rate)
+            found.append(measure.link(virtual, nbytes=1 << 16)[:2])
+            assert max(found[-1]) < 2 * rate
+        fast, slow = tuple(map(max, fast, found[0])), tuple(map(max, slow, found[1]))
+        if all(one > 2 * other for one, other in zip(fast, slow, strict=True)):
+            return
+    raise AssertionError(f"links of 16 and 2 MB/s were measured as {fast} and {slow}")

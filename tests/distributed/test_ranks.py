@@ -156,7 +156,7 @@ def test_ranks_that_make_different_numbers_of_steps_are_told_so(two):
 
 def test_a_rank_that_fails_tells_the_others_why(two, accelerator):
     two.start(rank_jobs.failing, accelerator.type)
-    first, second = two.answers(30)
+    first, second = two.answers()
     assert isinstance(second, KeyError)
     assert "rank 1 has failed: KeyError: 'no such thing'" in str(first)
 
@@ -197,7 +197,7 @@ def test_the_others_stop_when_one_is_killed(tmp_path):
     while not (tmp_path / "sign").exists():
         time.sleep(0.1)
     os.kill(ranks.processes[1].pid, signal.SIGKILL)
-    first, second = ranks.answers(60)
+    first, second = ranks.answers()
     assert isinstance(first, RankError)
     assert "has stopped or does not answer" in str(first)
     assert isinstance(second, ProcessLookupError)

@@ -25,7 +25,7 @@ def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a script in a Python of its own, outside the repo."""
     command = [sys.executable, "-c", script]
     return subprocess.run(
-        command, env=os.environ | environment, cwd="/", text=True, capture_output=True, timeout=60, check=False
+        command, env=os.environ | environment, cwd="/", text=True, capture_output=True, timeout=250, check=False
     )
 
 

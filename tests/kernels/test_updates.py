@@ -236,7 +236,7 @@ def test_nothing_outside_a_piece_is_read():
     def run(beyond: int) -> int:
         command = [sys.executable, "-c", AT_A_PAGE, str(beyond)]
         environment = os.environ | {"PYTHONFAULTHANDLER": ""}
-        return subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False).returncode
+        return subprocess.run(command, env=environment, capture_output=True, timeout=250, check=False).returncode
 
     assert run(0) == 0
     assert run(1) in (-signal.SIGSEGV, -signal.SIGBUS)

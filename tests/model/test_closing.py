@@ -184,14 +184,14 @@ def test_nothing_is_left(virtual):
     """No thread, no byte on the device."""
     gc.collect()
     torch_virtual.synchronize()
-    threads, memory = threading.active_count(), torch_virtual.memory_allocated(virtual)
+    threads, memory = {*threading.enumerate()}, torch_virtual.memory_allocated(virtual)
     model = build(CASES["toy"])
     with Engine(model, device=virtual) as engine:
         engine.forward_backward(text(8), 4)
         assert torch_virtual.memory_allocated(virtual) > memory
     del engine
     gc.collect()
-    assert threading.active_count() == threads
+    assert {*threading.enumerate()} <= threads
     assert torch_virtual.memory_allocated(virtual) == memory
 
 
@@ -214,7 +214,7 @@ for number in range(8):
 def test_engines_that_are_dropped_and_not_closed_leave_no_pinned_memory(virtual):
     """In a process of its own, since what is left would disturb other tests."""
     command = [sys.executable, "-c", DROPPED]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert ended.returncode == 0, ended.stderr
 
 

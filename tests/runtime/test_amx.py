@@ -29,7 +29,7 @@ def run(script: str, **environment: str) -> str:
     inherited = {name: value for name, value in os.environ.items() if not name.endswith("DNN_MAX_CPU_ISA")}
     command = [sys.executable, "-c", script]
     result = subprocess.run(
-        command, env=inherited | environment, cwd="/", text=True, capture_output=True, timeout=60, check=False
+        command, env=inherited | environment, cwd="/", text=True, capture_output=True, timeout=250, check=False
     )
     assert result.returncode == 0, f"exit {result.returncode}: {result.stderr}"
     return result.stdout

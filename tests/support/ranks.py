@@ -34,7 +34,7 @@ class Ranks:
         for pipe in self.pipes:
             pipe.send((job, args, options))
 
-    def answers(self, timeout=120):
+    def answers(self, timeout=250):
         """Of each rank what the job returned, or its exception."""
         found = []
         for rank, pipe in enumerate(self.pipes):
