@@ -54,6 +54,16 @@ def take_races() -> Callable[[], list[str]]:
 
 
 @pytest.fixture
+def holds_once() -> Callable[[Callable[[], bool]], bool]:
+    """Whether what depends on time holds in one of many tries: others may have the cores."""
+
+    def holds(attempt: Callable[[], bool]) -> bool:
+        return any(attempt() for _ in range(20))
+
+    return holds
+
+
+@pytest.fixture
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs code in a process of its own, for what would end or spoil this one."""
 

@@ -67,7 +67,7 @@ def test_a_throttled_copy_takes_bytes_over_bandwidth(direction, rate):
     with torch_virtual.link(**{direction: rate}):
         there.once()
         assert_takes(4 * MB / rate, there.once)
-        assert back.median() < 0.5 * 4 * MB / 4e8
+        assert min(back.once() for _ in range(20)) < 0.5 * 4 * MB / 4e8
 
         # Events tell the link's time; the clock on the wall tells whether that is true. Over 0.1 s, because waking a
         # thread takes a good part of 10 ms when others have the cores.
@@ -214,6 +214,7 @@ def test_a_delay_comes_before_asynchronous_copies_only():
         assert min(wall(lambda: torch.zeros(4, device="virtual").cpu()) for _ in range(10)) < 0.04
         copies.source.fill_(1)
         copies.stream.wait_stream(torch_virtual.current_stream())
+    with torch_virtual.link(delay=0.5):
         copies.start()
         time.sleep(0.01)
         assert copies.to[0] == 0  # nothing has moved yet

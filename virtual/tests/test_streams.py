@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
 import torch_virtual
 
 COUNT = 100_000
-
-
-def elapsed(work) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 # --- Events and waiting.
@@ -60,17 +53,14 @@ def test_waiting_for_an_event_does_not_block_the_host(device_tensor, pinned, sid
     host = pinned(COUNT)
     other = torch.Stream("virtual")
     back = pinned(COUNT)
-    with torch_virtual.link(delay=0.2):
+    with torch_virtual.link(delay=0.5):
         with side:
             device_tensor.copy_(host, non_blocking=True)
             event = side.record_event()
-
-        def chain() -> None:
-            other.wait_event(event)
-            with other:
-                back.copy_(device_tensor, non_blocking=True)
-
-        assert elapsed(chain) < 0.1
+        other.wait_event(event)
+        with other:
+            back.copy_(device_tensor, non_blocking=True)
+        assert not event.query()
     other.synchronize()
     assert torch.equal(back, host)
 
@@ -99,7 +89,7 @@ def test_synchronize_waits_for_all_before_it(device_tensor, pinned, side, wait):
         device_tensor.copy_(host, non_blocking=True)
     event = side.record_event()
     target = {"event": event, "stream": side, "device": torch_virtual}[wait]
-    assert elapsed(target.synchronize) > 0.05
+    target.synchronize()
     assert event.query()
     assert side.query()
     assert torch.equal(device_tensor.cpu(), host)
@@ -116,18 +106,32 @@ def test_synchronize_of_an_event_does_not_wait_for_what_follows(device_tensor, p
     assert not side.query()
 
 
-def test_elapsed_time_is_the_streams(device_tensor, pinned, side):
+def test_elapsed_time_is_the_streams(device_tensor, pinned, side, holds_once):
     host = pinned(COUNT)
     begin, end = torch.Event("virtual", enable_timing=True), torch.Event("virtual", enable_timing=True)
+
+    def is_the_copys() -> bool:
+        begin.record(side)
+        device_tensor.copy_(host, non_blocking=True)
+        end.record(side)
+        end.synchronize()
+        assert end.elapsed_time(begin) == -begin.elapsed_time(end)
+        assert begin.elapsed_time(end) > 90
+        return begin.elapsed_time(end) < 110
+
     with torch_virtual.link(h2d=4e6), side:
+        assert holds_once(is_the_copys)
+
+
+def test_time_is_known_once_events_have_passed(device_tensor, pinned, side):
+    host = pinned(COUNT)
+    begin, end = torch.Event("virtual", enable_timing=True), torch.Event("virtual", enable_timing=True)
+    with torch_virtual.link(delay=1.0), side:
         begin.record(side)
         device_tensor.copy_(host, non_blocking=True)
         end.record(side)
         with pytest.raises(RuntimeError, match="must be completed"):
             begin.elapsed_time(end)
-    end.synchronize()
-    assert begin.elapsed_time(end) == pytest.approx(100, rel=0.1)
-    assert end.elapsed_time(begin) == -begin.elapsed_time(end)
 
 
 def test_times_need_events_made_for_them(side):
@@ -171,11 +175,11 @@ def test_devices_have_streams_of_their_own(device_tensor, pinned):
     host = pinned(COUNT)
     x = torch.zeros(COUNT, device="virtual:1")
     torch_virtual.synchronize(1)
-    with torch_virtual.link(1, delay=0.3):
+    with torch_virtual.link(1, delay=0.5):
         x.copy_(host, non_blocking=True)
-        assert not torch_virtual.current_stream(1).query()
         assert torch_virtual.current_stream(0).query()
-        assert elapsed(lambda: torch_virtual.synchronize(0)) < 0.1
+        torch_virtual.synchronize(0)
+        assert not torch_virtual.current_stream(1).query()
         y = x.to("virtual:0")  # ordered with both devices' streams
     assert torch.equal(y.cpu(), host)
 
@@ -214,7 +218,7 @@ def test_other_threads_run_while_one_waits(pinned, wait):
         side.wait_stream(torch_virtual.current_stream())
         torch_virtual.set_capacity(torch_virtual.memory_allocated() + 8)
     stream = side if wait == "allocation" else torch_virtual.current_stream()
-    with torch_virtual.link(delay=0.3), stream:
+    with torch_virtual.link(delay=0.5), stream:
         device_tensor.copy_(host, non_blocking=True)
         event = stream.record_event()
         if wait == "allocation":
@@ -233,4 +237,6 @@ def test_other_threads_run_while_one_waits(pinned, wait):
     stop.set()
     thread.join()
     assert event.query()
-    assert ticks > 15
+    # A wait that kept Python's lock would allow two: one before it and one after. Of the hundred that there is time
+    # for, a busy machine may leave out most.
+    assert ticks > 3
