@@ -9,8 +9,8 @@ import transformers as hf
 from torch import nn
 
 from ferryman.engine import Engine
-from support.block_changes import Wide, WideToy, assert_steps, blocks_of, insert, new_block, remove, slow_link
-from support.devices import torch_virtual
+from support.block_changes import Wide, WideToy, assert_steps, blocks_of, insert, new_block, remove
+from support.devices import delay_copies, torch_virtual
 from support.models import (
     CASES,
     TEXT_SIZES,
@@ -34,7 +34,7 @@ from support.slow import covering, slow
 @pytest.mark.parametrize("name", ["toy", "llama", *slow("gpt2")])
 @pytest.mark.parametrize("position", [0, "end"])
 def test_a_block_that_was_inserted(name, position, device):
-    slow_link(device)
+    delay_copies(device, 0.01)
     model, loose = build(CASES[name]), CASES[name].loose
     plain, position = on(device, model), len(blocks_of(model)) if position == "end" else position
     with Engine(model, device=device) as engine:
@@ -49,7 +49,7 @@ def test_a_block_that_was_inserted(name, position, device):
 @pytest.mark.parametrize("name", ["toy", "llama", *slow("gpt2")])
 @pytest.mark.parametrize("position", [0, 1])
 def test_a_block_that_was_removed(name, position, device):
-    slow_link(device)
+    delay_copies(device, 0.01)
     model, loose = build(CASES[name]), CASES[name].loose
     plain, block = on(device, model), blocks_of(model)[position]
     with Engine(model, device=device) as engine:
@@ -79,7 +79,7 @@ def test_many_changes_in_a_row(name, device):
 
 
 def test_a_larger_block_fits(device):
-    slow_link(device)
+    delay_copies(device, 0.01)
     model = build(CASES["toy"])
     plain = on(device, model)
     with Engine(model, device=device) as engine:
@@ -254,7 +254,7 @@ def test_names_follow_the_numbers(device):
 
 
 def test_gradients_of_other_units_survive(device):
-    slow_link(device)
+    delay_copies(device, 0.01)
     model = build(CASES["toy"])
     plain = on(device, model)
 

@@ -17,8 +17,8 @@ from support.block_changes import (
     new_block,
     pass_over,
     remove,
-    slow_link,
 )
+from support.devices import delay_copies
 from support.models import (
     CASES,
     WIDTH,
@@ -42,7 +42,7 @@ from support.slow import covering, slow
 @pytest.mark.parametrize("skipped", [{0}, {1}], ids=str)
 def test_a_step_that_skips_blocks(name, skipped, device):
     """In the very first step and later; the one after it is whole again."""
-    slow_link(device)
+    delay_copies(device, 0.01)
     model, loose = build(CASES[name]), CASES[name].loose
     plain = on(device, model)
     with Engine(model, device=device) as engine:

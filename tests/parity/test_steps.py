@@ -11,10 +11,6 @@ from support.models import CASES, Block, Toy, assert_same, build, cut, on, plain
 from support.slow import covering, slow
 
 
-def slow_link(device):
-    delay_copies(device)
-
-
 def assert_parity(device, model, batch, *, micro_batches=4, loose=(), steps=2, **options):
     """Some steps of the same model, plain and by an engine."""
     plain = on(device, model)
@@ -31,7 +27,7 @@ def assert_parity(device, model, batch, *, micro_batches=4, loose=(), steps=2, *
 @pytest.mark.parametrize("name", CASES)
 def test_every_model(name, device):
     case = CASES[name]
-    slow_link(device)
+    delay_copies(device)
     assert_parity(device, build(case), case.batch(8), loose=case.loose)
 
 
@@ -40,7 +36,7 @@ def test_every_model(name, device):
 @pytest.mark.parametrize("slots", [3, 16])
 def test_any_number_of_slots(name, slots, virtual):
     case = CASES[name]
-    slow_link(virtual)
+    delay_copies(virtual)
     assert_parity(virtual, build(case), case.batch(8), loose=case.loose, slots=slots)
 
 
@@ -113,7 +109,7 @@ def test_a_loss_of_the_users(device):
 @pytest.mark.parametrize("name", ["bert", "skipping", *slow("frozen")])
 def test_training_with_an_ordinary_optimizer(name, device):
     case = CASES[name]
-    slow_link(device)
+    delay_copies(device)
     model = build(case)
     plain = on(device, model)
     theirs, ours = (torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (plain, model))
@@ -139,7 +135,7 @@ def test_training_with_an_ordinary_optimizer(name, device):
 
 def test_accumulation_over_calls(device):
     """Until zero_grad, gradients add up, as they do in plain PyTorch."""
-    slow_link(device)
+    delay_copies(device)
     model = build(CASES["llama"])
     plain = on(device, model)
     with Engine(model, device=device) as engine:

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from ferryman.relay.weight_slots import count_fetches
-from support.devices import delay_copies
 from support.models import (
     CASES,
     WIDTH,
@@ -36,10 +35,6 @@ class WideToy(Toy):
     def __init__(self, layers=3):
         super().__init__(layers)
         self.blocks = nn.ModuleList(Wide() for _ in range(layers))
-
-
-def slow_link(device):
-    delay_copies(device, 0.01)
 
 
 def blocks_of(model):

@@ -26,10 +26,6 @@ def plain_update(plain, optimizer, scheduler, parts, max_grad_norm=None):
     return result.loss, norm
 
 
-def slow_link(device):
-    delay_copies(device, 0.01)
-
-
 @covering
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
@@ -37,7 +33,7 @@ def slow_link(device):
     [("gpt2", 12), *slow(*((name, 20) for name in ("gpt2", "frozen", "llama", "bert", "t5", "skipping")))],
 )
 def test_steps_beyond_the_warm_up(name, way, steps, device):
-    slow_link(device)
+    delay_copies(device, 0.01)
     case = CASES[name]
     model = build(case)
     plain = copy.deepcopy(model)  # on the host: the update's arithmetic is the same, and so is the forward's
