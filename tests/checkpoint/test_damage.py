@@ -202,7 +202,7 @@ ON_DISKS = """
 import subprocess, sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-import test_checkpoint_damage as tests
+import checkpoint.test_damage as tests
 for name in ("full", "mounted", "read_only"):
     disk = Path({place!r}) / name
     disk.mkdir()

@@ -1,4 +1,4 @@
-"""What the tests of changing blocks share: the same change to the plain model, and the comparison."""
+"""Helpers for tests that insert, remove and skip blocks: the same change to the plain model, and the comparison."""
 
 import copy
 
@@ -24,7 +24,7 @@ LISTS = {"toy": "blocks", "gpt2": "transformer.h", "llama": "model.layers"}
 
 
 class Wide(Block):
-    """Larger than the others."""
+    """A block that is larger than the others of its model."""
 
     def __init__(self, inner=256):
         super().__init__()
@@ -50,7 +50,7 @@ def new_block(name="toy", seed=7):
 
 
 def recount(plain):
-    """Llama runs as many of its blocks as its configuration says, and each knows its place in a cache."""
+    """Updates a Llama's configuration: it says how many blocks run, and each block knows its index in the cache."""
     for number, block in enumerate(blocks_of(plain)):
         for module in block.modules():
             if hasattr(module, "layer_idx"):
@@ -72,7 +72,7 @@ def remove(engine, plain, position):
 
 
 def pass_over(plain, blocks):
-    """A copy of the plain model in which these blocks hand their input on."""
+    """A copy of the plain model in which these blocks return their input."""
     plain = copy.deepcopy(plain)
     for number in blocks:
         blocks_of(plain)[number].forward = lambda x, *args, **kwargs: x
@@ -96,7 +96,7 @@ def fetched(engine, micro_batches=4):
 
 
 def fetches_without(engine, *skipped):
-    """Those of a step in which these units have no part."""
+    """The number of fetches in a step that skips these units."""
     names = [unit.name for unit in engine.units if not unit.name.startswith(skipped)]
     return count_fetches([*names, *reversed(names[:-1])], 2)
 

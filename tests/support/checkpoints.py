@@ -1,4 +1,4 @@
-"""What tests of checkpoints share: a run that can be gone on with, and everything that an engine has."""
+"""Helpers for tests of checkpoints: a training run that can be resumed, and all the state of an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def one_group(name: str = "AdamW") -> Callable[[nn.Module], torch.optim.Optimize
 
 @dataclass
 class Run:
-    """A model that trains, from anywhere."""
+    """A model, its optimizer and its engine, within `with`."""
 
     name: str = "toy"
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = two_groups
@@ -51,7 +51,7 @@ class Run:
         self.engine.close()
 
     def step(self, first: int = 0, last: int = 2, micro_batches: int = 2) -> list[float]:
-        """On these batches."""
+        """One step on each of the batches from `first` to `last`."""
         losses = []
         for number in range(first, last):
             losses.append(self.engine.step(CASES[self.name].batch(4, number + 1), micro_batches).item())
@@ -62,7 +62,7 @@ class Run:
 
 
 def everything(engine: Engine) -> dict[str, Any]:
-    """Weights, in float32 where there is more of them, and all that the optimizer has."""
+    """All weights (the float32 master where there is one) and the optimizer's whole state."""
     contents = engine._contents()
     found: dict[str, Any] = {"steps": engine.steps, "scale": contents.server.scale.state()}
     for unit in contents.units:
@@ -93,7 +93,7 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def assert_resumes(tmp_path: Any, run: Run, again: Run | None = None, *, first: int = 2, last: int = 4) -> None:
-    """What follows a checkpoint is the same, to the last bit, in the engine that saved it and in a new one."""
+    """Asserts that training after a checkpoint is bitwise equal in the engine that saved it and in a new one."""
     with run:
         run.step(0, first)
         saved = everything(run.engine)

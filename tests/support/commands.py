@@ -26,7 +26,7 @@ def trained(*arguments):
 
 
 def refused(*arguments):
-    """What the user is told."""
+    """The message of the ValueError with which `ferryman train` refuses these arguments."""
     result = train(*arguments)
     assert isinstance(result.exception, ValueError), result.output
     return str(result.exception)
@@ -42,7 +42,7 @@ def losses(run):
 
 
 class sending:  # noqa: N801 - reads like a function
-    """Within, a process gets a signal as soon as the run has made two steps."""
+    """A context in which a process receives a signal as soon as the run has made two steps."""
 
     def __init__(self, number, run, process=None):
         self._what = (number, run / "metrics.jsonl", process or os.getpid())

@@ -1,4 +1,4 @@
-"""What tests of the interleave share: policies, models whose subgroups end anywhere, and two runs side by side."""
+"""Helpers for tests of updates that host and device share: policies, models, and two runs side by side."""
 
 import random
 
@@ -24,7 +24,7 @@ SUBGROUPS = {1: 1024, 2: 400, 3: 272, 7: 112}  # how many a block of Odd has, an
 
 
 class Odd(Toy):
-    """No tensor fills its last register, and subgroups end within tensors."""
+    """A model of odd sizes: tensors end within a vector register, and subgroups within tensors."""
 
     def __init__(self, layers=3, width=13):
         super().__init__(0)
@@ -35,7 +35,7 @@ class Odd(Toy):
 
 
 class Broad(Odd):
-    """Its blocks are large enough for `auto` to think of the device."""
+    """A model whose blocks are large enough for `auto` to consider the device."""
 
     def __init__(self):
         super().__init__(4, 64)
@@ -45,7 +45,7 @@ ODD, BROAD = Case(Odd), Case(Broad)
 
 
 def plain_optimizer(name):
-    """One of those that tests of updates have, with a schedule that changes nothing."""
+    """An optimizer of `support.updates` by name, with a scheduler that leaves the learning rate as it is."""
 
     def make(model):
         optimizer = OPTIMIZERS[name](model.parameters())
@@ -113,7 +113,7 @@ class Pair:
         assert_near(self.model, self.plain, limit)
 
     def check_state(self):
-        """What the optimizer shows is what plain PyTorch's has."""
+        """Asserts that `optimizer.state` is near that of plain PyTorch's optimizer."""
         ours, theirs = self.optimizer.state_dict()["state"], self.theirs.state_dict()["state"]
         for key, values in theirs.items():
             for name, value in values.items():
@@ -122,13 +122,13 @@ class Pair:
 
 
 def subgroups_of(engine):
-    """All of them, in forward order; and those that the device has for good."""
+    """All subgroups in forward order, and those that stay on the device."""
     plan = engine.plan
     return plan.staging.subgroups(plan.in_forward_order), plan.staging.owned(plan.in_forward_order)
 
 
 def let_auto_guess(monkeypatch, seed=0):
-    """Who updates what is thrown for, in every step anew: any choice must be exact."""
+    """Makes `auto` choose at random in every step: any choice must give the same weights."""
     chance = random.Random(seed)
     monkeypatch.setattr(split, "LEAST", 16)
     monkeypatch.setattr("ferryman.training.planner.LEAST", 16)

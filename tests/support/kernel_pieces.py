@@ -1,4 +1,4 @@
-"""What tests of the update kernels share: optimizers by name, the tensors of a piece, distances between floats."""
+"""Helpers for tests of the update kernels: optimizers by name, the tensors of a piece, distances between floats."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def gradients(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Of every size from 1e-6 to 100."""
+    """Random gradients of magnitudes from 1e-6 to 100."""
     source = generator(seed)
     return (torch.randn(count, generator=source) * 10 ** (torch.rand(count, generator=source) * 8 - 6)).to(dtype)
 
@@ -63,7 +63,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """To the last bit, where it is not NaN."""
+    """Whether two tensors are bitwise equal where they are not NaN."""
     return one.dtype == other.dtype and bool(((bits(one) == bits(other)) | (one.isnan() & other.isnan())).all())
 
 
@@ -74,7 +74,7 @@ def ulp(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def ulps(one: torch.Tensor, other: torch.Tensor, size: torch.Tensor | None = None) -> float:
-    """How far apart they are at most, in float32's steps at `other`, or at `size`."""
+    """The largest difference in units of the last place of float32, at `other` or at `size`."""
     if not one.numel():
         return 0.0
     return ((one.double() - other.double()).abs() / ulp(other if size is None else size)).max().item()
@@ -89,7 +89,7 @@ def numbers(case: Case, step: int, factor: float = 1.0) -> Numbers:
 
 
 class Tensors(NamedTuple):
-    """What a piece is made of, without the numbers."""
+    """The tensors of a piece, without its scalar arguments."""
 
     gradient: torch.Tensor
     weights: torch.Tensor
@@ -98,7 +98,7 @@ class Tensors(NamedTuple):
 
     @classmethod
     def make(cls, case: Case, values: torch.Tensor, form: torch.dtype, gradient: torch.Tensor) -> Tensors:
-        """With float32 weights stored in the form of a dtype, and states of a size that gradients might have given."""
+        """Random weights, stored in the format of a dtype, and optimizer states of realistic magnitude."""
         weights, lacking = torch.empty(values.shape, dtype=form), master_dtype(form)
         master = None if lacking is None else torch.empty(values.shape, dtype=lacking)
         kernels.split(values, weights, master)

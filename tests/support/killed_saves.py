@@ -39,7 +39,7 @@ def step(engine: Engine) -> None:
 
 
 def digest(engine: Engine) -> str:
-    """Of weights, the optimizer's state and the generator."""
+    """A digest of the weights, the optimizer's state and the random generator."""
     contents = engine._contents()
     found = hashlib.sha1(torch.get_rng_state().numpy().tobytes())
     for unit in contents.units:
@@ -75,7 +75,7 @@ class Record:
 
 
 def go_on(place: Path, mode: str) -> tuple[Engine, Record, int]:
-    """From what there is; checked."""
+    """Loads the last checkpoint, and checks it against the record."""
     if mode.endswith("without exchange"):
         directories._exchange = lambda *_: False
     torch.set_num_threads(1)
@@ -103,7 +103,7 @@ def train(place: Path, mode: str, say: int) -> None:
 
 
 def fork(child, *args) -> tuple[int, int]:
-    """Its process, and a pipe in which it says how it went."""
+    """Starts a child process. Returns its id, and a pipe through which it reports."""
     listen, say = os.pipe()
     if pid := os.fork():
         os.close(say)
@@ -117,7 +117,7 @@ def fork(child, *args) -> tuple[int, int]:
 
 
 def hear(listen: int) -> str:
-    """All that it says."""
+    """Everything that the child has reported."""
     with os.fdopen(listen) as pipe:
         return pipe.read()
 
@@ -148,7 +148,7 @@ def campaign(place: Path, mode: str, points: int, seed: int) -> dict[str, int]:
 
 
 def unharmed(place: Path, mode: str) -> tuple[float, float]:
-    """One that nobody kills: it finds the last, saves and cleans up. What it had loaded, and how long a save took."""
+    """Runs a child that is not killed. Returns the step that it loaded and the seconds that its save took."""
     pid, listen = fork(last, place, mode)
     os.waitpid(pid, 0)
     told = hear(listen)
@@ -171,7 +171,7 @@ def last(place: Path, mode: str, say: int) -> None:
 
 
 def between(place: Path, mode: str, say: int) -> None:
-    """Dies when the old one has moved aside, and the new one is not yet in its place."""
+    """Ends the process when the old checkpoint has been moved aside and the new one is not yet in its place."""
     engine, record, _ = go_on(place, mode)
     (next(iter(directories.series(place / "saved")), place / "saved") / "tokenizer.json").write_text("tokens")
     real = Path.rename

@@ -1,4 +1,4 @@
-"""Models to try the engine on, batches for them, and the plain loop that it must equal."""
+"""Models to train, batches for them, and the plain PyTorch loop that the engine must equal."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Toy(nn.Module):
 
 
 class Skips(Toy):
-    """As a U-net: what goes down comes back on the way up, across blocks."""
+    """A U-net: activations of the first blocks are inputs of the last ones."""
 
     def __init__(self) -> None:
         super().__init__(6)
@@ -143,7 +143,7 @@ class Frozen(Toy):
 
 
 class FrozenTop(Toy):
-    """What is above does not train, so gradients pass through it."""
+    """Its upper blocks are frozen, so gradients pass through them."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -253,7 +253,7 @@ def step(engine: Engine, model: nn.Module, batch: Any, micro_batches: int | None
 
 
 def on(device: torch.device, model: nn.Module) -> nn.Module:
-    """A copy that is wholly there: the plain model."""
+    """A deep copy of the model on the device: the plain model."""
     return copy.deepcopy(model).to(device)
 
 

@@ -1,4 +1,4 @@
-"""What tests have ranks do."""
+"""Functions that tests run on every rank (`support.ranks.Ranks.run`); each returns what the test compares."""
 
 import copy
 import math
@@ -24,7 +24,7 @@ from support.updates import adamw, slow_kernels
 
 
 def my_part(batch, counts, samples):
-    """Of a batch of micro-batches of `samples` samples each, as many as `counts` says."""
+    """This rank's part of a batch: `counts[rank]` micro-batches of `samples` samples each."""
     rank = dist.get_rank()
     first = sum(counts[:rank]) * samples
     mine = slice(first, first + counts[rank] * samples)
@@ -32,9 +32,9 @@ def my_part(batch, counts, samples):
 
 
 def train(name, device, counts, steps=3, samples=2, make=adamw, late=None, **options):
-    """A model on all ranks, each with its number of micro-batches; losses, norms and weights.
+    """Trains a model on all ranks, rank i with `counts[i]` micro-batches. Returns losses, norms and weights.
 
-    `late`: a rank whose updates, copies and messages are.
+    `late`: a rank whose updates, copies and messages are delayed.
     """
     with pytest.MonkeyPatch.context() as patch:
         if late == dist.get_rank():
@@ -57,7 +57,7 @@ def _after_a_while(real):
 
 
 def train_alone(name, device, counts, steps=3, samples=2, make=adamw, late=None, **options):
-    """The same in one process."""
+    """The same training in one process."""
     return _train(name, device, counts, steps, samples, make, options)
 
 
@@ -80,7 +80,7 @@ def _train(name, device, counts, steps, samples, make, options):
 
 
 def in_two_parts(name, device, counts, steps=2, samples=2, **options):
-    """forward_backward twice, then update."""
+    """Steps of two calls of `forward_backward` and one of `update`."""
     case = CASES[name]
     alone = not dist.is_initialized()
     model = build(case)
@@ -100,7 +100,8 @@ def in_two_parts(name, device, counts, steps=2, samples=2, **options):
 
 
 def with_infinite_gradients(device, bad_rank, **options):
-    """The second of three steps has them on one rank: what was raised, and whether each step changed anything."""
+    """Three steps, of which the second has infinite gradients on one rank. Returns, for each step, the error, whether
+    weights changed, and the loss scale."""
     model = build(CASES["llama"])
     optimizer, _ = adamw(model)
     seen = []
@@ -167,7 +168,7 @@ def rmsprop(model):
 
 
 def train_and_save(device, steps, load=None, save=None, keep=None, adapt=None, **options):
-    """From a checkpoint, or from the start, so many steps; losses and weights."""
+    """Trains for some steps, from a checkpoint if `load` names one. Returns losses and weights."""
     model = build(CASES["llama"], seed=3)
     optimizer, scheduler = adamw(model)
     data = Position()
@@ -189,7 +190,7 @@ def train_and_save(device, steps, load=None, save=None, keep=None, adapt=None, *
 
 
 class Position:
-    """In the data."""
+    """A position in the data that is saved with a checkpoint."""
 
     def __init__(self):
         self.at = 0
@@ -211,7 +212,7 @@ def load_pretrained(directory):
 
 
 def the_same_data():
-    """What they are told."""
+    """Gives all ranks the same batches. Returns the warnings about that."""
     model = build(CASES["llama"])
     with Engine(model, adamw(model)[0], device="cpu") as engine, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -231,7 +232,8 @@ def for_ever(sign):
 
 
 def one_copy(device):
-    """Bytes that this rank has by itself, and those that its node shares, with the model's parameters."""
+    """Bytes of this rank alone, bytes that its node shares, whether weights are in the latter, and the number of
+    parameters."""
     model = build(CASES["llama"])
     with Engine(model, adamw(model)[0], device=device) as engine:
         store = engine._parts.store
@@ -245,7 +247,8 @@ def one_copy(device):
 
 
 def what_is_taken(steps=2, **options):
-    """What a rank says of its host's memory, what its store has in fact, and what lanes have moved in the last step."""
+    """The account of host memory, the plan's account, what the store has allocated, and bytes moved by each lane in the
+    last step."""
     model = build(CASES["llama"])
     optimizer, _ = adamw(model)
     trace = Trace()
@@ -277,7 +280,7 @@ def what_is_taken(steps=2, **options):
 
 
 def with_host_memory(nbytes, **options):
-    """A model on meta where the host has so much: what was refused."""
+    """Makes an engine for a model on meta where the host has `nbytes` free. Returns the refusal, or None."""
     with torch.device("meta"):
         model = build(CASES["llama"])
     optimizer, _ = adamw(model)
@@ -292,7 +295,7 @@ def with_host_memory(nbytes, **options):
 
 
 def record(path, counts, **options):
-    """A training whose traces are saved, each rank's beside the first one's."""
+    """Trains with a trace and saves it, each rank beside the first."""
     model = build(CASES["gpt2"])
     optimizer, _ = adamw(model)
     trace = Trace()
@@ -310,7 +313,7 @@ def record(path, counts, **options):
 
 
 def command(*arguments, of_rank=(), fails=False):
-    """`ferryman train`: how it ended, and what it has shown; `of_rank` has arguments that are each rank's own."""
+    """Runs `ferryman train`. Returns exit code, output and error. `of_rank`: further arguments for each rank."""
     arguments = [*arguments, *(of_rank[dist.get_rank()] if of_rank else ())]
     before = loop.evaluate
     if fails and dist.get_rank() == 1:
@@ -328,7 +331,7 @@ def _no_room(*arguments):
 
 
 def fit(model, directory, *, device=None, resume=None, **arguments):
-    """The Trainer, a plain one without a device: what it has logged while it trained, and its weights."""
+    """Trains with FerrymanTrainer, or with a plain Trainer without a device. Returns logs and weights."""
     if device is None:
         made = trainer(Trainer, model, directory, **arguments)
     else:
@@ -346,7 +349,7 @@ def fit(model, directory, *, device=None, resume=None, **arguments):
 
 
 def rmsprop_again(directory):
-    """Saved, loaded, trained on and saved again: the state of tensors that torch's own optimizer updates, loaded."""
+    """Saves, loads, trains and saves again with an optimizer whose updates are left to torch. Returns the weights."""
     batches = [CASES["llama"].batch(2, seed=seed) for seed in range(8)]
     found = []
     for turn in range(3):
@@ -374,7 +377,7 @@ def other_rates():
 
 
 def no_rows(device):
-    """The last batch is smaller than the number of ranks."""
+    """Two steps, of which the second has fewer samples than there are ranks."""
     model = build(CASES["llama"])
     with Engine(model, adamw(model)[0], device=device) as engine:
         rank, size = engine.share
@@ -384,7 +387,7 @@ def no_rows(device):
 
 
 def by_tokens(rows, counted_alone=False):
-    """Losses and weights, where losses are the mean over labels that count: as docs/transformers.md does it."""
+    """Trains with a mean over the labels that count, as in docs/transformers.md. Returns losses and weights."""
     model = build(CASES["llama"])
     losses = []
     with Engine(model, adamw(model)[0], device=chosen_accelerator(), reduction="sum") as engine:
@@ -401,7 +404,7 @@ def by_tokens(rows, counted_alone=False):
 
 
 def totals(pairs):
-    """Of each pair, a number of each rank's."""
+    """Adds up one number of each rank, for each of the pairs."""
     model = build(CASES["llama"])
     with Engine(model, device="cpu") as engine:
         return [engine.total(pair[engine.share.rank]) for pair in pairs]

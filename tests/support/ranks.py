@@ -1,4 +1,4 @@
-"""Ranks for tests: processes that stay, with a process group, and do one job after the other."""
+"""Ranks for tests: processes with a process group that run one job after the other."""
 
 import contextlib
 import gc
@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 
 class Ranks:
-    """`nodes`: how many of equal size they pretend to be on; or `homes`: on which of them each is."""
+    """`size` ranks on `nodes` pretended nodes of equal size; or `homes[i]` is the node of rank i."""
 
     def __init__(self, size, nodes=1, timeout="120", homes=None):
         context = mp.get_context("forkserver")
@@ -35,7 +35,7 @@ class Ranks:
             pipe.send((job, args, options))
 
     def answers(self, timeout=250):
-        """Of each rank what the job returned, or its exception."""
+        """For each rank, what the job returned, or its exception."""
         found = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(timeout):
@@ -47,7 +47,7 @@ class Ranks:
         return found
 
     def run(self, job, *args, **options):
-        """A function of a module, on each rank; what each returned."""
+        """Runs a function of a module on each rank. Returns what each returned, or raises the first exception."""
         self.start(job, *args, **options)
         answers = self.answers()
         for answer in answers:

@@ -1,4 +1,4 @@
-"""What tests of the report share: where things are on its page, and the command."""
+"""Helpers for tests of the report: positions on its page, and the command."""
 
 import sys
 
@@ -8,7 +8,7 @@ from ferryman.cli.main import main
 
 
 def place_of(page, lane):
-    """The middle of a lane's largest piece of work in the step that is shown: where it is, and its number."""
+    """The position and the index of a lane's longest span in the step that is shown."""
     return page.evaluate(
         """lane => {
             const row = rows.find(row => row.lane.name === lane), { start, length, bytes } = row.lane;
@@ -26,7 +26,7 @@ def place_of(page, lane):
 
 
 def command(monkeypatch, *arguments):
-    """What `ferryman report` does with the arguments; its code."""
+    """Runs `ferryman report`. Returns its exit code."""
     monkeypatch.setattr(sys, "argv", ["ferryman", "report", *map(str, arguments)])
     with pytest.raises(SystemExit) as end:
         main()

@@ -9,7 +9,7 @@ from support.devices import chosen, chosen_accelerator
 
 
 def slow(*cases):
-    """For `pytest.mark.parametrize`: several names together, in tuples, or one."""
+    """Values for `pytest.mark.parametrize` that only `make test-all` runs; tuples where it has several names."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
 
 
@@ -20,8 +20,8 @@ def cpu_is_slow():
 
 
 def covering(test):
-    """Above all `pytest.mark.parametrize` of a test: instead of all combinations of their values, and of the devices,
-    `make test` runs a few in which each value occurs. The others are slow."""
+    """A decorator above all `pytest.mark.parametrize` of a test. Of the combinations of their values and the devices,
+    `make test` runs a few in which each value occurs; the others are slow."""
     marks = [mark for mark in test.pytestmark if mark.name == "parametrize"]
     axes = [_Axis(*mark.args, **mark.kwargs) for mark in marks]
     if "device" in inspect.signature(test).parameters and not any("device" in axis.names for axis in axes):
@@ -42,7 +42,7 @@ def covering(test):
 
 
 class _Axis:
-    """What one `pytest.mark.parametrize` says."""
+    """The names and values of one `pytest.mark.parametrize`."""
 
     def __init__(self, names, cases, *, indirect=(), ids=None):
         self.names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
@@ -58,7 +58,7 @@ class _Axis:
 
     @staticmethod
     def _word(name, number, value, ids):
-        """As pytest has it."""
+        """The id of a value, as pytest makes it."""
         if callable(ids):
             return str(ids(value))
         simple = value is None or isinstance(value, (str, int, float, bool))

@@ -1,4 +1,4 @@
-"""Small models with something ordinary about them, trained by the engine and by plain PyTorch."""
+"""Small models, trained by the engine and by plain PyTorch, for tests of ordinary code in models and losses."""
 
 import random
 
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """The others vary it."""
+    """A stack of blocks; tests derive their own from it."""
 
     block = Block
 
@@ -95,7 +95,7 @@ def train(model, function, device, micro_batches, steps=3, **options):
 
 
 def assert_equal_to_plain(make, function, prepare, micro_batches, device):
-    """Losses, weights, buffers, and what is left in attributes."""
+    """Compares losses, weights, buffers, and the values that attributes have in the end."""
     model, plain = made(make, prepare), made(make, prepare)
     stash = {} if device.type == "cpu" else {"stash": "host", "slots": 2, "held": False}
     torch.manual_seed(2)

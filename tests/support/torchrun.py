@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Torchrun:
-    """`ferryman train`, or another script, on so many ranks, begun."""
+    """A running torchrun job: `ferryman train`, or another script, on `ranks` ranks."""
 
     def __init__(self, *arguments, ranks=2, restarts=0, script=("-m", "ferryman.cli.main", "train")):
         how = ["--nproc-per-node", ranks, "--max-restarts", restarts, "--standalone"]
@@ -19,17 +19,17 @@ class Torchrun:
         )
 
     def after(self, steps, run):
-        """Waits until so many have been made."""
+        """Waits until the run has made this many steps, or has ended."""
         file = run / "metrics.jsonl"
         while self.process.poll() is None and not (file.exists() and file.read_text().count("\n") >= steps):
             time.sleep(0.01)
 
     def send(self, number, rank=None):
-        """To a rank, or to torchrun itself."""
+        """Sends a signal to a rank, or to torchrun itself."""
         os.kill(self.process.pid if rank is None else self._ranks()[rank], number)
 
     def end(self):
-        """Its exit code, and what was shown on stdout and on stderr."""
+        """Waits for the end. Returns the exit code, stdout and stderr."""
         shown = self.process.communicate(timeout=500)
         return self.process.returncode, *shown
 

@@ -1,4 +1,4 @@
-"""What tests of the Trainer share: data whose tokens do not all count, runs, and plain ones to compare with."""
+"""Helpers for tests of FerrymanTrainer: data with labels that do not count, trainers, plain runs to compare with."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ TIMES = ("runtime", "per_second")
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of tokens; of each another number counts."""
+    """Rows of tokens; the number of labels that count differs from row to row."""
 
     def __init__(self, count=22, seed=3):
         self.ids = torch.randint(0, VOCABULARY, (count, 8), generator=torch.Generator().manual_seed(seed))
@@ -32,14 +32,14 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Spy(TrainerCallback):
-    """Notes every event; and so is heard between backward and update."""
+    """Records every callback event, also those between backward and update."""
 
     def __init__(self):
         self.seen = []
 
 
 class LateSpy(Spy):
-    """Not there."""
+    """A Spy that does not listen between backward and update."""
 
 
 for name in EVENTS:
@@ -75,7 +75,7 @@ def build(model="llama"):
 
 
 def trainer(kind, model, directory, *, engine=None, callbacks=(), rows=22, others=None, **arguments):
-    """Ready to train; a model by name, or one."""
+    """A trainer for a model, or for the model of that name."""
     arguments = {
         "max_steps": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "learning_rate": 1e-2,
         "lr_scheduler_type": "cosine", "warmup_steps": 2, "max_grad_norm": 0.5, "logging_steps": 1,
@@ -99,7 +99,7 @@ def ferryman_trainer(device, model, directory, *, engine=None, **arguments):
 
 
 def logs(made):
-    """What was logged, but for times."""
+    """The logged values, without times."""
     return [{key: value for key, value in entry.items() if not key.endswith(TIMES)} for entry in made.state.log_history]
 
 
@@ -125,7 +125,7 @@ def assert_near(ours, theirs, limit=2e-6):
 
 @contextlib.contextmanager
 def nothing_left(made):
-    """After training the model is a plain one again."""
+    """Asserts that the model is a plain one after training."""
     yield
     assert made.engine is None
     assert not any("forward" in vars(module) for module in made.model.modules())
@@ -134,7 +134,7 @@ def nothing_left(made):
 
 @functools.cache
 def plain_run(directory, model, kind=Seeded, spy=Spy, **arguments):
-    """Of a plain Trainer, once for all devices."""
+    """The result of a plain Trainer, computed once for all devices."""
     seen = spy()
     made = trainer(kind, model, directory, callbacks=[seen], **arguments)
     made.train()

@@ -1,4 +1,4 @@
-"""What tests of updates share: ways to update, optimizers, distances, and a host that is late."""
+"""Helpers for tests of updates: ways to update, optimizers, comparison of weights, and slow host kernels."""
 
 import time
 
@@ -12,7 +12,7 @@ WAYS = {"eager": {}, "deferred": {"deferred": True}, "clipped": {"max_grad_norm"
 
 
 def adamw(model):
-    """With weight-decay groups, a rate of its own for some, and a warm-up."""
+    """AdamW with weight-decay groups, a group with its own learning rate, and a warm-up; with its scheduler."""
     wide = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": wide, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 5e-4}]
@@ -28,7 +28,7 @@ def assert_near(model, plain, limit=2e-6):
 
 
 def slow_kernels(monkeypatch, seconds=0.02):
-    """The real update, but late."""
+    """Makes each host update late by `seconds`."""
     real = kernels.update
 
     def late(*args, **kwargs):
