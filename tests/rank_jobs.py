@@ -16,7 +16,7 @@ from trainers import ferryman_trainer, logs, trainer, weights
 from transformers import Trainer
 from updates import adamw, slow_kernels
 
-from ferryman.cli import loop
+from ferryman.cli import training_run
 from ferryman.distributed.ranks import RankError, Ranks
 from ferryman.engine import Engine
 from ferryman.observe.trace import Trace, trace_path
@@ -312,13 +312,13 @@ def record(path, counts, **options):
 def command(*arguments, of_rank=(), fails=False):
     """`ferryman train`: how it ended, and what it has shown; `of_rank` has arguments that are each rank's own."""
     arguments = [*arguments, *(of_rank[dist.get_rank()] if of_rank else ())]
-    before = loop.evaluate
+    before = training_run.evaluate
     if fails and dist.get_rank() == 1:
-        loop.evaluate = _no_room
+        training_run.evaluate = _no_room
     try:
         result = train_command(*arguments)
     finally:
-        loop.evaluate = before
+        training_run.evaluate = before
     told = f"{type(result.exception).__name__}: {result.exception}"
     return result.exit_code, result.output, told if result.exception else None
 

@@ -8,12 +8,12 @@ import torch
 
 from ferryman.data import text
 from ferryman.data.text import as_bytes, find_files, with_tokenizer, write_tokens
-from ferryman.data.tokens import Part, Tokens, open_tokens
+from ferryman.data.tokens import TokenFile, Tokens, open_tokens
 from ferryman.data.windows import Windows, permuted
 
 
 def counting(count):
-    return Tokens([Part("counting", np.arange(count))], count)
+    return Tokens([TokenFile("counting", np.arange(count))], count)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 100, 1000])
@@ -66,7 +66,7 @@ def test_evaluation_leaves_the_position():
 
 def test_files_are_read_as_one():
     parts = [np.arange(10, dtype=np.uint16), np.arange(10, 13, dtype=np.uint8), np.arange(13, 40, dtype=np.int64)]
-    tokens = Tokens([Part("part", ids) for ids in parts], 40)
+    tokens = Tokens([TokenFile("part", ids) for ids in parts], 40)
     for start in range(40):
         for stop in range(start, 41):
             assert torch.equal(tokens.read(start, stop), torch.arange(start, stop))
@@ -105,7 +105,7 @@ def test_token_files_that_are_wrong(name, content, message, tmp_path):
 def test_a_wrong_token_in_the_midst_is_found_when_it_is_read():
     ids = np.zeros(2_000_000, dtype=np.uint16)
     ids[1_234_567] = 999
-    tokens = Tokens([Part("some.bin", ids)], 256)
+    tokens = Tokens([TokenFile("some.bin", ids)], 256)
     with pytest.raises(ValueError, match=r"some\.bin: token 1234567 is 999"):
         tokens.read(1_234_560, 1_234_570)
 

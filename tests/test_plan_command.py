@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ferryman.cli import defaults
 from ferryman.cli.main import app, main
-from ferryman.cli.model import describe
+from ferryman.cli.model_argument import parse_model
 from ferryman.cli.options import Options
 from ferryman.forecast import measure
 from ferryman.model.units import find_units
@@ -78,7 +78,7 @@ def test_blocks_stay_whole_where_a_sample_fits_beside_them():
 
 
 def found_units(name):
-    return find_units(describe(name).on_meta())[0]
+    return find_units(parse_model(name).on_meta())[0]
 
 
 def test_the_engines_options_change_the_plan():
@@ -86,7 +86,7 @@ def test_the_engines_options_change_the_plan():
     options = ("gpt:tiny", *MACHINE, "--device-memory", "8MiB", "--subgroup", "65536", *told)
     found = document(*options)["plan"]
     assert (found["weight_slots"], found["deferred"], found["held"]) == (3, True, False)
-    assert found["units"] == len(find_units(describe("gpt:tiny").on_meta(), units=["transformer.h.*", "*.wte"])[0])
+    assert found["units"] == len(find_units(parse_model("gpt:tiny").on_meta(), units=["transformer.h.*", "*.wte"])[0])
     train = run(*options).stdout.splitlines()[-1]
     assert train.endswith(
         "--memory 8MiB --deferred --units 'transformer.h.*' --units '*.wte' --resident '*ln_f*' --slots 3 "
@@ -369,7 +369,7 @@ def test_what_is_not_given_is_as_train_has_it(tmp_path):
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=4096
     ).save_pretrained(tmp_path)
     found = document(str(tmp_path), *MACHINE)["training"]
-    assert found["length"] == defaults.window(Options.sequence, describe(str(tmp_path))) == 1024
+    assert found["length"] == defaults.window(Options.sequence, parse_model(str(tmp_path))) == 1024
     assert (found["precision"], found["samples"]) == (Options.precision, Options.batch) == (None, 8)
 
 

@@ -16,7 +16,7 @@ from reports import command, place_of
 from ferryman.engine import Engine
 from ferryman.observe.report.figures import RESOURCES, figures_of, kind_of
 from ferryman.observe.report.recording import read
-from ferryman.observe.trace import Span, Trace
+from ferryman.observe.trace import Trace, TraceSpan
 
 STEPS, KEPT = 5, 3
 
@@ -106,9 +106,10 @@ def made_of(tmp_path, spans, seconds=0.0, **facts):
 
 
 def test_lanes_that_share_a_link_count_once(tmp_path):
-    spans = [Span("h2d", "fetch a", 0.0, 4.0, 8), Span("stash in", "restore stash", 3.0, 9.0, 8),
-             Span("compute", "visit a (forward)", 1.0, 3.0, 0), Span("compute", "visit a (backward)", 5.0, 9.0, 0),
-             Span("host", "update a", 9.0, 12.0, 0)]  # fmt: skip
+    spans = [TraceSpan("h2d", "fetch a", 0.0, 4.0, 8), TraceSpan("stash in", "restore stash", 3.0, 9.0, 8),
+             TraceSpan("compute", "visit a (forward)", 1.0, 3.0, 0),
+             TraceSpan("compute", "visit a (backward)", 5.0, 9.0, 0),
+             TraceSpan("host", "update a", 9.0, 12.0, 0)]  # fmt: skip
     (account,) = figures_of(read(made_of(tmp_path, spans, seconds=10.0))[0]).accounts
     assert account.whole.busy == pytest.approx({"compute": 6, "link in": 9, "host": 1}, abs=0.01)
     assert (account.whole.bound, account.whole.share) == ("link in", pytest.approx(0.9, abs=0.01))
@@ -119,7 +120,7 @@ def test_lanes_that_share_a_link_count_once(tmp_path):
 
 
 def test_a_step_that_nothing_fills_is_not_said_to_be_bounded(tmp_path):
-    path = made_of(tmp_path, [Span("compute", "visit a (forward)", 0.0, 5.0, 0)], seconds=10.0)
+    path = made_of(tmp_path, [TraceSpan("compute", "visit a (forward)", 0.0, 5.0, 0)], seconds=10.0)
     whole = figures_of(read(path)[0]).typical.whole
     assert (whole.busiest, whole.bound, whole.share) == ("compute", None, pytest.approx(0.5, abs=0.01))
 
@@ -130,7 +131,7 @@ def test_a_run_whose_figures_were_thinned_says_so(tmp_path, monkeypatch, capsys,
     trace.add_lane("host")
     for number in range(50):
         trace.begin_step(number)
-        trace.add(Span("host", "work", trace.now() - 1e-5, trace.now(), 0))
+        trace.add(TraceSpan("host", "work", trace.now() - 1e-5, trace.now(), 0))
         trace.note(number, f"updates of step {number}", {"device_share": 0.5})
         trace.end_step(loss=1.0, micro_batches=1)
     trace.save(path)
@@ -304,7 +305,7 @@ def test_light_and_dark_wide_and_narrow(run, show, scheme, width):
 
 def test_what_is_missing_is_said(tmp_path, show):
     """Lanes alone: no steps, no memory, no updates, no facts."""
-    page = show(made_of(tmp_path, [Span("host", "work", 0.0, 1.0, 0), Span("h2d", "copy", 0.2, 0.4, 100)]))
+    page = show(made_of(tmp_path, [TraceSpan("host", "work", 0.0, 1.0, 0), TraceSpan("h2d", "copy", 0.2, 0.4, 100)]))
     words = page.locator("main").inner_text()
     for missing in ("no steps were recorded", "no samples of it", "has no updates", "no loss to show"):
         assert missing in words, missing
@@ -313,7 +314,7 @@ def test_what_is_missing_is_said(tmp_path, show):
 
 
 def test_a_loss_that_is_not_finite_and_a_device_without_memory(tmp_path, show):
-    page = show(made_of(tmp_path, [Span("compute", "visit a (forward)", 0, 1, 0)], seconds=2.0, device="cpu"))
+    page = show(made_of(tmp_path, [TraceSpan("compute", "visit a (forward)", 0, 1, 0)], seconds=2.0, device="cpu"))
     words = page.locator("main").inner_text()
     assert "losses of these steps are not in the trace" in words
     assert "the device is the host" in words
@@ -322,7 +323,11 @@ def test_a_loss_that_is_not_finite_and_a_device_without_memory(tmp_path, show):
 def test_labels_are_text_and_never_markup(tmp_path, show):
     label = "</script><b id=x>fetch</b><!-- {{style}} {{data}} &amp;"
     path = made_of(
-        tmp_path, [Span("h2d", label, 0.0, 1.0, 5)], model="<img src=x onerror=alert(1)>", parameters=1, device="<i>"
+        tmp_path,
+        [TraceSpan("h2d", label, 0.0, 1.0, 5)],
+        model="<img src=x onerror=alert(1)>",
+        parameters=1,
+        device="<i>",
     )
     named = path.rename(tmp_path / "<b>&{{data}}.json")
     page = show(named)
@@ -336,7 +341,7 @@ def test_labels_are_text_and_never_markup(tmp_path, show):
 
 def test_what_is_drawn_is_bounded_by_pixels_not_by_spans(tmp_path, show):
     lanes, count = ("compute", "h2d", "host"), 6_000
-    spans = [Span(lane, f"work {i % 50}", i / 1e3, (i + 0.9) / 1e3, 100) for lane in lanes for i in range(count)]
+    spans = [TraceSpan(lane, f"work {i % 50}", i / 1e3, (i + 0.9) / 1e3, 100) for lane in lanes for i in range(count)]
     page = show(made_of(tmp_path, spans))
     drawn = page.evaluate(
         """() => {

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ferryman.checkpoint import checksum, tensor_file
-from ferryman.checkpoint.checksum import Follower, combine, crc32
+from ferryman.checkpoint.checksum import BackgroundChecksum, combine, crc32
 from ferryman.checkpoint.stream import DamagedError, Reader
 
 DTYPES = [dtype for dtype in tensor_file._NAMES if dtype != torch.complex64]
@@ -106,7 +106,7 @@ def test_a_file_is_read_in_its_order_by_several_threads(tmp_path):
 
 def test_a_stream_is_followed():
     pieces = [memoryview(os.urandom(length)) for length in (5, 0, 9000, 70000) * 5]
-    with Follower() as follower:
+    with BackgroundChecksum() as follower:
         for piece in pieces:
             follower.add([piece, piece])
         assert follower.value() == zlib.crc32(b"".join(bytes(piece) * 2 for piece in pieces))

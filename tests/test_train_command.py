@@ -13,13 +13,13 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from ferryman.cli import loop, rule
+from ferryman.cli import optimizer, training_run
 from ferryman.cli.display import open_display
-from ferryman.cli.loop import Training
 from ferryman.cli.main import app
-from ferryman.cli.model import SIZES
+from ferryman.cli.model_argument import SIZES
 from ferryman.cli.options import ENGINE, OPTIONAL, Options
-from ferryman.cli.run import new_run
+from ferryman.cli.run_directory import new_run
+from ferryman.cli.training_run import TrainingRun
 from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
 
@@ -52,13 +52,13 @@ def test_optimizers(name, corpus, tmp_path):
 
 
 def test_learning_rates():
-    shares = [rule.share("cosine", step, 100, 10) for step in range(101)]
+    shares = [optimizer.learning_rate_factor("cosine", step, 100, 10) for step in range(101)]
     assert shares[:10] == [pytest.approx((step + 1) / 11) for step in range(10)]
     assert shares[10] == max(shares) == 1
     assert shares[100] == pytest.approx(0.1)
     assert shares[10:] == sorted(shares[10:], reverse=True)
-    assert rule.share("linear", 55, 100, 10) == pytest.approx(0.5)
-    assert rule.share("constant", 99, 100, 0) == 1
+    assert optimizer.learning_rate_factor("linear", 55, 100, 10) == pytest.approx(0.5)
+    assert optimizer.learning_rate_factor("constant", 99, 100, 0) == 1
 
 
 # What it makes.
@@ -103,7 +103,7 @@ def test_the_live_display(corpus, tmp_path):
     options = Options(GPT, [corpus], steps=3, output=tmp_path / "run", device="virtual", memory="400KiB")
     screen = io.StringIO()
     with open_display(console=Console(file=screen, force_terminal=True, width=120)) as display:
-        Training(*new_run(options), display.show, Ranks()).train()
+        TrainingRun(*new_run(options), display.show, Ranks()).train()
     shown = screen.getvalue()
     for expected in ("3 of 3", "tokens/s", "at its peak of 400.00KiB", "compute", "h2d", "host", "learning rate"):
         assert expected in shown
@@ -163,7 +163,7 @@ def test_without_a_word_it_is_saved_every_tenth_of_the_run(corpus, tmp_path):
     trained(GPT, "--data", corpus, "-o", tmp_path / "run", "--steps", 12, "--keep", 99, "--no-trace")
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == ["step-00000010", "step-00000012"]
-    assert [loop._save_every(steps) for steps in (1, 19, 100, 1000, 100_000)] == [10, 10, 10, 100, 500]
+    assert [training_run._save_every(steps) for steps in (1, 19, 100, 1000, 100_000)] == [10, 10, 10, 100, 500]
 
 
 def test_without_a_budget_it_is_what_is_free(corpus, tmp_path, virtual):

@@ -10,7 +10,7 @@ from commands import EXACT, GPT, losses, metrics, sending, trained
 from torchrun import Torchrun
 
 from ferryman.cli.options import Options
-from ferryman.cli.run import new_run, restarted
+from ferryman.cli.run_directory import new_run, restarted
 
 
 def near(found):

@@ -7,8 +7,8 @@ import pytest
 from commands import GPT, losses, refused, train, trained
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig
 
+from ferryman.cli.errors import message_for
 from ferryman.cli.main import main
-from ferryman.cli.words import in_words
 
 
 def test_what_is_cheap_to_see_is_seen_before_text_becomes_tokens(corpus, tmp_path, monkeypatch):
@@ -154,11 +154,11 @@ def test_errors_speak_of_options():
         ("there is no 'gpt:layers=2,slots=3' in /data/memory=2/x", "there is no 'gpt:layers=2,slots=3' in "
          "/data/memory=2/x"),
     ):  # fmt: skip
-        assert in_words(ValueError(said)) == told
+        assert message_for(ValueError(said)) == told
     error = ValueError("no.")
     error.add_note("stash='host' may do")
     error.add_note("ferryman: No weight was changed.")
-    assert in_words(error) == "no. --stash host may do. No weight was changed"
+    assert message_for(error) == "no. --stash host may do. No weight was changed"
 
 
 @pytest.mark.parametrize("json_too", [False, True])

@@ -13,12 +13,12 @@ import torch_virtual
 from commands import EXACT, GPT, losses, metrics, refused, sending, train, trained
 from slow import slow
 
-from ferryman.cli import loop
-from ferryman.cli.loop import Training
+from ferryman.cli import training_run
+from ferryman.cli.errors import message_for
 from ferryman.cli.main import main
 from ferryman.cli.options import Options
-from ferryman.cli.run import Run, new_run
-from ferryman.cli.words import in_words
+from ferryman.cli.run_directory import RunDirectory, new_run
+from ferryman.cli.training_run import TrainingRun
 from ferryman.data.text import as_bytes
 from ferryman.distributed.ranks import Ranks
 from ferryman.relay.driver import Relay
@@ -60,7 +60,7 @@ def test_an_option_is_taken_back(corpus, tmp_path):
     trained(GPT, "--data", corpus, "-o", run, "--steps", 1, "--betas", "0.8,0.9", *arguments, "--no-trace")
     on_cpu = ["--resume", "-o", run, "--device", "cpu", "--steps", 2]
     result = train(*on_cpu)
-    assert in_words(result.exception).endswith("--memory is what the run had before; --memory none takes it back")
+    assert message_for(result.exception).endswith("--memory is what the run had before; --memory none takes it back")
     none = [word for name in ("memory", "max-grad-norm", "resident", "betas") for word in (f"--{name}", "none")]
     shown = trained(*on_cpu, *none).output
     assert "--memory is the default now, was 400KiB" in shown
@@ -196,7 +196,7 @@ def test_an_evaluation_that_fails_loses_nothing(corpus, tmp_path, monkeypatch):
     def fails(*arguments):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(loop, "evaluate", fails)
+    monkeypatch.setattr(training_run, "evaluate", fails)
     run = tmp_path / "run"
     result = train(GPT, "--data", corpus, "-o", run, "--steps", 3)
     assert result.exit_code == 1
@@ -205,11 +205,11 @@ def test_an_evaluation_that_fails_loses_nothing(corpus, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_asked_to_stop_in_an_evaluation(number, corpus, tmp_path, monkeypatch):
-    def asked(*arguments, evaluate=loop.evaluate):
+    def asked(*arguments, evaluate=training_run.evaluate):
         os.kill(os.getpid(), number)
         return evaluate(*arguments)
 
-    monkeypatch.setattr(loop, "evaluate", asked)
+    monkeypatch.setattr(training_run, "evaluate", asked)
     run = tmp_path / "run"
     shown = trained(GPT, "--data", corpus, "-o", run, "--steps", 50, "--eval-every", 50, "--save-every", 7).output
     assert f"stopped by {number.name} after step 0 of 50" in shown
@@ -219,7 +219,7 @@ def test_asked_to_stop_in_an_evaluation(number, corpus, tmp_path, monkeypatch):
 
 def test_asked_to_stop_before_the_first_step(corpus, tmp_path, monkeypatch):
     """There is no loss yet, which is no loss that is not finite."""
-    monkeypatch.setattr(loop, "_last_step", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or 9)
+    monkeypatch.setattr(training_run, "_last_step", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or 9)
     shown = trained(GPT, "--data", corpus, "-o", tmp_path / "run", "--validation", 0, "--no-trace").output
     assert "stopped by SIGTERM after step 0 of 9" in shown
 
@@ -244,7 +244,7 @@ def test_asked_to_stop_before_it_began(was_there, corpus, tmp_path, monkeypatch)
 def test_one_process_a_run(corpus, tmp_path):
     run = tmp_path / "run"
     trained(GPT, "--data", corpus, "-o", run, "--steps", 1)
-    with Run(run, is_new=False).locked():
+    with RunDirectory(run, is_new=False).locked():
         assert f"--output {run}: another process is training there" in refused("--resume", "-o", run, "--steps", 2)
     trained("--resume", "-o", run, "--steps", 2)
 
@@ -255,5 +255,5 @@ def test_when_nobody_listens_any_more_it_saves_and_ends(corpus, tmp_path):
             raise OSError("the terminal is gone")
 
     options, run = new_run(Options(GPT, [corpus], steps=30, output=tmp_path / "run", device="cpu", trace=False))
-    Training(options, run, tell, Ranks()).train()
+    TrainingRun(options, run, tell, Ranks()).train()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]

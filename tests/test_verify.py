@@ -16,7 +16,7 @@ from ferryman.runtime.lanes import Lane
 from ferryman.server import kernels
 from ferryman.server.server import Server
 from ferryman.verify import delays, overlap, parity, races
-from ferryman.verify.bench import Bench
+from ferryman.verify.context import CheckContext
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_on_the_cpu_what_needs_a_link_is_skipped_with_the_reason():
 def test_a_wrong_update_fails_and_the_table_names_the_check(monkeypatch):
     real, cases = kernels.update, parity._cases
     monkeypatch.setattr(kernels, "update", lambda rule, pieces, **how: real(rule, pieces[1:] or pieces, **how))
-    monkeypatch.setattr(parity, "_cases", lambda bench: itertools.islice(cases(bench), 2))
+    monkeypatch.setattr(parity, "_cases", lambda context: itertools.islice(cases(context), 2))
     ran = run("--device", "cpu", "--quick", "--only", "parity")
     assert ran.exit_code == 1
     lines = [line for line in ran.output.splitlines() if "parity:" in line and "FAILED" in line]
@@ -121,8 +121,8 @@ def test_copies_that_wait_for_one_another_are_found(monkeypatch):
 
     monkeypatch.setattr(overlap._Bare, "_run", one_by_one)
     monkeypatch.setattr(overlap, "_TRIES", 1)
-    bench = Bench(torch.device("virtual", 0), quick=True)
-    link, beside, _ = overlap.checks(bench)
+    context = CheckContext(torch.device("virtual", 0), quick=True)
+    link, beside, _ = overlap.checks(context)
     assert link.run().outcome == "inconclusive"  # the link may be such
     assert beside.run().outcome == "FAILED"
 
@@ -140,8 +140,8 @@ def test_what_a_device_lacks_is_skipped_with_the_reason(monkeypatch):
 
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", no_half)
-    bench = Bench(torch.device("virtual", 0), quick=True)
-    verdict = next(check for check in parity.checks(bench) if check.name == "bf16").run()
+    context = CheckContext(torch.device("virtual", 0), quick=True)
+    verdict = next(check for check in parity.checks(context) if check.name == "bf16").run()
     assert verdict.outcome == "skipped"
     assert "BFloat16 is not supported here" in verdict.reason
 

@@ -58,7 +58,7 @@ def _power(exponent: int) -> int:
     return result
 
 
-class Follower:
+class BackgroundChecksum:
     """Follows a stream, at most a few chunks behind."""
 
     _BEHIND = 8
@@ -87,7 +87,7 @@ class Follower:
         for piece in pieces:
             self._crc = crc32(piece, self._crc)
 
-    def __enter__(self) -> Follower:
+    def __enter__(self) -> BackgroundChecksum:
         return self
 
     def __exit__(self, *_: object) -> None:

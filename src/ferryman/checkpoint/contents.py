@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ class Files(Protocol):
 Objects = Mapping[str, Stateful | Files]
 
 
-def split(objects: Objects) -> tuple[dict[str, Stateful], list[Files]]:
+def split_objects(objects: Objects) -> tuple[dict[str, Stateful], list[Files]]:
     """Those with a state, a model of transformers among them; and those that are files alone."""
     with_state: dict[str, Stateful] = {}
     files: list[Files] = []
@@ -121,3 +121,21 @@ def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
         numpy.random.set_state(states["numpy"])
     if device.type in states and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[device.type], device)
+
+
+class StateKey(NamedTuple):
+    """The name of a piece of optimizer state in a file: `layers.0.weight/exp_avg`. Where several ranks saved one part
+    each, the offset of the part follows: `layers.0.weight/exp_avg@4096`."""
+
+    name: str  # of the parameter
+    key: str  # in the optimizer's state
+    start: int = 0  # offset of the first element
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.key}" + (f"@{self.start}" if self.start else "")
+
+
+def parse_state_key(text: str) -> StateKey:
+    name, _, rest = text.rpartition("/")
+    key, _, start = rest.partition("@")
+    return StateKey(name, key, int(start or 0))

@@ -10,11 +10,10 @@ from typing import Any, NoReturn
 import torch
 
 from ferryman.checkpoint import directory as directories
-from ferryman.checkpoint import plain, tensor_file
-from ferryman.checkpoint.contents import Contents, Objects, set_random_states, split
+from ferryman.checkpoint import encoding, tensor_file
+from ferryman.checkpoint.contents import Contents, Objects, StateKey, parse_state_key, set_random_states, split_objects
 from ferryman.checkpoint.manifest import check_sizes, check_sum, check_sums, read_manifest
 from ferryman.checkpoint.missing import fill_missing
-from ferryman.checkpoint.stretch import Stretch, parse_stretch
 from ferryman.checkpoint.tensor_file import Entry
 from ferryman.model.units import Item, hint
 from ferryman.runtime import host_memory as memory
@@ -44,7 +43,7 @@ class Checkpoint:
         self.path = path
         self.manifest = read_manifest(path)
         self._contents = contents
-        self._objects, _ = split(objects)
+        self._objects, _ = split_objects(objects)
         self._names = {name: item for item, name in contents.names().items()}
         self._units = contents.unit_of()
         self._check_files()
@@ -67,14 +66,14 @@ class Checkpoint:
                 self._contents.optimizer_view.optimizer.param_groups, self.manifest["optimizer"]["groups"], strict=True
             )
             for group, there in groups:
-                group.update(plain.decode(there["options"], rest))
+                group.update(encoding.decode(there["options"], rest))
         self._contents.server.scale.restore(self.manifest["loss_scale"])
         self._contents.server.restart(self.manifest["step"])
         mine = self._of_rank()
         for name, thing in self._objects.items():
-            thing.load_state_dict(plain.decode(mine["objects"][name], rest))
+            thing.load_state_dict(encoding.decode(mine["objects"][name], rest))
         # Last: what was called until here may have drawn from them.
-        set_random_states(plain.decode(mine["random"], rest), self._contents.device)
+        set_random_states(encoding.decode(mine["random"], rest), self._contents.device)
 
     def _of_rank(self) -> dict[str, Any]:
         """What each rank has saved for itself; where there were more of them, or fewer, that of the first."""
@@ -120,37 +119,37 @@ class Checkpoint:
             return
         beside: dict[str, torch.Tensor] = {}
 
-        def own(stretch: Stretch) -> tuple[torch.Tensor, slice] | None:
+        def own(state_key: StateKey) -> tuple[torch.Tensor, slice] | None:
             """Where this rank keeps the like, and which of the tensor's elements."""
-            item = self._names[stretch.name]
-            if self._contents.optimizer_view is None or (stretch.key == "master" and self._differs(stretch.name)):
+            item = self._names[state_key.name]
+            if self._contents.optimizer_view is None or (state_key.key == "master" and self._differs(state_key.name)):
                 return None
             state = self._contents.store.state(self._units[item])
-            return state.kept(item)[stretch.key], state.part(item)
+            return state.kept(item)[state_key.key], state.part(item)
 
         def target(entry: Entry) -> torch.Tensor:
-            stretch = parse_stretch(entry.name)
-            found = own(stretch)
-            if found is not None and found[1] == slice(stretch.start, stretch.start + _size(entry)):
+            state_key = parse_state_key(entry.name)
+            found = own(state_key)
+            if found is not None and found[1] == slice(state_key.start, state_key.start + _size(entry)):
                 return found[0]
             return beside.setdefault(entry.name, _new(entry))
 
         def done(entry: Entry) -> None:
-            values, stretch = beside.pop(entry.name, None), parse_stretch(entry.name)
+            values, state_key = beside.pop(entry.name, None), parse_state_key(entry.name)
             if values is None:
                 return
-            if (found := own(stretch)) is not None:
-                _copy_common(values.view(-1), stretch.start, *found)
-            elif stretch.key == "master" and self._differs(stretch.name):
-                wide = self._in_float32(stretch, values)
-                item = self._names[stretch.name]
-                self._contents.store.take(self._units[item], item, wide, stretch.start)
+            if (found := own(state_key)) is not None:
+                _copy_common(values.view(-1), state_key.start, *found)
+            elif state_key.key == "master" and self._differs(state_key.name):
+                wide = self._in_float32(state_key, values)
+                item = self._names[state_key.name]
+                self._contents.store.take(self._units[item], item, wide, state_key.start)
 
         self._read("state", target, done if self._reads_beside() else None)
 
     def _reads_beside(self) -> bool:
         """Whether any tensor cannot be read straight into its place. Each that cannot is waited for."""
-        pieces = any(parse_stretch(name).start for name in self._state)
+        pieces = any(parse_state_key(name).start for name in self._state)
         return not self._contents.ranks.alone or pieces or any(map(self._differs, self._names))
 
     def _trained(self) -> list[Item]:
@@ -166,10 +165,10 @@ class Checkpoint:
         for item in self._trained():
             self._contents.store.state(self._units[item]).restore(item, 0, None)
 
-    def _in_float32(self, stretch: Stretch, master: torch.Tensor) -> torch.Tensor:
-        path, entry = self._weights[stretch.name]
+    def _in_float32(self, state_key: StateKey, master: torch.Tensor) -> torch.Tensor:
+        path, entry = self._weights[state_key.name]
         narrow = tensor_file.read_tensor(path, entry).view(-1)
-        return kernels.join(narrow[stretch.start : stretch.start + master.numel()], master.view(-1))
+        return kernels.join(narrow[state_key.start : state_key.start + master.numel()], master.view(-1))
 
     def _take(self, item: Item, values: torch.Tensor) -> None:
         self._contents.store.take(self._units[item], item, values)
@@ -180,7 +179,7 @@ class Checkpoint:
             if item.trains:
                 state = self._contents.store.state(self._units[item])
                 has = name in saved["torch"] and state.owns(item)
-                theirs = plain.decode(saved["torch"][name], rest) if has else None
+                theirs = encoding.decode(saved["torch"][name], rest) if has else None
                 state.restore(item, saved["steps"][name], theirs)
 
     def _read(
@@ -238,8 +237,8 @@ class Checkpoint:
             if differences := _first_difference(members, set(told["parameters"])):
                 raise ValueError(f"group {number} of the optimizer is not that of {self.path}: {differences}")
         there: dict[str, set[str]] = {}
-        for stretch in map(parse_stretch, self._state):
-            there.setdefault(stretch.name, set()).update({stretch.key} - {"master"})
+        for state_key in map(parse_state_key, self._state):
+            there.setdefault(state_key.name, set()).update({state_key.key} - {"master"})
         for name, item in self._names.items():
             if item.trains:
                 mine = set(self._contents.store.state(self._units[item]).kept(item)) - {"master"}

@@ -11,7 +11,7 @@ from typing import Any
 from ferryman.checkpoint import directory as directories
 from ferryman.checkpoint import tensor_file
 from ferryman.checkpoint.stream import DamagedError
-from ferryman.checkpoint.tensor_file import Sum
+from ferryman.checkpoint.tensor_file import FileChecksum
 
 FORMAT = 1
 
@@ -52,7 +52,7 @@ def check_sums(path: Path, manifest: dict[str, Any], files: Iterable[str]) -> No
         check_sum(path, manifest, name, tensor_file.check_sum(path / name))
 
 
-def check_sum(path: Path, manifest: dict[str, Any], name: str, found: Sum) -> None:
+def check_sum(path: Path, manifest: dict[str, Any], name: str, found: FileChecksum) -> None:
     if found.crc32 != manifest["files"][name]["crc32"]:
         raise DamagedError(f"{path / name} is damaged: its checksum is not that of what was written")
 

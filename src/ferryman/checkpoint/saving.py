@@ -16,11 +16,10 @@ import torch
 
 import ferryman
 from ferryman.checkpoint import directory as directories
-from ferryman.checkpoint import plain, tensor_file
-from ferryman.checkpoint.contents import Contents, Files, Objects, Stateful, random_states, split
+from ferryman.checkpoint import encoding, tensor_file
+from ferryman.checkpoint.contents import Contents, Files, Objects, Stateful, StateKey, random_states, split_objects
 from ferryman.checkpoint.manifest import FORMAT, crc_of
-from ferryman.checkpoint.stretch import Stretch
-from ferryman.checkpoint.tensor_file import Sum
+from ferryman.checkpoint.tensor_file import FileChecksum
 from ferryman.model.units import Item
 from ferryman.server.optimizer_view import OptimizerView
 
@@ -55,12 +54,12 @@ def save(contents: Contents, directory: Path, objects: Objects) -> None:
     """Writes all of it, or nothing; of several ranks, each writes a part, and the first one makes it a whole."""
     directory = directory.resolve()  # a link stays one, and what it leads to is replaced
     ranks, doing = contents.ranks, f"saving to {directory}"
-    parts: list[_Part] = []
+    parts: list[_RankPart] = []
 
     def look() -> int:
         directories.check_replaceable(directory)
         contents.check_whole()
-        parts.append(_Part(contents, objects))
+        parts.append(_RankPart(contents, objects))
         return parts[0].nbytes
 
     needs = sum(ranks.jointly(doing, look))
@@ -84,7 +83,7 @@ def save(contents: Contents, directory: Path, objects: Objects) -> None:
         ranks.jointly(doing, stack.close)  # it takes its place
 
 
-class _Part:
+class _RankPart:
     """Of a checkpoint, what a rank writes: some of the weights' files, and what it has of the optimizer's state."""
 
     def __init__(self, contents: Contents, objects: Objects) -> None:
@@ -93,7 +92,7 @@ class _Part:
         self._weights = [(name, item.tensor) for item, name in names.items()]
         self._state = _state(contents, names)
         self._rest: dict[str, torch.Tensor] = {}
-        with_state, self.files = split(objects)
+        with_state, self.files = split_objects(objects)
         self._manifest = _describe(contents, names, with_state, self._rest)
         tensor_file.check_dtypes((*self._weights, *self._rest.items()))
 
@@ -109,7 +108,7 @@ class _Part:
                 f"{directory.parent} is not the same directory on all ranks: a checkpoint that several write must be "
                 "on a disk that all of their machines see"
             )
-        manifest, sums = self._manifest, dict[str, Sum]()
+        manifest, sums = self._manifest, dict[str, FileChecksum]()
         mine = "" if self._ranks.alone else f".rank{self._ranks.rank}"
         manifest["weights"] = self._write_weights(directory, sums)
         manifest["state"] = _write_shards(directory, f"ferryman/state{mine}", self._state, sums)
@@ -117,7 +116,7 @@ class _Part:
         manifest["files"] = {name: _facts(found) for name, found in sums.items()}
         return manifest
 
-    def _write_weights(self, directory: Path, sums: dict[str, Sum]) -> list[str]:
+    def _write_weights(self, directory: Path, sums: dict[str, FileChecksum]) -> list[str]:
         """All ranks have them: each writes some of the files."""
         stem = "ferryman/trained" if self._contents.is_adapted else "model"
         rank, size = self._ranks.share
@@ -162,7 +161,7 @@ def _seal(contents: Contents, directory: Path, partial: Path, files: Sequence[Fi
     directories.carry_over(old, partial, _ours_in(old))
 
 
-def _facts(found: Sum) -> dict[str, int]:
+def _facts(found: FileChecksum) -> dict[str, int]:
     return {"bytes": found.nbytes, "crc32": found.crc32}
 
 
@@ -176,7 +175,7 @@ def _state(contents: Contents, names: dict[Item, str]) -> Tensors:
         for item in unit.trained:
             start = state.part(item).start
             kept = state.kept(item) if state.owns(item) else {}
-            found += [(str(Stretch(names[item], key, start)), tensor) for key, tensor in kept.items()]
+            found += [(str(StateKey(names[item], key, start)), tensor) for key, tensor in kept.items()]
     return found
 
 
@@ -191,11 +190,11 @@ def _describe(
         "model": type(contents.model).__name__,
         "step": server.steps,
         "loss_scale": server.scale.state(),
-        "random": plain.encode(random_states(contents.device), f"{mine}random", tensors),
+        "random": encoding.encode(random_states(contents.device), f"{mine}random", tensors),
         "objects": {},
     }
     for name, thing in objects.items():
-        found["objects"][name] = plain.encode(thing.state_dict(), f"{mine}objects.{name}", tensors)
+        found["objects"][name] = encoding.encode(thing.state_dict(), f"{mine}objects.{name}", tensors)
     if contents.optimizer_view is not None:
         found["optimizer"] = _describe_optimizer(contents, contents.optimizer_view, names, tensors)
     return found
@@ -210,18 +209,18 @@ def _describe_optimizer(
         for item in unit.trained:
             steps[names[item]] = state.steps(item)
             if state.owns(item) and (kept := state.kept_by_torch(item)):
-                theirs[names[item]] = plain.encode(kept, f"{names[item]}/torch", tensors)
+                theirs[names[item]] = encoding.encode(kept, f"{names[item]}/torch", tensors)
     groups = []
     for number, group in enumerate(optimizer_view.optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
         members = [name for item, name in names.items() if item.trains and optimizer_view.group(item) is group]
         groups.append(
-            {"parameters": sorted(members), "options": plain.encode(options, f"optimizer.groups[{number}]", tensors)}
+            {"parameters": sorted(members), "options": encoding.encode(options, f"optimizer.groups[{number}]", tensors)}
         )
     return {"kind": type(optimizer_view.optimizer).__name__, "groups": groups, "steps": steps, "torch": theirs}
 
 
-def _write_shards(directory: Path, stem: str, tensors: Tensors, sums: dict[str, Sum]) -> list[str]:
+def _write_shards(directory: Path, stem: str, tensors: Tensors, sums: dict[str, FileChecksum]) -> list[str]:
     shards = tensor_file.shard(tensors, _SHARD)
     files = tensor_file.file_names(stem, len(shards))
     for file, some in zip(files, shards, strict=True):
@@ -246,7 +245,7 @@ def _save_configuration(contents: Contents, directory: Path) -> None:
         model.generation_config.save_pretrained(directory)
 
 
-def _sealed(path: Path) -> Sum:
+def _sealed(path: Path) -> FileChecksum:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return tensor_file.check_sum(path)

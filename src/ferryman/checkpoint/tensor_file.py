@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ferryman.checkpoint.checksum import Follower, crc32
+from ferryman.checkpoint.checksum import BackgroundChecksum, crc32
 from ferryman.checkpoint.stream import DamagedError, Reader, begin_writing, move_all
 
 _DTYPES = {
@@ -45,7 +45,7 @@ _MOST = 256  # pieces of memory in one call
 _LARGEST_HEADER = 100 << 20  # bytes; the format's own limit
 
 
-class Sum(NamedTuple):
+class FileChecksum(NamedTuple):
     """Of a file."""
 
     nbytes: int
@@ -68,7 +68,7 @@ def check_dtypes(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             raise ValueError(f"{name} is in {tensor.dtype}, which the safetensors format does not know")
 
 
-def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Sum:
+def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> FileChecksum:
     """Returns when all of it is on the disk. Wide dtypes come first, so that every tensor is aligned."""
     ordered = sorted(tensors, key=lambda pair: -pair[1].dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -88,8 +88,8 @@ def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Sum:
     return write_bytes(path, parts)
 
 
-def write_bytes(path: Path, parts: Sequence[memoryview]) -> Sum:
-    with path.open("xb", buffering=0) as file, Follower() as follower:
+def write_bytes(path: Path, parts: Sequence[memoryview]) -> FileChecksum:
+    with path.open("xb", buffering=0) as file, BackgroundChecksum() as follower:
         end = 0
         for pieces in _chunks(parts):
             follower.add(pieces)
@@ -97,7 +97,7 @@ def write_bytes(path: Path, parts: Sequence[memoryview]) -> Sum:
             follower.do(functools.partial(begin_writing, file, start, end - start))
         crc = follower.value()
         os.fsync(file.fileno())
-        return Sum(end, crc)
+        return FileChecksum(end, crc)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -130,7 +130,9 @@ def read_header(path: Path) -> dict[str, Entry]:
     return {entry.name: entry for entry in entries}
 
 
-def read(path: Path, target: Callable[[Entry], torch.Tensor], done: Callable[[Entry], None] | None = None) -> Sum:
+def read(
+    path: Path, target: Callable[[Entry], torch.Tensor], done: Callable[[Entry], None] | None = None
+) -> FileChecksum:
     """Reads the whole file: each tensor into the memory that `target` gives for it; `done` when it is there, from when
     on that memory may be changed."""
     entries = list(read_header(path).values())
@@ -145,7 +147,7 @@ def read(path: Path, target: Callable[[Entry], torch.Tensor], done: Callable[[En
                 reader.value()
                 for entry in some:
                     done(entry)
-        return Sum(reader.place, reader.value())
+        return FileChecksum(reader.place, reader.value())
 
 
 def read_tensor(path: Path, entry: Entry) -> torch.Tensor:
@@ -156,13 +158,13 @@ def read_tensor(path: Path, entry: Entry) -> torch.Tensor:
     return tensor
 
 
-def check_sum(path: Path) -> Sum:
+def check_sum(path: Path) -> FileChecksum:
     """Of any file."""
     buffer, crc, total = bytearray(min(_CHUNK, path.stat().st_size) or 1), 0, 0
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             crc, total = crc32(memoryview(buffer)[:count], crc), total + count
-    return Sum(total, crc)
+    return FileChecksum(total, crc)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -7,13 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ferryman.cli.defaults import window
-from ferryman.cli.model import BYTES, Description
+from ferryman.cli.model_argument import BYTE_VOCABULARY, ModelSpec
 from ferryman.cli.options import Options
-from ferryman.cli.run import Run
+from ferryman.cli.run_directory import RunDirectory
 from ferryman.data.text import SUFFIXES, as_bytes, find_files, with_tokenizer, write_tokens
 from ferryman.data.tokens import Tokens, open_tokens
 from ferryman.data.windows import Windows
+from ferryman.distributed.ranks import Ranks
+from ferryman.runtime import host_memory
+from ferryman.runtime.sizes import show_bytes
+
+_TOKEN_ID_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Corpus:
         return None if self.tokenizer is None else str(self.tokenizer.decode(ids))
 
 
-def open_corpus(options: Options, model: Description, run: Run) -> Corpus:
+def open_corpus(options: Options, model: ModelSpec, run: RunDirectory) -> Corpus:
     """Text is written into the run as tokens, unless it was before; token files are used where they are."""
     sequence, cache = window(options.sequence, model), run.tokens
     texts, token_files = find_files(options.data or [], options.suffix or SUFFIXES, without=run.directory)
@@ -50,7 +57,7 @@ def open_corpus(options: Options, model: Description, run: Run) -> Corpus:
     parts = [open_tokens(cache, dtype)] if texts else []
     parts += [open_tokens(path, options.token_dtype) for path in token_files]
     tokens = Tokens(parts, vocabulary)
-    note = f"no tokenizer in {_directory(model)}: text is read as bytes, vocabulary {BYTES} of {vocabulary}"
+    note = f"no tokenizer in {_directory(model)}: text is read as bytes, vocabulary {BYTE_VOCABULARY} of {vocabulary}"
     return _split(tokens, options, sequence, tokenizer, is_bytes, note if is_bytes and not model.is_bytes else None)
 
 
@@ -75,25 +82,25 @@ def _split(tokens: Tokens, options: Options, sequence: int, tokenizer: Any, is_b
     )
 
 
-def _check_bytes(model: Description, vocabulary: int) -> None:
-    if model.weights is not None and vocabulary != BYTES:
+def _check_bytes(model: ModelSpec, vocabulary: int) -> None:
+    if model.weights is not None and vocabulary != BYTE_VOCABULARY:
         raise ValueError(
             f"{model.name!r} is pretrained and has no tokenizer beside its weights, so it is not known how text "
             "becomes its tokens; put its tokenizer there (tokenizer.json), or give token files (.bin, .npy)"
         )
-    if vocabulary < BYTES:
+    if vocabulary < BYTE_VOCABULARY:
         raise ValueError(
             f"without a tokenizer every byte of the text is a token, and {model.name!r} has a vocabulary of "
-            f"{vocabulary}, less than {BYTES}; raise it, or give token files (.bin, .npy)"
+            f"{vocabulary}, less than {BYTE_VOCABULARY}; raise it, or give token files (.bin, .npy)"
         )
 
 
-def _directory(model: Description) -> Path:
+def _directory(model: ModelSpec) -> Path:
     path = Path(model.name).expanduser()
     return path if path.is_dir() else path.parent
 
 
-def _tokenizer(model: Description) -> Any:
+def _tokenizer(model: ModelSpec) -> Any:
     """That lies beside the configuration; None if there is none."""
     directory = _directory(model)
     if model.is_bytes or not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
@@ -103,3 +110,36 @@ def _tokenizer(model: Description) -> Any:
         return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a tokenizer's files make it raise
         raise ValueError(f"the tokenizer in {str(directory)!r} cannot be used: {error}") from error
+
+
+def check_batch(options: Options, model: ModelSpec, corpus: Corpus, device: torch.device, ranks: Ranks) -> None:
+    """Refuses what no host could do, before anything is drawn. The default is good for any data."""
+    windows = corpus.training.count
+    if options.batch > max(windows, Options.batch):
+        raise ValueError(
+            f"--batch {options.batch}: the data has {windows} windows of {corpus.sequence} tokens to train on, and one "
+            f"step would see them several times. Give --batch {windows} or less, more --data, or a shorter --sequence"
+        )
+    here = _min_host_bytes(options, model, corpus.sequence, device) * len(ranks.node)
+    needed, free = here // ranks.size, host_memory.available()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"--batch {options.batch}: its {options.batch * corpus.sequence:,} tokens take at least "
+            f"{show_bytes(needed)} of the host's memory, and {show_bytes(free)} are free. Give a smaller --batch or a "
+            "shorter --sequence" + (", or cut the batch with --micro-batches" if device.type == "cpu" else "")
+        )
+
+
+def _min_host_bytes(options: Options, model: ModelSpec, sequence: int, device: torch.device) -> int:
+    """Bytes of the host that a step takes for its batch, counting only what is certain: the tokens as they are drawn
+    and as a batch; what each layer hands on, where that waits on the host; and on the CPU what is predicted for a
+    micro-batch, with its gradient."""
+    tokens, config = options.batch * sequence, model.config
+    needed = 2 * _TOKEN_ID_BYTES * tokens
+    if device.type == "cpu" or options.stash == "host":
+        width = 2 if options.precision in ("bf16", "fp16") else 4
+        needed += tokens * config.hidden_size * config.num_hidden_layers * width
+    if device.type == "cpu":
+        samples = -(-options.batch // (options.micro_batches or 1))
+        needed += 2 * 4 * samples * sequence * config.vocab_size
+    return int(needed)

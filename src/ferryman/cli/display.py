@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ferryman.cli.run import to_line
+from ferryman.cli.run_directory import to_line
 from ferryman.runtime.sizes import show_bytes
 
 Event = Mapping[str, Any]
@@ -38,15 +38,15 @@ def open_display(*, json: bool = False, quiet: bool = False, console: Console | 
     if json:
         yield JsonLines()
     elif quiet:
-        yield Nothing()
+        yield NoDisplay()
     elif console.is_terminal:
         with Live(console=console, refresh_per_second=4) as live:
             yield LivePanel(live)
     else:
-        yield Lines(console)
+        yield LineDisplay(console)
 
 
-class Nothing:
+class NoDisplay:
     def show(self, event: Event) -> None:
         pass
 
@@ -63,7 +63,7 @@ def show_error(message: str) -> None:
         JsonLines().show({"event": "error", "message": message})
 
 
-class Lines:
+class LineDisplay:
     """What happens, one line each; of the steps, one every few seconds, and the first and the last."""
 
     def __init__(self, console: Console, every: float = 5.0) -> None:
@@ -77,7 +77,7 @@ class Lines:
             if now < self._next and event["step"] != event["steps"]:
                 return
             self._next = now + self._every
-        for line in describe(event):
+        for line in event_lines(event):
             self._console.print(line, soft_wrap=True)
 
 
@@ -104,7 +104,7 @@ class LivePanel:
             self._validation = event["loss"]
         if kind == "end":
             self._live.stop()  # what comes now comes after the panel
-        for line in describe(event):
+        for line in event_lines(event):
             self._live.console.print(line, soft_wrap=True)
 
     def _panel(self, event: Event) -> RenderableType:
@@ -134,7 +134,7 @@ class LivePanel:
         return Group(Text(""), rows)
 
 
-def describe(event: Event) -> Iterator[Text]:
+def event_lines(event: Event) -> Iterator[Text]:
     """An event as lines to read."""
     match event["event"]:
         case "start":

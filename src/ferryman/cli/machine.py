@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 
 from ferryman.cli.defaults import budget
-from ferryman.cli.device import find_device
 from ferryman.forecast import measure
 from ferryman.forecast.estimate import Machine, Training
 from ferryman.model.precision import PRECISIONS
@@ -17,10 +17,11 @@ from ferryman.plan.network import Crew
 from ferryman.plan.rates import Rates
 from ferryman.runtime import host_memory
 from ferryman.runtime.sizes import parse_bytes, parse_rate
+from ferryman.training import checks
 
 
 @dataclass(frozen=True)
-class Described:
+class MachineDescription:
     """The machine, and how each of its figures is known."""
 
     machine: Machine
@@ -29,7 +30,23 @@ class Described:
     notes: list[str]
 
 
-def described(
+def find_device(name: str | None, place: int | None = None) -> torch.device:
+    """The device that `--device` names, checked to work; by default the accelerator that PyTorch reports, else the CPU.
+
+    `place`: the index of this rank within its node, where each rank has a device of its own.
+    """
+    if name is not None and name.partition(":")[0] == "virtual":  # importing the module registers the device
+        try:
+            importlib.import_module("torch_virtual")
+        except ImportError as error:
+            raise ValueError(
+                f"--device {name} needs torch_virtual, which is in the folder virtual/ of Ferryman's repository: "
+                f"pip install --no-build-isolation ./virtual ({error})"
+            ) from error
+    return checks.real_device(name, place)
+
+
+def describe_machine(
     device: str | None,
     device_memory: str | None,
     host_memory_given: str | None,
@@ -43,7 +60,7 @@ def described(
     loopback: str | None,
     network: str | None,
     training: Training,
-) -> Described:
+) -> MachineDescription:
     """What is not described is measured here, where there is something to measure."""
     _check_ranks(devices, nodes, network, training)
     known: dict[str, str] = {}
@@ -100,7 +117,7 @@ def described(
         notes.append(f"--network {network} has no meaning with one node, and is left out")
     crew = Crew(devices, nodes, within, across)
     speeds = Rates(host, math.inf, rates["link in"], rates["link out"])
-    return Described(Machine(speeds, memory, ram, operations, crew), kind, known, notes)
+    return MachineDescription(Machine(speeds, memory, ram, operations, crew), kind, known, notes)
 
 
 def _check_ranks(devices: int, nodes: int, network: str | None, training: Training) -> None:

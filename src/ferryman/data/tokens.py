@@ -17,7 +17,7 @@ DTYPES = ("uint8", "uint16", "uint32")
 _LOOKS, _LOOK = 64, 4096
 
 
-class Part(NamedTuple):
+class TokenFile(NamedTuple):
     """The tokens of one file."""
 
     path: Path
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 class Tokens:
     """The tokens of several files, one after the other."""
 
-    def __init__(self, parts: Sequence[Part], vocabulary: int) -> None:
+    def __init__(self, parts: Sequence[TokenFile], vocabulary: int) -> None:
         self._parts = list(parts)
         self._ends = list(itertools.accumulate(len(part.ids) for part in parts))
         self._vocabulary = vocabulary
@@ -51,13 +51,13 @@ class Tokens:
             start, index = end, index + 1
         return torch.from_numpy(np.concatenate(pieces)) if pieces else torch.empty(0, dtype=torch.int64)
 
-    def _look(self, part: Part) -> None:
+    def _look(self, part: TokenFile) -> None:
         """At some of it, all over the file: with the wrong dtype or tokenizer, this tells at once."""
         for i in range(_LOOKS):
             start = i * max(0, len(part.ids) - _LOOK) // (_LOOKS - 1)
             self._check(part, part.ids[start : start + _LOOK], start)
 
-    def _check(self, part: Part, ids: np.ndarray[Any, Any], start: int) -> None:
+    def _check(self, part: TokenFile, ids: np.ndarray[Any, Any], start: int) -> None:
         wrong = (ids < 0) | (ids >= self._vocabulary)
         if wrong.any():
             at = int(wrong.argmax())
@@ -68,12 +68,12 @@ class Tokens:
             )
 
 
-def open_tokens(path: Path, dtype: str) -> Part:
+def open_tokens(path: Path, dtype: str) -> TokenFile:
     """A `.npy` file, which knows its type, or one that is nothing but ids of type `dtype`."""
     if dtype not in DTYPES:
         raise ValueError(f"--token-dtype {dtype}: there are {', '.join(DTYPES)}")
     if path.suffix == ".npy":
-        return Part(path, _open_npy(path))
+        return TokenFile(path, _open_npy(path))
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size % width:
         raise ValueError(
@@ -88,7 +88,7 @@ def open_tokens(path: Path, dtype: str) -> Part:
         raise ValueError(
             f"{path}: every second token is 0, as when numbers of 4 bytes are read as {dtype}; use --token-dtype uint32"
         )
-    return Part(path, ids)
+    return TokenFile(path, ids)
 
 
 def _open_npy(path: Path) -> np.ndarray[Any, Any]:

@@ -35,7 +35,7 @@ def trace_path(path: str | os.PathLike[str], rank: int) -> Path:
     return first.with_name(f"{first.stem}.rank{rank}{first.suffix}") if rank else first
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """One piece of work. Times are seconds since the trace began."""
 
     lane: str
@@ -45,7 +45,7 @@ class Span(NamedTuple):
     nbytes: int
 
 
-def busy_time(spans: Iterable[Span], start: float = -math.inf, end: float = math.inf) -> float:
+def busy_time(spans: Iterable[TraceSpan], start: float = -math.inf, end: float = math.inf) -> float:
     """How much of the time from start to end at least one of the spans covers."""
     return covered(((span.start, span.end) for span in spans), start, end)
 
@@ -115,7 +115,7 @@ class _Chapter:
     """What was recorded until a step's end, and not before the last one's."""
 
     step: Step | None = None  # None: it has not ended, or waits for its spans
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
 
@@ -174,13 +174,13 @@ class Trace:
                 anchor.synchronize()
                 self._anchors[stream.device] = (anchor, self.now())
 
-    def add(self, span: Span) -> None:
+    def add(self, span: TraceSpan) -> None:
         with self._lock:
             self._recent.spans.append(span)
 
     def add_host_span(self, lane: str, label: str, begin: float, end: float, nbytes: int) -> None:
         """Begin and end are moments of `time.perf_counter`."""
-        self.add(Span(lane, label, self.at(begin), self.at(end), nbytes))
+        self.add(TraceSpan(lane, label, self.at(begin), self.at(end), nbytes))
 
     def note(self, step: int, label: str, values: Mapping[str, Any]) -> None:
         """One for each step, such as the figures of its updates; it may come while the next one runs."""
@@ -266,7 +266,7 @@ class Trace:
 
     # What was recorded.
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TraceSpan]:
         """All spans that are kept of work that has ended, in order of their start."""
         with self._lock:
             self._read()
@@ -287,7 +287,7 @@ class Trace:
                 continue
             anchor, at = self._anchors[span.end.device]
             start, end = (at + anchor.elapsed_time(event) / 1e3 for event in (span.begin, span.end))
-            self._recent.spans.append(Span(span.lane, span.label, start, end, span.nbytes))
+            self._recent.spans.append(TraceSpan(span.lane, span.label, start, end, span.nbytes))
 
     def _close_chapter(self, step: Step) -> None:
         """All spans of the step are known. What reaches into the next one's time stays with that."""
@@ -373,8 +373,8 @@ def _event(name: str, row: int, start: float, end: float, args: Mapping[str, Any
     return {**what, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
 
 
-def _with_busy(step: Step, spans: Iterable[Span]) -> Step:
-    lanes: dict[str, list[Span]] = {}
+def _with_busy(step: Step, spans: Iterable[TraceSpan]) -> Step:
+    lanes: dict[str, list[TraceSpan]] = {}
     for span in spans:
         if span.end > step.start and span.start < step.end:
             lanes.setdefault(span.lane, []).append(span)

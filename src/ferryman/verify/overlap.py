@@ -20,9 +20,9 @@ from ferryman.engine import Engine
 from ferryman.observe.trace import Trace, busy_time
 from ferryman.runtime.lanes import Lanes
 from ferryman.runtime.pinned import PinnedMemory
-from ferryman.verify.bench import Bench
-from ferryman.verify.models import Batch, Transformer, batch, build
-from ferryman.verify.result import Check, Figures, Outcome, Verdict
+from ferryman.verify.context import CheckContext
+from ferryman.verify.result import Check, Measurements, Outcome, Verdict
+from ferryman.verify.small_models import Batch, Transformer, batch, build
 
 # Perfect overlap of two lanes that take equally long is 0.5, none is 1.
 _OVERLAPS = 0.85
@@ -36,8 +36,8 @@ _BYTES = 2**27  # of a bare copy, on a real link
 _MICRO_BATCHES, _LENGTH = 4, 64
 
 
-def checks(bench: Bench) -> Iterator[Check]:
-    rounds = 3 if bench.quick else 7
+def checks(context: CheckContext) -> Iterator[Check]:
+    rounds = 3 if context.quick else 7
     for name, compared, measure in (
         ("link", f"copies in and out at once against one after the other: at most {_OVERLAPS}", _link),
         ("link and compute", f"copies and kernels at once against one after the other: at most {_OVERLAPS}", _beside),
@@ -45,19 +45,19 @@ def checks(bench: Bench) -> Iterator[Check]:
             "step",
             f"a step against the sum of its lanes, each alone: at most {_OVERLAPS}; fetches and flushes at once: at "
             f"least {_DUPLEX} of the lesser",
-            lambda bench, rounds: _Steps(bench, rounds).judge(),
+            lambda context, rounds: _Steps(context, rounds).judge(),
         ),
     ):
-        yield Check("overlap", name, compared, functools.partial(_at_last, measure, bench, rounds))
+        yield Check("overlap", name, compared, functools.partial(_at_last, measure, context, rounds))
 
 
-def _at_last(measure: Callable[[Bench, int], Verdict], bench: Bench, rounds: int) -> Verdict:
+def _at_last(measure: Callable[[CheckContext, int], Verdict], context: CheckContext, rounds: int) -> Verdict:
     """The first that is ok, of a few; if none is, one that has failed."""
-    if bench.accelerator.is_host:
+    if context.accelerator.is_host:
         return Verdict.skipped("the device is the host itself, and units are used where they are")
     verdicts: list[Verdict] = []
     while len(verdicts) < _TRIES:
-        verdicts.append(measure(bench, rounds))
+        verdicts.append(measure(context, rounds))
         if verdicts[-1].outcome is Outcome.OK:
             return verdicts[-1]
     return next((verdict for verdict in verdicts if verdict.outcome is Outcome.FAILED), verdicts[-1])
@@ -66,23 +66,23 @@ def _at_last(measure: Callable[[Bench, int], Verdict], bench: Bench, rounds: int
 # Bare lanes.
 
 
-def _link(bench: Bench, rounds: int) -> Verdict:
-    with _Bare(bench) as bare:
+def _link(context: CheckContext, rounds: int) -> Verdict:
+    with _Bare(context) as bare:
         seconds = bare.best([("in",), ("out",), ("in", "out")], rounds)
     ratio = seconds[2] / (seconds[0] + seconds[1])
-    figures: Figures = dict(zip(("in", "out", "at once"), map(_ms, seconds), strict=True))
+    figures: Measurements = dict(zip(("in", "out", "at once"), map(_ms, seconds), strict=True))
     figures["of the sum"] = round(ratio, 2)
     if ratio > _OVERLAPS:
         return Verdict.inconclusive("this link carries one direction at a time, or the machine is busy", figures)
     return Verdict.ok(figures)
 
 
-def _beside(bench: Bench, rounds: int) -> Verdict:
-    with _Bare(bench) as bare:
+def _beside(context: CheckContext, rounds: int) -> Verdict:
+    with _Bare(context) as bare:
         bare.calibrate()
         seconds = bare.best([("in", "out"), ("compute",), ("compute", "in", "out")], rounds)
     ratio = seconds[2] / (seconds[0] + seconds[1])
-    figures: Figures = dict(zip(("copies", "kernels", "at once"), map(_ms, seconds), strict=True))
+    figures: Measurements = dict(zip(("copies", "kernels", "at once"), map(_ms, seconds), strict=True))
     figures["of the sum"] = round(ratio, 2)
     if max(seconds[:2]) > _BOUND * sum(seconds[:2]):
         return Verdict.inconclusive("one takes so long that the other hardly counts", figures)
@@ -94,8 +94,8 @@ def _beside(bench: Bench, rounds: int) -> Verdict:
 class _Bare:
     """Copies each way and kernels, on lanes of their own, without an engine."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._accelerator = bench.accelerator
+    def __init__(self, context: CheckContext) -> None:
+        self._accelerator = context.accelerator
         self.nbytes = _SIMULATED_BYTES if self._accelerator.is_simulated else _BYTES
         self._times = 1  # that a matrix is multiplied
 
@@ -168,9 +168,9 @@ class _Step(NamedTuple):
 class _Steps:
     """Steps of a model whose fetches take about as long as its compute."""
 
-    def __init__(self, bench: Bench, rounds: int) -> None:
-        self._accelerator, self._rounds = bench.accelerator, rounds
-        self._bench = bench
+    def __init__(self, context: CheckContext, rounds: int) -> None:
+        self._accelerator, self._rounds = context.accelerator, rounds
+        self._context = context
         self._samples = _MICRO_BATCHES
 
     def judge(self) -> Verdict:
@@ -185,14 +185,14 @@ class _Steps:
         took = min(step.seconds for step in steps)
         lanes = min(computes), steps[-1].bytes_in / rates[0], steps[-1].bytes_out / rates[1]
         duplex, ratio = statistics.median(step.duplex for step in steps), took / sum(lanes)
-        figures: Figures = dict(zip(("compute", "in", "out"), map(_ms, lanes), strict=True))
+        figures: Measurements = dict(zip(("compute", "in", "out"), map(_ms, lanes), strict=True))
         figures |= {"step": _ms(took), "of the longest": round(took / max(lanes), 2), "of the sum": round(ratio, 2)}
         figures["both ways"] = round(duplex, 2)
         if max(lanes) > _BOUND * sum(lanes):
             return Verdict.inconclusive("one lane takes so long that the others hardly count", figures)
         if ratio > _OVERLAPS:
             return Verdict.failed("a step takes as long as its lanes one after the other", figures)
-        if duplex < _DUPLEX and _link(self._bench, self._rounds).outcome is not Outcome.OK:
+        if duplex < _DUPLEX and _link(self._context, self._rounds).outcome is not Outcome.OK:
             return Verdict.inconclusive("this link carries one direction at a time, or the machine is busy", figures)
         if duplex < _DUPLEX:
             return Verdict.failed("in a step, one way over the link waits for the other", figures)
@@ -238,7 +238,7 @@ class _Steps:
         if self._accelerator.is_simulated:
             rate = bytes_in / compute()
             return rate, rate
-        with _Bare(self._bench) as bare:
+        with _Bare(self._context) as bare:
             seconds = bare.best([("in",), ("out",)], self._rounds)
         rates = bare.nbytes / seconds[0], bare.nbytes / seconds[1]
         for _ in range(4):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ferryman.model.precision import PRECISIONS
-from ferryman.verify.models import Batch
+from ferryman.verify.small_models import Batch
 
 RATE = 1e-3
 MICRO_BATCHES = 2
@@ -33,7 +33,7 @@ def adamw(model: nn.Module | Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.1, eps=1e-4)
 
 
-class Plain:
+class PlainTraining:
     """A copy of a model, whole on the device."""
 
     def __init__(self, model: nn.Module, device: torch.device, limit: float | None = None) -> None:
@@ -90,7 +90,7 @@ class Plain:
         return {name: p.detach().cpu().clone() for name, p in self._model.named_parameters()}
 
 
-class Narrow(Plain):
+class MixedPrecisionTraining(PlainTraining):
     """Computes in a narrow dtype; adds gradients up in float32 and updates float32 masters, as is usual."""
 
     def __init__(self, model: nn.Module, device: torch.device, precision: str, limit: float | None = None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-Figures = dict[str, float | int | str]
+Measurements = dict[str, float | int | str]
 
 
 class Outcome(StrEnum):
@@ -20,19 +20,19 @@ class Outcome(StrEnum):
 @dataclass(frozen=True)
 class Verdict:
     outcome: Outcome
-    figures: Figures = field(default_factory=dict)
+    figures: Measurements = field(default_factory=dict)
     reason: str = ""  # why it is not ok
 
     @staticmethod
-    def ok(figures: Figures) -> Verdict:
+    def ok(figures: Measurements) -> Verdict:
         return Verdict(Outcome.OK, figures)
 
     @staticmethod
-    def failed(reason: str, figures: Figures) -> Verdict:
+    def failed(reason: str, figures: Measurements) -> Verdict:
         return Verdict(Outcome.FAILED, figures, reason)
 
     @staticmethod
-    def inconclusive(reason: str, figures: Figures) -> Verdict:
+    def inconclusive(reason: str, figures: Measurements) -> Verdict:
         return Verdict(Outcome.INCONCLUSIVE, figures, reason)
 
     @staticmethod

@@ -21,7 +21,7 @@ _MOST = 4  # micro-batches
 _CONTRACT = "it must return (model, batch) or (model, batch, loss)"
 
 
-class Made(NamedTuple):
+class ModelAndBatch(NamedTuple):
     """What one call of the user's function has returned."""
 
     model: nn.Module
@@ -35,13 +35,13 @@ class UserModel:
     def __init__(self, place: str) -> None:
         self._place = place
         self._make = _find(place)
-        self._first: Made | None = self._call()  # a mistake in it shows before any check begins
+        self._first: ModelAndBatch | None = self._call()  # a mistake in it shows before any check begins
 
-    def make(self) -> Made:
+    def make(self) -> ModelAndBatch:
         made, self._first = self._first or self._call(), None
         return made
 
-    def _call(self) -> Made:
+    def _call(self) -> ModelAndBatch:
         seed_all(0)
         found = self._make()
         about = f"--model {self._place}: {_CONTRACT}"
@@ -62,7 +62,7 @@ class UserModel:
                 f"{about}, where the loss is a function of the model and a micro-batch; its loss is a "
                 f"{type(loss).__name__}"
             )
-        return Made(model, batch, loss)
+        return ModelAndBatch(model, batch, loss)
 
 
 def seed_all(seed: int) -> None:

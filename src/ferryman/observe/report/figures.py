@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ferryman.observe.report.recording import Recording
-from ferryman.observe.trace import Span, Step, busy_time
+from ferryman.observe.trace import Step, TraceSpan, busy_time
 
 # By resource, its lanes; in the order in which they are shown.
 RESOURCES = {
@@ -68,7 +68,7 @@ def resource_of(lane: str) -> str:
 
 
 @dataclass(frozen=True)
-class Lane:
+class LaneFigures:
     """Of one lane, within one step."""
 
     busy: float
@@ -77,7 +77,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Interval:
     """A part of a step, or all of it, with the seconds in which each resource was busy."""
 
     name: str
@@ -105,9 +105,9 @@ class Account:
     """Where the time of a step went whose spans are kept."""
 
     step: Step
-    lanes: Mapping[str, Lane]
-    whole: Stretch
-    phases: Sequence[Stretch]
+    lanes: Mapping[str, LaneFigures]
+    whole: Interval
+    phases: Sequence[Interval]
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ def _median(values: Iterable[float]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _by_step(steps: Sequence[Step], spans: Sequence[Span]) -> list[list[Span]]:
+def _by_step(steps: Sequence[Step], spans: Sequence[TraceSpan]) -> list[list[TraceSpan]]:
     """The spans that are at least partly within each step; steps are in order and apart."""
-    found: list[list[Span]] = [[] for _ in steps]
+    found: list[list[TraceSpan]] = [[] for _ in steps]
     ends = [step.end for step in steps]
     for span in spans:
         for i in range(bisect.bisect_right(ends, span.start), len(steps)):
@@ -159,29 +159,29 @@ def _by_step(steps: Sequence[Step], spans: Sequence[Span]) -> list[list[Span]]:
     return found
 
 
-def _account(step: Step, spans: Sequence[Span]) -> Account:
-    lanes: dict[str, list[Span]] = {}
+def _account(step: Step, spans: Sequence[TraceSpan]) -> Account:
+    lanes: dict[str, list[TraceSpan]] = {}
     for span in spans:
         lanes.setdefault(span.lane, []).append(span)
     return Account(
         step,
         {name: _lane(step, found) for name, found in lanes.items()},
-        _stretch("step", step.start, step.end, spans),
+        _interval("step", step.start, step.end, spans),
         _phases(step, spans),
     )
 
 
-def _lane(step: Step, spans: Sequence[Span]) -> Lane:
+def _lane(step: Step, spans: Sequence[TraceSpan]) -> LaneFigures:
     kinds: dict[str, float] = {}
     for span in spans:
         kind = kind_of(span.label)
         kinds[kind] = kinds.get(kind, 0.0) + min(span.end, step.end) - max(span.start, step.start)
     # What reaches over an end counts where it began.
     nbytes = sum(span.nbytes for span in spans if span.start >= step.start)
-    return Lane(busy_time(spans, step.start, step.end), kinds, nbytes)
+    return LaneFigures(busy_time(spans, step.start, step.end), kinds, nbytes)
 
 
-def _phases(step: Step, spans: Sequence[Span]) -> list[Stretch]:
+def _phases(step: Step, spans: Sequence[TraceSpan]) -> list[Interval]:
     """The forward ends where the turn begins; after the last visit gradients land, and the step is seen to be good."""
     visits = [span for span in spans if span.label.startswith("visit ") and span.start >= step.start]
     turned = [span.start for span in visits if kind_of(span.label) != "forward"]
@@ -189,19 +189,19 @@ def _phases(step: Step, spans: Sequence[Span]) -> list[Stretch]:
         return []
     last = min(max(span.end for span in visits), step.end)
     return [
-        _stretch("forward", step.start, turned[0], spans),
-        _stretch("backward", turned[0], last, spans),
-        _stretch("finish", last, step.end, spans),
+        _interval("forward", step.start, turned[0], spans),
+        _interval("backward", turned[0], last, spans),
+        _interval("finish", last, step.end, spans),
     ]
 
 
-def _stretch(name: str, start: float, end: float, spans: Sequence[Span]) -> Stretch:
-    resources: dict[str, list[Span]] = {}
+def _interval(name: str, start: float, end: float, spans: Sequence[TraceSpan]) -> Interval:
+    resources: dict[str, list[TraceSpan]] = {}
     for span in spans:
         if span.end > start and span.start < end:
             resources.setdefault(resource_of(span.lane), []).append(span)
     order = [*RESOURCES, *sorted(resources.keys() - RESOURCES.keys())]
-    return Stretch(name, start, end, {r: busy_time(resources[r], start, end) for r in order if r in resources})
+    return Interval(name, start, end, {r: busy_time(resources[r], start, end) for r in order if r in resources})
 
 
 def slowest(figures: Sequence[Figures]) -> Figures | None:

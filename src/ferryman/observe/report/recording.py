@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ferryman.observe.trace import Sample, Span, Step, trace_path
+from ferryman.observe.trace import Sample, Step, TraceSpan, trace_path
 
 _UPDATES = "updates of step "  # as the server names its notes
 
@@ -22,7 +22,7 @@ class Recording:
     rank: int
     facts: Mapping[str, Any]
     lanes: list[str] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)  # in order of their start
+    spans: list[TraceSpan] = field(default_factory=list)  # in order of their start
     samples: list[Sample] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     kept: set[int] = field(default_factory=set)  # positions in `steps` of those whose spans are there
@@ -135,7 +135,7 @@ def _recording(rank: int, facts: Mapping[str, Any], events: list[dict[str, Any]]
             case "X":
                 start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
                 nbytes = event["args"].get("bytes", 0)
-                recording.spans.append(Span(rows[event["tid"]], event["name"], start, start + seconds, nbytes))
+                recording.spans.append(TraceSpan(rows[event["tid"]], event["name"], start, start + seconds, nbytes))
             case "C":
                 recording.samples.append(Sample(event["ts"] / 1e6, event["args"]["allocated"]))
             case "i" if event["name"].startswith(_UPDATES):

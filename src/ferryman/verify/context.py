@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from ferryman.verify.accelerator import Accelerator
-from ferryman.verify.models import Batch, batch, build, untied
-from ferryman.verify.reference import Narrow, Plain, Tensors, Trained
+from ferryman.verify.reference import MixedPrecisionTraining, PlainTraining, Tensors, Trained
+from ferryman.verify.small_models import Batch, batch, build, untied
 
 SUBGROUP = 16384  # parameters: a block of the models here has three or four
 
 
-class Bench:
+class CheckContext:
     def __init__(self, device: torch.device, *, quick: bool) -> None:
         self.accelerator = Accelerator(device)
         self.device = device
@@ -42,11 +42,11 @@ class Bench:
             self.accelerator.synchronize()
         return first.losses == second.losses and apart(first.gradients, second.gradients) == 0
 
-    def _plain(self, make: Callable[[], nn.Module], precision: str, limit: float | None) -> Plain:
+    def _plain(self, make: Callable[[], nn.Module], precision: str, limit: float | None) -> PlainTraining:
         model = build(make)
         if precision == "fp32":
-            return Plain(model, self.device, limit)
-        return Narrow(model, self.device, precision, limit)
+            return PlainTraining(model, self.device, limit)
+        return MixedPrecisionTraining(model, self.device, precision, limit)
 
 
 def apart(ours: Tensors, theirs: Tensors) -> float:

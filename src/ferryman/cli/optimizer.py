@@ -11,7 +11,7 @@ from torch import nn
 from ferryman.cli.options import Options
 from ferryman.server.rules import Lion
 
-RULES: dict[str, Any] = {
+OPTIMIZERS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
@@ -19,7 +19,7 @@ RULES: dict[str, Any] = {
     "adagrad": torch.optim.Adagrad,
 }
 
-_LEAST = 0.1  # of the learning rate, at the end of a cosine
+_FINAL_COSINE_FACTOR = 0.1  # of the learning rate, at the end of a cosine
 
 
 def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
@@ -36,19 +36,21 @@ def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
         {"params": [parameter for parameter in trained if parameter.ndim >= 2]},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    rule: torch.optim.Optimizer = RULES[options.optimizer]([group for group in groups if group["params"]], **settings)
+    rule: torch.optim.Optimizer = OPTIMIZERS[options.optimizer](
+        [group for group in groups if group["params"]], **settings
+    )
     return rule
 
 
-def set_rate(optimizer: torch.optim.Optimizer, options: Options, step: int, steps: int) -> float:
+def set_learning_rate(optimizer: torch.optim.Optimizer, options: Options, step: int, steps: int) -> float:
     """For the step that comes after `step` of them, of `steps` in all. It follows from these alone."""
-    rate = options.lr * share(options.schedule, step, steps, options.warmup)
+    rate = options.lr * learning_rate_factor(options.schedule, step, steps, options.warmup)
     for group in optimizer.param_groups:
         group["lr"] = rate
     return rate
 
 
-def share(schedule: str, step: int, steps: int, warmup: int) -> float:
+def learning_rate_factor(schedule: str, step: int, steps: int, warmup: int) -> float:
     """Of the highest learning rate."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -56,5 +58,5 @@ def share(schedule: str, step: int, steps: int, warmup: int) -> float:
     if schedule == "linear":
         return 1 - gone
     if schedule == "cosine":
-        return _LEAST + (1 - _LEAST) * (1 + math.cos(math.pi * gone)) / 2
+        return _FINAL_COSINE_FACTOR + (1 - _FINAL_COSINE_FACTOR) * (1 + math.cos(math.pi * gone)) / 2
     return 1.0

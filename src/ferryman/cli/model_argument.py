@@ -19,13 +19,13 @@ from torch import nn
 
 from ferryman.checkpoint.pretrained import has_weights
 
-BYTES = 256  # the vocabulary of a model whose tokens are bytes
+BYTE_VOCABULARY = 256  # the vocabulary of a model whose tokens are bytes
 
 _FORM = "gpt:layers=12,width=768,heads=12,context=1024"
 
 
 @dataclass(frozen=True)
-class Gpt:
+class GptSize:
     """A size of the built-in GPT."""
 
     layers: int
@@ -36,22 +36,22 @@ class Gpt:
     @property
     def parameters(self) -> int:
         layer = 12 * self.width**2 + 13 * self.width
-        return self.layers * layer + (BYTES + self.context + 2) * self.width
+        return self.layers * layer + (BYTE_VOCABULARY + self.context + 2) * self.width
 
 
 SIZES = {
-    "tiny": Gpt(layers=2, width=64, heads=2, context=128),
-    "mini": Gpt(layers=4, width=128, heads=4, context=256),
-    "small": Gpt(layers=6, width=256, heads=8, context=512),
-    "medium": Gpt(layers=12, width=384, heads=6, context=512),
-    "base": Gpt(layers=12, width=768, heads=12, context=1024),
-    "large": Gpt(layers=24, width=1024, heads=16, context=1024),
-    "xl": Gpt(layers=36, width=1536, heads=16, context=1024),
+    "tiny": GptSize(layers=2, width=64, heads=2, context=128),
+    "mini": GptSize(layers=4, width=128, heads=4, context=256),
+    "small": GptSize(layers=6, width=256, heads=8, context=512),
+    "medium": GptSize(layers=12, width=384, heads=6, context=512),
+    "base": GptSize(layers=12, width=768, heads=12, context=1024),
+    "large": GptSize(layers=24, width=1024, heads=16, context=1024),
+    "xl": GptSize(layers=36, width=1536, heads=16, context=1024),
 }
 
 
 @dataclass(frozen=True)
-class Description:
+class ModelSpec:
     """What was asked for, before anything is built."""
 
     name: str  # as the user wrote it
@@ -78,7 +78,7 @@ class Description:
         return longest if isinstance(longest, int) else None
 
 
-def describe(model: str) -> Description:
+def parse_model(model: str) -> ModelSpec:
     """From what the user gave as MODEL; a ValueError says what is required, and what was found."""
     if model.startswith("gpt:"):
         return _gpt(model)
@@ -96,14 +96,14 @@ def describe(model: str) -> Description:
         raise ValueError(f"{model!r} has no config.json, so it is no model of transformers; it holds {inside}")
     config = _read(file)
     _check_causal(config, file)
-    return Description(model, config, weights=path if path.is_dir() and has_weights(path) else None)
+    return ModelSpec(model, config, weights=path if path.is_dir() and has_weights(path) else None)
 
 
-def _gpt(model: str) -> Description:
+def _gpt(model: str) -> ModelSpec:
     size = model.removeprefix("gpt:")
     gpt = SIZES[size] if size in SIZES else _free_form(model, size)
     config = _transformers().GPT2Config(
-        vocab_size=BYTES,
+        vocab_size=BYTE_VOCABULARY,
         n_layer=gpt.layers,
         n_embd=gpt.width,
         n_head=gpt.heads,
@@ -115,15 +115,15 @@ def _gpt(model: str) -> Description:
         bos_token_id=0,
         eos_token_id=0,
     )
-    return Description(model, config, is_bytes=True)
+    return ModelSpec(model, config, is_bytes=True)
 
 
-def _free_form(model: str, text: str) -> Gpt:
+def _free_form(model: str, text: str) -> GptSize:
     if "=" not in text:
         near = difflib.get_close_matches(text, SIZES, n=1)
         meant = f" (did you mean 'gpt:{near[0]}'?)" if near else ""
         raise ValueError(f"{model!r} is no size of the built-in GPT{meant}; there are {_known_sizes()}")
-    names = [field.name for field in dataclasses.fields(Gpt)]
+    names = [field.name for field in dataclasses.fields(GptSize)]
     given: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
@@ -139,7 +139,7 @@ def _free_form(model: str, text: str) -> Gpt:
     missing = [name for name in names if name not in given]
     if missing:
         raise ValueError(f"{model!r}: {' and '.join(missing)} must be given, too; write it like {_FORM}")
-    gpt = Gpt(**given)
+    gpt = GptSize(**given)
     if gpt.width % gpt.heads:
         raise ValueError(
             f"{model!r}: width={gpt.width} cannot be shared by heads={gpt.heads}; it must be a multiple of it"

@@ -16,10 +16,10 @@ from torch import nn
 
 from ferryman.cli.advice import advice, assumptions
 from ferryman.cli.defaults import LONGEST, window
-from ferryman.cli.machine import Described, described
-from ferryman.cli.model import Description, describe, sizes
+from ferryman.cli.machine import MachineDescription, describe_machine
+from ferryman.cli.model_argument import ModelSpec, parse_model, sizes
+from ferryman.cli.optimizer import OPTIMIZERS
 from ferryman.cli.options import Deferred, Held, OnNonfinite, Options, Resident, Slots, SubgroupSize, Units, or_none
-from ferryman.cli.rule import RULES
 from ferryman.forecast.estimate import Outlook, Training, look_ahead
 from ferryman.model.units import hint
 from ferryman.plan.forecast import Forecast, Lanes
@@ -106,7 +106,7 @@ def plan(
     micro_batches: Annotated[
         int | None, typer.Option(help="Parts that a step's batch is cut into; else as few as fit.")
     ] = None,
-    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}.")] = Options.optimizer,
+    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = Options.optimizer,
     max_grad_norm: Annotated[
         float | None,
         typer.Option(help="Clip gradients by their global norm; updates are deferred then.", **or_none(float)),
@@ -126,23 +126,25 @@ def plan(
 ) -> None:
     """Tells whether a training will fit, where each byte goes, and what bounds its steps.
 
-    For this machine, which is measured, or for one that you describe. Nothing of the model is allocated, so half a
+    For this machine, which is measured, or for one that you parse_model. Nothing of the model is allocated, so half a
     trillion parameters can be planned on a laptop.
     """
-    description = describe(model)
+    description = parse_model(model)
     training = Training(
         batch, window(sequence, description), micro_batches, precision, max_grad_norm, on_nonfinite, deferred,
         units or None, resident or (), stash, slots, held, updates, subgroup,
     )  # fmt: skip
     _check(training, optimizer)
-    given = described(
+    given = describe_machine(
         device, device_memory, host_memory, link, link_in, link_out, device_flops, host_updates, devices, nodes,
         loopback, network, training,
     )  # fmt: skip
     checks.interleave_arguments(True, given.device, slots, held, updates, subgroup)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its hints are for who runs the model
     built = description.on_meta()
-    outlook = look_ahead(built, RULES[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device)
+    outlook = look_ahead(
+        built, OPTIMIZERS[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device
+    )
     if as_json:
         typer.echo(json.dumps(_document(description, built, training, given, outlook), indent=2))
     else:
@@ -176,8 +178,8 @@ def _check(training: Training, optimizer: str) -> None:
         raise ValueError(f"--batch {training.samples}: a step has at least one sample")
     if training.micro_batches is not None and training.micro_batches < 1:
         raise ValueError(f"--micro-batches {training.micro_batches}: a batch is cut into at least one")
-    if optimizer not in RULES:
-        raise ValueError(f"--optimizer {optimizer!r} is none that can be planned for{hint(optimizer, RULES)}")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"--optimizer {optimizer!r} is none that can be planned for{hint(optimizer, OPTIMIZERS)}")
     checks.update_arguments(
         True, training.precision, training.max_grad_norm, training.on_nonfinite, training.deferred, None
     )
@@ -191,7 +193,7 @@ def _check(training: Training, optimizer: str) -> None:
 
 
 def _document(
-    description: Description, model: nn.Module, training: Training, given: Described, outlook: Outlook
+    description: ModelSpec, model: nn.Module, training: Training, given: MachineDescription, outlook: Outlook
 ) -> dict[str, Any]:
     machine, found = given.machine, outlook.forecast
     return {
@@ -261,10 +263,10 @@ def _against_one(outlook: Outlook, training: Training, crew: Crew) -> dict[str, 
 
 def _show(
     console: Console,
-    description: Description,
+    description: ModelSpec,
     model: nn.Module,
     training: Training,
-    given: Described,
+    given: MachineDescription,
     outlook: Outlook,
 ) -> None:
     name, parameters = escape(description.name), _count(_parameters(model))
@@ -307,7 +309,7 @@ def _shared_out(training: Training, crew: Crew, outlook: Outlook) -> str:
     return f" on {where}, {most}{outlook.samples} to each,"
 
 
-def _way(plan: Plan, given: Described) -> str:
+def _way(plan: Plan, given: MachineDescription) -> str:
     if given.device.type == "cpu":
         return "used where they are"
     return "held on the device" if plan.held else f"relayed through {_many(plan.weight_slots, 'slot')}"
@@ -357,7 +359,7 @@ def _show_speedup(console: Console, training: Training, crew: Crew, outlook: Out
         )
 
 
-def _figures(given: Described) -> str:
+def _figures(given: MachineDescription) -> str:
     machine, rates = given.machine, given.machine.rates
     shown = {
         "device memory": None if machine.device_memory is None else show_bytes(machine.device_memory),

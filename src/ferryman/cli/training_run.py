@@ -16,15 +16,14 @@ from ferryman.checkpoint.contents import Files, Stateful
 from ferryman.checkpoint.directory import series, step_of
 from ferryman.checkpoint.manifest import is_whole
 from ferryman.checkpoint.stream import DamagedError
-from ferryman.cli.batch import check_batch
-from ferryman.cli.corpus import Corpus, open_corpus
+from ferryman.cli.corpus import Corpus, check_batch, open_corpus
 from ferryman.cli.defaults import budget
-from ferryman.cli.device import find_device
-from ferryman.cli.model import Description, describe
+from ferryman.cli.machine import find_device
+from ferryman.cli.model_argument import ModelSpec, parse_model
+from ferryman.cli.optimizer import make_optimizer, set_learning_rate
 from ferryman.cli.options import LENGTHS, Options, flag
-from ferryman.cli.rule import make_optimizer, set_rate
-from ferryman.cli.run import Run
-from ferryman.cli.stop import CLOSED, Stop
+from ferryman.cli.run_directory import RunDirectory
+from ferryman.cli.signals import OUTPUT_CLOSED, StopRequest
 from ferryman.data.windows import Windows
 from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
@@ -32,7 +31,7 @@ from ferryman.observe.report.page import write_report
 from ferryman.observe.trace import Trace, trace_path
 from ferryman.plan.batch import portion
 
-Tell = Callable[[Mapping[str, Any]], None]  # hears of every event; see `display.py`
+EventHandler = Callable[[Mapping[str, Any]], None]  # hears of every event; see `display.py`
 
 _TRACED = 20  # steps, the last ones, that a trace has in full
 _SEED = 2**63 - 1  # the highest that torch takes
@@ -43,18 +42,18 @@ class DivergedError(ValueError):
     """The weights are of no use any more."""
 
 
-class Training:
+class TrainingRun:
     """One run of `ferryman train`, from its options to its last checkpoint."""
 
-    def __init__(self, options: Options, run: Run, tell: Tell, ranks: Ranks) -> None:
+    def __init__(self, options: Options, run: RunDirectory, tell: EventHandler, ranks: Ranks) -> None:
         assert options.model is not None
         self._ranks = ranks
         self._leads = self._ranks.rank == 0  # and so tells, and writes what is one for all
         self.options = options
         self.run = run
         self._tell = tell
-        self._stop = Stop()
-        self.description = describe(options.model)
+        self._stop = StopRequest()
+        self.description = parse_model(options.model)
         # What can be seen at a glance is checked before text becomes tokens, which may take long.
         _check_numbers(options)
         self.device = find_device(options.device, self._ranks.place)
@@ -123,7 +122,7 @@ class Training:
     def _step(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         options = self.options
         start = time.monotonic()
-        rate = set_rate(optimizer, options, engine.steps, self.steps)
+        rate = set_learning_rate(optimizer, options, engine.steps, self.steps)
         mine, micro_batches = portion(options.batch, options.micro_batches, *self._ranks.share)
         batch = self.corpus.training.batch(options.batch, mine)
         self._loss = engine.step(batch, micro_batches if batch else None).item()
@@ -157,7 +156,7 @@ class Training:
         codes, peaks, counts = zip(
             *self._ranks.count([self._stop.code, -1 if peak is None else peak, pieces]), strict=True
         )
-        self._agreed = Stop.reason(codes)
+        self._agreed = StopRequest.reason(codes)
         self._peak = None if max(peaks) < 0 else int(max(peaks))
         self._pieces = [int(count) for count in counts]
 
@@ -247,7 +246,7 @@ class Training:
             self._tell(event)
         except OSError:  # whoever listened is gone, as when a terminal is closed: save, and end
             self._tell = lambda event: None
-            self._stop.asked = self._stop.asked or CLOSED
+            self._stop.asked = self._stop.asked or OUTPUT_CLOSED
 
     def _say_start(self, engine: Engine, model: nn.Module) -> None:
         options = self.options
@@ -325,7 +324,7 @@ class Training:
         return None if note is None else note.values["device_share"]
 
 
-def evaluate(model: nn.Module, windows: Windows, size: int, most: int, stop: Stop, ranks: Ranks) -> float | None:
+def evaluate(model: nn.Module, windows: Windows, size: int, most: int, stop: StopRequest, ranks: Ranks) -> float | None:
     """The mean loss over the first windows, of which each rank has its share; the layers stream here, too. None: it was
     asked to stop."""
     total, count = 0.0, 0
@@ -362,7 +361,7 @@ def generate(model: nn.Module, prompt: torch.Tensor, count: int, *, seed: int) -
     return [int(token) for token in found[0, prompt.shape[1] :]]
 
 
-def _build(description: Description, *, empty: bool) -> nn.Module:
+def _build(description: ModelSpec, *, empty: bool) -> nn.Module:
     """Without memory where its weights are read from files; else with new ones."""
     return description.on_meta() if empty or description.weights is not None else description.on_host()
 

@@ -8,41 +8,41 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ferryman.verify import memory, model, overlap, parity, races
-from ferryman.verify.bench import Bench
+from ferryman.verify import model_checks, overlap, parity, peak_memory, races
+from ferryman.verify.context import CheckContext
 from ferryman.verify.result import Check, Outcome, Result, Verdict
 from ferryman.verify.user_model import UserModel
 
-GROUPS: dict[str, Callable[[Bench], Iterator[Check]]] = {
+GROUPS: dict[str, Callable[[CheckContext], Iterator[Check]]] = {
     "parity": parity.checks,
     "races": races.checks,
     "overlap": overlap.checks,
-    "memory": memory.checks,
+    "memory": peak_memory.checks,
 }
 
 
 def verify(
-    bench: Bench, groups: Sequence[str], begins: Callable[[Check], None], user: UserModel | None = None
+    context: CheckContext, groups: Sequence[str], begins: Callable[[Check], None], user: UserModel | None = None
 ) -> Iterator[Result]:
     """What each check finds, when it has; `begins` hears of each before it runs. `user`: a model to check as well."""
-    with _one_thread(bench):
+    with _one_thread(context):
         for group in groups:
-            yield from _run_all(bench, GROUPS[group](bench), begins)
+            yield from _run_all(context, GROUPS[group](context), begins)
     if user is not None:
-        yield from _run_all(bench, model.checks(bench, user), begins)
+        yield from _run_all(context, model_checks.checks(context, user), begins)
 
 
-def _run_all(bench: Bench, checks: Iterator[Check], begins: Callable[[Check], None]) -> Iterator[Result]:
+def _run_all(context: CheckContext, checks: Iterator[Check], begins: Callable[[Check], None]) -> Iterator[Result]:
     for check in checks:
         begins(check)
         began = time.perf_counter()
-        verdict = _run(bench, check)
+        verdict = _run(context, check)
         yield Result(check, verdict, time.perf_counter() - began)
 
 
-def _run(bench: Bench, check: Check) -> Verdict:
+def _run(context: CheckContext, check: Check) -> Verdict:
     """A check that raises has failed: so has a user's step, where it does."""
-    accelerator = bench.accelerator
+    accelerator = context.accelerator
     try:
         with accelerator.strict():
             verdict = check.run()
@@ -56,10 +56,10 @@ def _run(bench: Bench, check: Check) -> Verdict:
 
 
 @contextlib.contextmanager
-def _one_thread(bench: Bench) -> Iterator[None]:
+def _one_thread(context: CheckContext) -> Iterator[None]:
     """Where the CPU computes, models are too small for more threads, and simulated copies need a core of their own."""
     before = torch.get_num_threads()
-    if bench.accelerator.is_host or bench.accelerator.is_simulated:
+    if context.accelerator.is_host or context.accelerator.is_simulated:
         torch.set_num_threads(1)
     try:
         yield

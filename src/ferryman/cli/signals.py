@@ -9,11 +9,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-CLOSED = "a closed output"
-_REASONS = (*(number.name for number in _SIGNALS), CLOSED)
+OUTPUT_CLOSED = "a closed output"
+_REASONS = (*(number.name for number in _SIGNALS), OUTPUT_CLOSED)
 
 
-class _Hearing:
+class _SignalHandlers:
     """Within, signals are heard by `_note`. SIGHUP only where it is not ignored, as it is under nohup."""
 
     def __init__(self) -> None:
@@ -36,14 +36,14 @@ class _Hearing:
         raise NotImplementedError
 
 
-class Interrupt(_Hearing):
+class InterruptOnSignal(_SignalHandlers):
     """Within, each of them interrupts at once, as Ctrl-C does, so that whoever writes a file cleans up."""
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-class Stop(_Hearing):
+class StopRequest(_SignalHandlers):
     """Within, they are noted, for a loop to stop where it can; a second SIGINT interrupts at once.
 
     The engine holds a SIGINT back until nothing is half done in its step, and hands it on to here then.

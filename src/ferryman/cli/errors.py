@@ -7,7 +7,7 @@ import shlex
 
 from ferryman.cli.options import ENGINE, flag
 
-MISTAKES = (ValueError, OSError)  # what a user can get wrong
+USER_ERRORS = (ValueError, OSError)  # what a user can get wrong
 
 _NAMES = "|".join((*ENGINE, "micro_batches", "keep", "betas"))
 _VALUE = r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^)]*\)|[-+\w][-+\w./]*(?<![.])|(?=\W|$)"
@@ -19,10 +19,10 @@ _FLAGS = {("held", "True"): "--held", ("held", "False"): "--relayed", ("deferred
 
 def exit_code(error: BaseException) -> int:
     """2 for what was wrong from the start, as for a command line that cannot be read."""
-    return 2 if isinstance(error, MISTAKES) else 1
+    return 2 if isinstance(error, USER_ERRORS) else 1
 
 
-def in_words(error: BaseException) -> str:
+def message_for(error: BaseException) -> str:
     """All that an error says, its notes with it."""
     notes = (str(note).removeprefix("ferryman: ") for note in getattr(error, "__notes__", []))
     parts = (part.rstrip(".") for part in (str(error), *notes))

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 import ferryman
-from ferryman.cli.device import find_device
+from ferryman.cli.machine import find_device
 from ferryman.model.units import hint
-from ferryman.verify.bench import Bench
-from ferryman.verify.result import Figures, Outcome, Result
+from ferryman.verify.context import CheckContext
+from ferryman.verify.result import Measurements, Outcome, Result
+from ferryman.verify.suite import GROUPS
+from ferryman.verify.suite import verify as run
 from ferryman.verify.user_model import UserModel
-from ferryman.verify.verify import GROUPS
-from ferryman.verify.verify import verify as run
 
 _COLOURS = {Outcome.OK: "green", Outcome.FAILED: "bold red", Outcome.INCONCLUSIVE: "yellow", Outcome.SKIPPED: "dim"}
 
@@ -59,12 +59,12 @@ def verify(
         if group not in GROUPS:
             raise ValueError(f"--only {group}: there is no such group of checks{hint(group, GROUPS)}")
     user = None if model is None else UserModel(model)
-    bench = Bench(find_device(device), quick=quick)
-    about = _about(bench)
+    context = CheckContext(find_device(device), quick=quick)
+    about = _about(context)
     console = Console(stderr=as_json)
     console.print(", ".join(str(value) for value in about.values()), highlight=False)
     with console.status("") as status:
-        results = list(run(bench, groups, lambda c: status.update(f"{c.group}: {c.name}"), user))
+        results = list(run(context, groups, lambda c: status.update(f"{c.group}: {c.name}"), user))
     if as_json:
         typer.echo(json.dumps(_report(about, results), indent=2))
     else:
@@ -74,10 +74,10 @@ def verify(
         raise typer.Exit(1)
 
 
-def _about(bench: Bench) -> dict[str, str]:
+def _about(context: CheckContext) -> dict[str, str]:
     """What a result means nothing without."""
     return {
-        "device": bench.accelerator.name,
+        "device": context.accelerator.name,
         "ferryman": f"ferryman {ferryman.__version__}",
         "torch": f"torch {torch.__version__}",
         "python": f"Python {platform.python_version()}",
@@ -124,7 +124,7 @@ def _table(results: list[Result]) -> Table:
     return table
 
 
-def _shown(figures: Figures, reason: str) -> str:
+def _shown(figures: Measurements, reason: str) -> str:
     values = {
         name: f"{value:.1e}" if isinstance(value, float) and value < 1e-2 else value for name, value in figures.items()
     }

@@ -14,7 +14,9 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import shutil
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,14 @@ from typing import Any
 import ferryman
 from ferryman.checkpoint.directory import last_saved, locked, series, step_of
 from ferryman.cli.options import FIXED, LENGTHS, Options, flag
+from ferryman.distributed.ranks import Ranks
 from ferryman.runtime.files import replacing_file
 
 _SETTINGS = "run.json"
 _AGENTS = "agents"  # in it: those of the job that trains there, or did last; see job.py
 
 
-class Run:
+class RunDirectory:
     """A directory that this run alone writes to."""
 
     def __init__(self, directory: Path, *, is_new: bool, was_there: bool = True, agents: Sequence[str] = ()) -> None:
@@ -86,7 +89,7 @@ class Run:
         )
 
 
-def new_run(options: Options, agents: Sequence[str] = ()) -> tuple[Options, Run]:
+def new_run(options: Options, agents: Sequence[str] = ()) -> tuple[Options, RunDirectory]:
     """In a directory that is not there yet, or is empty."""
     directory = _directory(options)
     if options.from_step is not None:
@@ -99,9 +102,25 @@ def new_run(options: Options, agents: Sequence[str] = ()) -> tuple[Options, Run]
         raise ValueError(f"--output {directory}: {_what_is_in(directory)}")
     was_there = directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
-    run = Run(directory, is_new=True, was_there=was_there, agents=agents)
+    run = RunDirectory(directory, is_new=True, was_there=was_there, agents=agents)
     run.write_settings(options)
     return options, run
+
+
+def torchrun_agents(ranks: Ranks) -> list[str]:
+    """Identifies the torchrun processes (one per host) that started the ranks; empty without torchrun.
+
+    An agent outlives restarts of its ranks, and no two jobs share one.
+    """
+    mine = None
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        mine = f"{socket.gethostname()}/{os.getppid()}/{_start_time(os.getppid())}"
+    return sorted({agent for agent in ranks.tell("starting", mine) if agent is not None})
+
+
+def _start_time(process: int) -> str:
+    """In clock ticks since boot. It tells processes apart whose ids were reused."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 def restarted(given: Options, explicit: set[str], agents: Sequence[str]) -> tuple[Options, set[str]]:
@@ -118,7 +137,9 @@ def restarted(given: Options, explicit: set[str], agents: Sequence[str]) -> tupl
     return dataclasses.replace(given, resume=True), explicit
 
 
-def resumed_run(given: Options, explicit: set[str], agents: Sequence[str] = ()) -> tuple[Options, Run, list[str]]:
+def resumed_run(
+    given: Options, explicit: set[str], agents: Sequence[str] = ()
+) -> tuple[Options, RunDirectory, list[str]]:
     """With the settings it was begun with, but for those that are given now; and what differs, in words."""
     directory = _directory(given)
     file = directory / _SETTINGS
@@ -143,7 +164,7 @@ def resumed_run(given: Options, explicit: set[str], agents: Sequence[str] = ()) 
             )
     return (
         options,
-        Run(directory, is_new=False, agents=agents),
+        RunDirectory(directory, is_new=False, agents=agents),
         [
             f"{flag(name) if name != 'model' else 'MODEL'} is {_show(after[name])} now, was {_show(before[name])}"
             for name in different

@@ -14,12 +14,11 @@ import typer
 from typer.core import TyperCommand
 
 from ferryman.cli.display import open_display, show_error
-from ferryman.cli.job import agents
-from ferryman.cli.loop import DivergedError, Training
+from ferryman.cli.errors import USER_ERRORS, exit_code, message_for
 from ferryman.cli.options import NONE, OPTIONAL, Options, flag, given_as
-from ferryman.cli.run import Run, new_run, restarted, resumed_run
-from ferryman.cli.stop import Interrupt
-from ferryman.cli.words import MISTAKES, exit_code, in_words
+from ferryman.cli.run_directory import RunDirectory, new_run, restarted, resumed_run, torchrun_agents
+from ferryman.cli.signals import InterruptOnSignal
+from ferryman.cli.training_run import DivergedError, TrainingRun
 from ferryman.distributed.ranks import RankError, Ranks
 
 HELP = """
@@ -76,9 +75,9 @@ def train(ctx: typer.Context, **values: Any) -> None:
         code = _begin(ranks, given, explicit)
     except Exception as error:
         if given.json and ranks.rank == 0:
-            show_error(in_words(error))
+            show_error(message_for(error))
         is_first = ranks.fail(error)
-        if not is_first and isinstance(error, (*MISTAKES, RankError)):  # the first has said it
+        if not is_first and isinstance(error, (*USER_ERRORS, RankError)):  # the first has said it
             raise typer.Exit(exit_code(error)) from error
         raise
     if code:
@@ -88,9 +87,9 @@ def train(ctx: typer.Context, **values: Any) -> None:
 def _begin(ranks: Ranks, given: Options, explicit: set[str]) -> int:
     """The first rank looks after the run's directory. What it finds, or refuses, is so on all."""
     ranks.agree({flag(field.name): str(getattr(given, field.name)) for field in dataclasses.fields(given)})
-    started_by = agents(ranks)
+    started_by = torchrun_agents(ranks)
     with contextlib.ExitStack() as held:
-        opened: list[tuple[Options, Run]] = []
+        opened: list[tuple[Options, RunDirectory]] = []
 
         def open_run() -> list[Any]:
             options, run, notes = _open(given, explicit, started_by)
@@ -102,20 +101,20 @@ def _begin(ranks: Ranks, given: Options, explicit: set[str]) -> int:
         if not opened:
             assert given.output is not None
             options = Options.from_json(recorded, **manner, output=given.output, json=given.json, quiet=given.quiet)
-            opened.append((options, Run(given.output, is_new=False)))
+            opened.append((options, RunDirectory(given.output, is_new=False)))
         options, run = opened[0]
         try:
-            with Interrupt():
+            with InterruptOnSignal():
                 return _train(ranks, options, run, notes)
         except ValueError as error:
             for name in OPTIONAL:
-                told = flag(name) in in_words(error) and name not in explicit and getattr(options, name) is not None
+                told = flag(name) in message_for(error) and name not in explicit and getattr(options, name) is not None
                 if options.resume and told:
                     error.add_note(f"{flag(name)} is what the run had before; {flag(name)} {NONE} takes it back")
             raise
 
 
-def _open(given: Options, explicit: set[str], started_by: list[str]) -> tuple[Options, Run, list[str]]:
+def _open(given: Options, explicit: set[str], started_by: list[str]) -> tuple[Options, RunDirectory, list[str]]:
     now, explicit = restarted(given, explicit, started_by)
     if not now.resume:
         return *new_run(now, started_by), []
@@ -125,15 +124,15 @@ def _open(given: Options, explicit: set[str], started_by: list[str]) -> tuple[Op
     return options, run, notes
 
 
-def _train(ranks: Ranks, options: Options, run: Run, notes: list[str]) -> int:
+def _train(ranks: Ranks, options: Options, run: RunDirectory, notes: list[str]) -> int:
     """The exit code. Errors name the last checkpoint, and a run that never began leaves nothing behind."""
-    training: Training | None = None
+    training: TrainingRun | None = None
     leads = ranks.rank == 0
     try:
         with open_display(json=options.json and leads, quiet=options.quiet or not leads) as display:
             for note in notes:
                 display.show({"event": "note", "text": note})
-            training = Training(options, run, display.show, ranks)
+            training = TrainingRun(options, run, display.show, ranks)
             # What it would say is about its own defaults, in the midst of the display.
             importlib.import_module("transformers").logging.set_verbosity_error()
             training.train()
@@ -148,7 +147,7 @@ def _train(ranks: Ranks, options: Options, run: Run, notes: list[str]) -> int:
         is_first = ranks.fail(error)
         saved = None if training is None else training.last_checkpoint
         kept = f"The last checkpoint is {saved}; go on from it: {options.command()}" if saved else "Nothing was saved."
-        what = "interrupted" if isinstance(error, KeyboardInterrupt) else in_words(error)
+        what = "interrupted" if isinstance(error, KeyboardInterrupt) else message_for(error)
         told = what if isinstance(error, DivergedError) else f"{what}. {kept}"
         if options.json and leads:
             show_error(told)

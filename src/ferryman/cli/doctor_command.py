@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import ferryman
-from ferryman.cli.device import find_device
+from ferryman.cli.machine import find_device
 from ferryman.forecast import measure
 from ferryman.runtime import amx, native
 from ferryman.runtime import host_memory as memory

@@ -16,10 +16,10 @@ from ferryman.exactness.survey import Survey
 from ferryman.exactness.user_state import Policy
 from ferryman.plan.batch import parts_of, samples_in
 from ferryman.training.user_code import to_device
-from ferryman.verify.bench import Bench, apart, distance, largest
+from ferryman.verify.context import CheckContext, apart, distance, largest
 from ferryman.verify.reference import Tensors, adamw
-from ferryman.verify.result import Check, Figures, Verdict
-from ferryman.verify.user_model import Made, UserModel, micro_batches, seed_all
+from ferryman.verify.result import Check, Measurements, Verdict
+from ferryman.verify.user_model import ModelAndBatch, UserModel, micro_batches, seed_all
 
 _STEPS = 3
 _NORM = 1.0  # to which gradients are clipped
@@ -36,9 +36,9 @@ _CUT = 1e-4  # of the loss
 _NARROW_CUT = 2e-2  # the same where parameters are narrower than float32
 
 
-def checks(bench: Bench, user: UserModel) -> Iterator[Check]:
+def checks(context: CheckContext, user: UserModel) -> Iterator[Check]:
     """In order: a check has nothing to show where an earlier one was refused."""
-    rows = _Rows(bench, user)
+    rows = _Rows(context, user)
     compared = "outputs of units that run again in the backward against those of their first run: same checksums"
     yield Check("model", "second runs", compared, rows.second_runs)
     compared = "losses, gradients and state of micro-batches that take turns against one after the other"
@@ -61,8 +61,8 @@ class _Trained(NamedTuple):
 class _Rows:
     """Each of its methods is a check."""
 
-    def __init__(self, bench: Bench, user: UserModel) -> None:
-        self._bench = bench
+    def __init__(self, context: CheckContext, user: UserModel) -> None:
+        self._context = context
         self._user = user
         self._refused = ""  # the first check that the engine refused
 
@@ -104,7 +104,7 @@ class _Rows:
             return _cut(made)
 
     def parity(self) -> Verdict:
-        """Plain PyTorch first: where that fails, there is nothing to compare with."""
+        """PlainTraining PyTorch first: where that fails, there is nothing to compare with."""
         if self._refused:
             return self._skip()
         made, plain = self._user.make(), self._user.make()
@@ -119,7 +119,7 @@ class _Rows:
         survey = Survey([(plain.loss, "the loss"), *((kind, kind.__name__) for kind in kinds)], thorough=True)
         before = survey.look()
         try:
-            theirs = _train_plainly(plain._replace(batch=made.batch), self._bench.device)
+            theirs = _train_plainly(plain._replace(batch=made.batch), self._context.device)
         except torch.OutOfMemoryError:
             return Verdict.skipped("the device is too small for plain PyTorch")
         finally:
@@ -128,14 +128,14 @@ class _Rows:
         try:
             options: dict[str, Any] = {"max_grad_norm": _NORM, "precision": None if wide else "fp32"}
             optimizer = adamw([p for p in made.model.parameters() if p.requires_grad])
-            with Engine(made.model, optimizer, device=self._bench.device, loss=made.loss, **options) as engine:
+            with Engine(made.model, optimizer, device=self._context.device, loss=made.loss, **options) as engine:
                 ours = _train(engine, made)
         except ValueError as error:
             return self._refuse("parity", error)
         return _judge(ours, theirs, start)
 
-    def _engine(self, made: Made) -> Engine:
-        return Engine(made.model, device=self._bench.device, loss=made.loss)
+    def _engine(self, made: ModelAndBatch) -> Engine:
+        return Engine(made.model, device=self._context.device, loss=made.loss)
 
     def _refuse(self, row: str, error: ValueError) -> Verdict:
         self._refused = self._refused or row
@@ -145,10 +145,10 @@ class _Rows:
         return Verdict.skipped(f"the engine has refused the model already: see {self._refused!r}")
 
 
-def _variables(engine: Engine) -> Figures:
+def _variables(engine: Engine) -> Measurements:
     """What of the user's state changes in a step, and how the relay treats it."""
     relay = engine._parts.relay
-    figures: Figures = {"variables that change": len(relay.state)}
+    figures: Measurements = {"variables that change": len(relay.state)}
     for policy in Policy:
         names = [v.name for v in relay.state.variables if relay.state.policy(v) is policy]
         if names:
@@ -166,7 +166,7 @@ def _shortened(names: Sequence[str]) -> str:
 # Cutting.
 
 
-def _cut(made: Made) -> Verdict:
+def _cut(made: ModelAndBatch) -> Verdict:
     """The model is in evaluation mode and in an engine, which streams it over the device."""
 
     def loss_of(part: Any, seed: int = 0) -> float:
@@ -209,7 +209,7 @@ def _cut_tolerance(model: nn.Module) -> float:
 # Parity.
 
 
-def _train(engine: Engine, made: Made) -> _Trained:
+def _train(engine: Engine, made: ModelAndBatch) -> _Trained:
     losses, gradients, count = [], Tensors(), micro_batches(made.batch)
     for step in range(_STEPS):
         seed_all(step)
@@ -222,7 +222,7 @@ def _train(engine: Engine, made: Made) -> _Trained:
     return _Trained(losses, gradients, _values(made.model.named_parameters()), _values(made.model.named_buffers()))
 
 
-def _train_plainly(made: Made, device: torch.device) -> _Trained:
+def _train_plainly(made: ModelAndBatch, device: torch.device) -> _Trained:
     """Micro-batches one after the other, each seeded as the engine does."""
     model, losses, gradients = made.model.to(device), list[float](), Tensors()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -269,7 +269,7 @@ def _judge(ours: _Trained, theirs: _Trained, start: Tensors) -> Verdict:
         ("weights", weights, _WEIGHTS),
         ("buffers", buffers, _BUFFERS),
     ]
-    figures: Figures = {name: "bitwise" if off == 0 else off for name, off, _ in found}
+    figures: Measurements = {name: "bitwise" if off == 0 else off for name, off, _ in found}
     wrong = [f"{name} off by {off:.1e}, {limit:g} allowed" for name, off, limit in found if not off <= limit]
     return Verdict.failed("; ".join(wrong), figures) if wrong else Verdict.ok(figures)
 
