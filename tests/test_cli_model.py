@@ -58,13 +58,13 @@ def test_pretrained_weights_are_found(tmp_path):
     [
         ("gpt:smal", "did you mean 'gpt:small'"),
         ("gpt:enormous", "gpt:layers=12,width=768"),
-        ("gpt:", "no size"),
+        ("gpt:", "is not a size"),
         ("small", "did you mean 'gpt:small'"),
         ("gpt:layers=2,width=64", "heads and context must be given"),
         ("gpt:layer=2,width=64,heads=2,context=8", "did you mean 'layers'"),
         ("gpt:layers=2,layers=3", "twice"),
-        ("gpt:layers=-2,width=64,heads=2,context=8", "layers='-2' must be a whole number above 0"),
-        ("gpt:layers=2,width=65,heads=2,context=8", "width=65 cannot be shared by heads=2"),
+        ("gpt:layers=-2,width=64,heads=2,context=8", "layers='-2' must be a positive integer"),
+        ("gpt:layers=2,width=65,heads=2,context=8", "width=65 is not divisible by heads=2"),
         ("/nowhere/at/all", "there is no model"),
     ],
 )
@@ -95,7 +95,7 @@ def test_what_is_not_a_causal_language_model_is_refused(config, said, tmp_path):
         ("[]", "no 'model_type'"),
         ("{}", "no 'model_type'"),
         (json.dumps({"model_type": "lama"}), "did you mean 'llama'"),
-        (json.dumps({"model_type": "mine", "auto_map": {}}), "code of its own, which is not run"),
+        (json.dumps({"model_type": "mine", "auto_map": {}}), "its own code, which is not run"),
         (json.dumps({"model_type": "llama", "hidden_size": "wide"}), "transformers cannot use"),
     ],
 )

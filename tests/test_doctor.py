@@ -55,13 +55,13 @@ def test_what_is_missing_is_a_problem_with_a_remedy(monkeypatch):
     report = doctor_command.examine(quick=True)
     finding = found(report, "native kernels")
     assert finding.severity == "problem"
-    assert "g++" in finding.mend
+    assert "g++" in finding.fix
     assert finding.what in result.stdout
 
 
 def test_an_unknown_device_is_a_problem():
     report = doctor_command.examine("nowhere", quick=True)
-    assert "there is" in found(report, "device").says
+    assert "there is" in found(report, "device").message
     assert report.has_problem
     assert found(report, "host memory").severity == "ok"  # the others are looked at all the same
 
@@ -73,7 +73,7 @@ def test_a_probe_that_fails_is_a_finding(monkeypatch):
     monkeypatch.setattr(doctor_command.shutil, "disk_usage", fail)
     finding = found(doctor_command.examine(quick=True), "disk")
     assert finding.severity == "problem"
-    assert "no such thing" in finding.says
+    assert "no such thing" in finding.message
 
 
 def test_a_thread_limit_is_noted(monkeypatch):

@@ -46,8 +46,8 @@ def test_safetensors_reads_what_is_written(tmp_path):
 
 
 def test_what_safetensors_writes_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_file, "_CHUNK", 7)  # tensors in several pieces, and pieces of several tensors
-    monkeypatch.setattr(tensor_file, "_MOST", 3)
+    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 7)  # tensors in several pieces, and pieces of several tensors
+    monkeypatch.setattr(tensor_file, "_MAX_PIECES", 3)
     written = tensors()
     save_file(written, tmp_path / "theirs")
     read, done = {}, []
@@ -72,7 +72,7 @@ def test_nothing_is_written_over(tmp_path):
 
 @pytest.mark.parametrize("width", range(checksum._width() + 1))
 def test_checksums_are_those_of_zlib(width, monkeypatch):
-    monkeypatch.setattr(checksum, "_SHORT", 0)
+    monkeypatch.setattr(checksum, "_MIN_NATIVE_BYTES", 0)
     monkeypatch.setattr(checksum, "_width", lambda: width)
     for length in (*range(300), 4096, 65537, 1_000_003):
         data = memoryview(os.urandom(length + 3))

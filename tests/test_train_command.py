@@ -81,8 +81,8 @@ def test_a_run_on_text(corpus, tmp_path):
     assert (run / "report.html").read_text().startswith("<!doctype html>")
     assert json.loads((run / "run.json").read_text())["options"]["memory"] == "400KiB"
     assert "validation loss" in shown
-    assert "and how it goes on:" in shown
-    assert "done after step 8 of 8" in shown
+    assert "sample continuation:" in shown
+    assert "done after step 8/8" in shown
     model = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "step-00000008")
     ids = torch.tensor([list(corpus.read_bytes()[-32:])])
     assert model(input_ids=ids, labels=ids).loss.item() < evaluations[0]
@@ -148,7 +148,8 @@ def test_without_a_tokenizer_it_says_what_text_becomes(corpus, tmp_path):
     LlamaConfig(vocab_size=300, **size).save_pretrained(tmp_path / "model")
     arguments = ["--data", corpus, "-o", tmp_path / "run", "--steps", 1, "--sequence", 8, "--no-trace"]
     shown = trained(tmp_path / "model", *arguments).output
-    assert f"no tokenizer in {tmp_path / 'model'}: text is read as bytes, vocabulary 256 of 300\n" in shown
+    said = "text is read as bytes, which use 256 of the 300 entries of the vocabulary\n"
+    assert f"no tokenizer in {tmp_path / 'model'}: {said}" in shown
 
 
 def test_a_checkpoint_is_a_model_to_start_from(corpus, tmp_path):

@@ -65,7 +65,7 @@ def test_on_the_cpu_what_needs_a_link_is_skipped_with_the_reason():
     assert ran.exit_code == 0, ran.output
     skipped = rows_of(ran).values()
     assert {row["result"] for row in skipped} == {"skipped"}
-    assert all("host itself" in row["reason"] for row in skipped)
+    assert all("the device is the CPU" in row["reason"] for row in skipped)
 
 
 def test_a_wrong_update_fails_and_the_table_names_the_check(monkeypatch):
@@ -93,8 +93,8 @@ def test_a_missing_wait_fails(monkeypatch):
 def test_values_alone_show_a_missing_wait(monkeypatch):
     """As on a device without a detector."""
     monkeypatch.setattr(Server, "ready", lambda self, unit: [])
-    monkeypatch.setattr(delays, "_SECONDS", 0.1)  # far more than a visit takes on a busy machine
-    monkeypatch.setattr(races, "_TRIES", (1,))
+    monkeypatch.setattr(delays, "_DELAY_SECONDS", 0.1)  # far more than a visit takes on a busy machine
+    monkeypatch.setattr(races, "_CONTROL_DELAYS", (1,))
     ran = run("--device", "cpu", "--quick", "--only", "races", "--json")
     assert ran.exit_code == 1
     row = rows_of(ran)["races", "updates late"]
@@ -105,7 +105,7 @@ def test_values_alone_show_a_missing_wait(monkeypatch):
 def test_a_control_that_shows_nothing_is_inconclusive(monkeypatch):
     case = races.Case(["host"], "nothing", lambda engine: contextlib.nullcontext())
     monkeypatch.setattr(races, "_ON_HOST", {"updates late": case})
-    monkeypatch.setattr(races, "_TRIES", (1,))
+    monkeypatch.setattr(races, "_CONTROL_DELAYS", (1,))
     ran = run("--device", "cpu", "--quick", "--only", "races", "--json")
     assert ran.exit_code == 0
     assert rows_of(ran)["races", "updates late"]["result"] == "inconclusive"
@@ -131,7 +131,7 @@ def test_what_a_device_lacks_is_skipped_with_the_reason(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 0)  # as of one that does not count
     ran = run("--device", "virtual", "--quick", "--only", "memory", "--json")
     assert ran.exit_code == 0
-    assert all("does not tell" in row["reason"] for row in rows_of(ran).values())
+    assert all("does not report" in row["reason"] for row in rows_of(ran).values())
 
     def no_half(*args, dtype=None, **how):
         if dtype == torch.bfloat16:

@@ -14,7 +14,7 @@ from ferryman.distributed.ranks import RankError
 
 app = typer.Typer(
     name="ferryman",
-    help="Trains neural networks that do not fit on the device.",
+    help="Train neural networks that do not fit on the device.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -34,7 +34,7 @@ def _common(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Before any command."""
+    """Options that come before any command."""
 
 
 app.command("train", help=train_command.HELP, cls=train_command.Command)(train_command.train)
@@ -45,7 +45,7 @@ app.command()(verify_command.verify)
 
 
 def main() -> None:
-    """Runs a command. What a user can get wrong ends with one message and the code 2, not with a traceback."""
+    """Runs a command. Errors that the user can fix end with one message and exit code 2, not with a traceback."""
     try:
         app()
     except (*USER_ERRORS, RankError) as error:

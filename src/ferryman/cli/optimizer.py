@@ -1,4 +1,4 @@
-"""The optimizer of a run, and its learning rate as a function of the step."""
+"""The optimizer of a training run and its learning rate schedule."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ OPTIMIZERS: dict[str, Any] = {
     "adagrad": torch.optim.Adagrad,
 }
 
-_FINAL_COSINE_FACTOR = 0.1  # of the learning rate, at the end of a cosine
+_FINAL_COSINE_FACTOR = 0.1  # of the peak learning rate, at the end of a cosine schedule
 
 
 def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """Weight decay is for matrices; biases and norms are left alone."""
+    """Applies weight decay to matrices only, not to biases and normalization weights."""
     settings: dict[str, Any] = {"lr": options.lr}
     if options.weight_decay is not None:
         settings["weight_decay"] = options.weight_decay
     if options.betas is not None:
         if options.optimizer not in ("adamw", "adam", "lion"):
-            raise ValueError(f"--betas: --optimizer {options.optimizer} has none; adamw, adam and lion do")
+            raise ValueError(f"--betas: --optimizer {options.optimizer} has no betas; adamw, adam and lion do")
         settings["betas"] = options.betas
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -43,7 +43,7 @@ def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, options: Options, step: int, steps: int) -> float:
-    """For the step that comes after `step` of them, of `steps` in all. It follows from these alone."""
+    """Sets and returns the learning rate of the next step, after `step` of `steps` steps have been made."""
     rate = options.lr * learning_rate_factor(options.schedule, step, steps, options.warmup)
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -51,7 +51,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, options: Options, step: 
 
 
 def learning_rate_factor(schedule: str, step: int, steps: int, warmup: int) -> float:
-    """Of the highest learning rate."""
+    """The learning rate as a fraction of its peak. Depends on nothing but the arguments."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     gone = min(1.0, (step - warmup) / max(1, steps - warmup))

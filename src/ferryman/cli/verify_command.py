@@ -1,4 +1,4 @@
-"""`ferryman verify`: is it right on this machine's device?"""
+"""The command `ferryman verify`: checks that Ferryman works correctly on this machine's device."""
 
 from __future__ import annotations
 
@@ -27,31 +27,33 @@ _COLOURS = {Outcome.OK: "green", Outcome.FAILED: "bold red", Outcome.INCONCLUSIV
 def verify(
     device: Annotated[
         str | None,
-        typer.Option(help="Such as cuda, cuda:1, cpu or virtual; by default the accelerator that PyTorch reports."),
+        typer.Option(help="The device, such as cuda, cuda:1, cpu or virtual. Default: the accelerator, else the CPU."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer modes and fewer rounds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Check fewer modes, in fewer rounds.")] = False,
     only: Annotated[
-        list[str] | None, typer.Option(help="parity, races, overlap or memory; may be given several times.")
+        list[str] | None,
+        typer.Option(help="Run one group of checks: parity, races, overlap or memory. May be repeated."),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="MODULE:FUNCTION",
-            help="Check your own model: a function that returns (model, batch) or (model, batch, loss), in a module "
-            "that can be imported from the current directory. Other groups run only if --only names them.",
+            help="Check your own model: a function without arguments that returns (model, batch) or (model, batch, "
+            "loss), in a module that can be imported from the current directory. Other groups run only if --only "
+            "names them.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Check Ferryman on this machine's device: parity with plain PyTorch, races, overlap, memory; or your own model.
+    """Check Ferryman on this machine's device: parity with plain PyTorch, races, overlap and memory; or your own model.
 
-    Ends with 0 if everything holds and with 1 if anything fails. docs/verify.md tells what each row means.
+    The exit code is 0 if no check fails and 1 if one does. docs/verify.md explains each row.
 
     \b
     [bold]Examples[/bold]
       ferryman verify                            on the default accelerator
-      ferryman verify --device virtual --quick   without one, in seconds
-      ferryman verify --only races --json        for machines, and for issues
+      ferryman verify --device virtual --quick   on a virtual accelerator, without a GPU
+      ferryman verify --only races --json        one group, as JSON
       ferryman verify --model my_module:make     your own model and loss
     """
     groups = only or ([] if model else list(GROUPS))
@@ -75,7 +77,7 @@ def verify(
 
 
 def _about(context: CheckContext) -> dict[str, str]:
-    """What a result means nothing without."""
+    """The device and the versions that the results are for."""
     return {
         "device": context.accelerator.name,
         "ferryman": f"ferryman {ferryman.__version__}",

@@ -1,4 +1,4 @@
-"""Parity: a step equals plain PyTorch with the same micro-batches, on the same device, in every mode."""
+"""Parity checks: in every mode, a step equals plain PyTorch with the same micro-batches on the same device."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ferryman.verify.context import SUBGROUP, CheckContext, apart, distance, lar
 from ferryman.verify.reference import MICRO_BATCHES, Tensors, Trained, adamw
 from ferryman.verify.result import Check, Measurements, Verdict
 
-# Terms of a tied tensor's gradient are added up in another order; so is all where the device does not repeat itself.
-_TIED = 1e-6  # of the largest gradient
+# The terms of a tied tensor's gradient are summed in another order.
+_TIED_TOLERANCE = 1e-6  # relative to the largest gradient
 
 
 class _Limits(NamedTuple):
-    """How far apart results may be where they are not equal bit by bit."""
+    """Tolerances where results are not bitwise equal."""
 
-    losses: float  # after the first step, since weights are then apart by a rounding or two
-    weights: float  # of the way that training has moved them
-    # Where the device does not repeat itself.
-    unsteady_gradients: float  # of the largest
+    losses: float  # after the first step, since weights then differ by rounding
+    weights: float  # relative to the distance that training has moved them
+    # On devices where plain PyTorch is not reproducible.
+    unsteady_gradients: float  # relative to the largest gradient
     unsteady_weights: float
 
 
-# Host kernels and torch's round Adam's square root differently in the last bits. Now and then that tips a narrow weight
-# to the next value, and the gradients of all later steps with it.
+# Host kernels round Adam's square root differently than torch in the last bits. Occasionally that moves a bf16 or fp16
+# weight to its neighbouring value, and changes the gradients of all later steps.
 _LIMITS = {
     "fp32": _Limits(1e-5, 1e-5, 1e-5, 1e-3),
     "bf16": _Limits(2e-3, 1e-2, 2e-2, 5e-2),
@@ -55,14 +55,12 @@ def checks(context: CheckContext) -> Iterator[Check]:
     compared = f"losses, gradients, weights after {steps} steps against plain PyTorch"
     for case in _cases(context):
         yield Check("parity", case.name, compared, lambda case=case: _compare(context, case))  # type: ignore[misc]
-    compared = (
-        "weights after 3 steps, saved and loaded after the second, against those of a run that went on: same bits"
-    )
+    compared = "weights after 3 steps, saved and loaded after the second, against an uninterrupted run: same bits"
     yield Check("parity", "checkpoint", compared, lambda: _resume(context))
 
 
 def _cases(context: CheckContext) -> Iterator[ParityCase]:
-    """Each mode at least once; `quick` leaves out what differs least from the others."""
+    """Every mode at least once; `quick` leaves out those most similar to others."""
     relayed: dict[str, Any] = {"updates": "host"}
     yield ParityCase("eager", small_models.tied, relayed | {"stash": "device"})
     yield ParityCase("deferred, clipped", small_models.tied, relayed | {"max_grad_norm": 0.3})
@@ -103,20 +101,20 @@ def _compare(context: CheckContext, case: ParityCase) -> Verdict:
         ours = train(engine, model, context)
         stats = engine.stats()
         if engine.loss_scale != scale:
-            return Verdict.inconclusive(f"in {case.precision} gradients overflowed, and steps were passed over", {})
-    ours = replace(ours, weights=_values(model))  # in float32, now that the masters are back
+            return Verdict.inconclusive(f"gradients overflowed in {case.precision}, and steps were skipped", {})
+    ours = replace(ours, weights=_values(model))  # closing the engine restored the float32 masters
     theirs = context.reference(case.make, case.precision, case.options.get("max_grad_norm"), scale)
     figures, wrong = _judge(ours, theirs, start, tied, _LIMITS[case.precision], repeats=context.repeats)
     policy = case.options.get("updates", "auto")
     if stats is not None and policy != "host" and not context.accelerator.is_host:
         figures["on device"] = f"{stats.device_share:.0%}"
         if not stats.device_share and policy != "auto":
-            wrong.append(f"updates={policy!r} had nothing updated on the device")
+            wrong.append(f"updates={policy!r} updated nothing on the device")
     return Verdict.failed("; ".join(wrong), figures) if wrong else Verdict.ok(figures)
 
 
 def _resume(context: CheckContext) -> Verdict:
-    """Random numbers go on as well, so nothing is seeded after the save."""
+    """Random states are part of the checkpoint, so nothing is seeded after the save."""
     options: dict[str, Any] = {"updates": "static:0.5", "subgroup": SUBGROUP, "max_grad_norm": 0.3}
     if context.accelerator.is_host:
         options = {"max_grad_norm": 0.3}
@@ -140,12 +138,12 @@ def _resume(context: CheckContext) -> Verdict:
     off = distance(*found) / distance(saved, found[0])
     figures: Measurements = {"weights": "bitwise" if off == 0 else off}
     if off > (0 if context.repeats else _LIMITS["fp32"].unsteady_weights):
-        return Verdict.failed("the run that was resumed went another way", figures)
+        return Verdict.failed("the resumed run differs from the uninterrupted one", figures)
     return Verdict.ok(figures)
 
 
 def train(engine: Engine, model: nn.Module, context: CheckContext) -> Trained:
-    """As the reference does: gradients of the first batch, then a step with each."""
+    """Does what the reference does: gradients of the first batch, then one step with each batch."""
     torch.manual_seed(0)
     engine.forward_backward(context.batches[0], MICRO_BATCHES)
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -165,7 +163,7 @@ def _values(model: nn.Module) -> Tensors:
 def _judge(
     ours: Trained, theirs: Trained, start: Tensors, tied: set[str], limits: _Limits, *, repeats: bool
 ) -> tuple[Measurements, list[str]]:
-    """What was seen, and what of it is too much."""
+    """The measured differences, and a message for each that exceeds its tolerance."""
     whole = largest(theirs.gradients)
     alike = {name: value for name, value in theirs.gradients.items() if name not in tied}
     gradients = apart({name: value for name, value in ours.gradients.items() if name not in tied}, alike) / whole
@@ -182,7 +180,7 @@ def _judge(
     figures |= {"loss": "bitwise" if losses == 0 else losses, "weights": weights}
     found = [
         ("gradients", gradients, 0.0 if repeats else limits.unsteady_gradients),
-        ("gradients of tied tensors", shared, _TIED if repeats else limits.unsteady_gradients),
+        ("gradients of tied tensors", shared, _TIED_TOLERANCE if repeats else limits.unsteady_gradients),
         ("the first loss", first, 0.0 if repeats else limits.losses),
         ("losses", losses, limits.losses),
         ("weights", weights, limits.weights if repeats else limits.unsteady_weights),

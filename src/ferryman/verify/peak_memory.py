@@ -1,4 +1,4 @@
-"""Memory: a budget is kept, and what is on the device does not grow with depth."""
+"""Memory checks: the budget is kept, and device memory does not grow with depth."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ferryman.verify.result import Check, Measurements, Verdict
 from ferryman.verify.small_models import Transformer, batch, build
 
 _DEPTHS = 4, 16
-_SAME = 0.05  # a copy may come back late, and its memory with it
+_TOLERANCE = 0.05  # a late copy may free its memory late
 
 
 def checks(context: CheckContext) -> Iterator[Check]:
     lacking = context.accelerator.lacks_memory_figures()
-    compared = "peak of steps against memory=, half of what plain PyTorch takes: not above it"
+    compared = "peak of a step against memory=, which is half of what plain PyTorch takes: not above"
     yield Check("memory", "budget", compared, lambda: _budget(context) if lacking is None else Verdict.skipped(lacking))
-    compared = f"peaks with {_DEPTHS[0]} and {_DEPTHS[1]} blocks, stash='host': within {_SAME:.0%}"
+    compared = f"peaks with {_DEPTHS[0]} and {_DEPTHS[1]} blocks, stash='host': within {_TOLERANCE:.0%}"
     yield Check("memory", "depth", compared, lambda: _depth(context) if lacking is None else Verdict.skipped(lacking))
 
 
 def _model(context: CheckContext, blocks: int) -> Transformer:
-    width = 512 if context.accelerator.is_fast else 64  # libraries take megabytes of their own on a fast one
+    width = 512 if context.accelerator.is_fast else 64  # on a GPU, libraries take megabytes of their own
     model = build(lambda: Transformer(blocks, width, tied=False))
     assert isinstance(model, Transformer)
     return model
@@ -37,7 +37,7 @@ def _budget(context: CheckContext) -> Verdict:
     budget = plain // 2
     peak = _Peak(context)
     with Engine(model, adamw(model), device=context.device, memory=budget) as engine:
-        engine.step(batch(0))  # with the trial that finds out how large micro-batches may be
+        engine.step(batch(0))  # includes the trial that chooses the size of micro-batches
         peak.reset()
         for seed in range(1, 3):
             engine.step(batch(seed))
@@ -45,20 +45,20 @@ def _budget(context: CheckContext) -> Verdict:
         most = peak.bytes()
     figures: Measurements = {"peak": show_bytes(most), "budget": show_bytes(budget), "plain": show_bytes(plain)}
     if most > budget:
-        return Verdict.failed(f"{show_bytes(most)} in use where memory={show_bytes(budget)}", figures)
+        return Verdict.failed(f"the peak is {show_bytes(most)} with memory={show_bytes(budget)}", figures)
     return Verdict.ok(figures)
 
 
 def _depth(context: CheckContext) -> Verdict:
     peaks = [_step_peak(context, blocks, stash="host") for blocks in _DEPTHS]
     figures: Measurements = {f"{blocks} blocks": show_bytes(peak) for blocks, peak in zip(_DEPTHS, peaks, strict=True)}
-    if peaks[1] > peaks[0] * (1 + _SAME):
-        return Verdict.failed(f"four times the blocks take {peaks[1] / peaks[0]:.2f} times the memory", figures)
+    if peaks[1] > peaks[0] * (1 + _TOLERANCE):
+        return Verdict.failed(f"four times as many blocks take {peaks[1] / peaks[0]:.2f} times the memory", figures)
     return Verdict.ok(figures)
 
 
 def _step_peak(context: CheckContext, blocks: int, **options: Any) -> int:
-    """Of steps that know their order; the least of a few, since copies may be late."""
+    """The lowest peak of a few steps after the first, since late copies can raise it."""
     peaks: list[int] = []
     peak = _Peak(context)
     with Engine(_model(context, blocks), device=context.device, **options) as engine:
@@ -71,14 +71,14 @@ def _step_peak(context: CheckContext, blocks: int, **options: Any) -> int:
 
 
 def _plain_peak(context: CheckContext, model: Transformer) -> int:
-    """With all on the device: weights, gradients, the optimizer's state."""
+    """The peak of plain PyTorch, with weights, gradients and optimizer state on the device."""
     peak = _Peak(context)
     PlainTraining(model, context.device).train([batch(0)])
     return peak.bytes()
 
 
 class _Peak:
-    """The most bytes on the device, beyond what was there before."""
+    """Measures the peak of device memory, without what was allocated before."""
 
     def __init__(self, context: CheckContext) -> None:
         self._accelerator = context.accelerator

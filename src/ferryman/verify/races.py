@@ -1,4 +1,4 @@
-"""Races: with any lane late, results stay what they were; and without one of the waits they do not."""
+"""Race checks: delaying any lane does not change the result; leaving out one of the waits does (the control)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from ferryman.verify.reference import MICRO_BATCHES, PlainTraining, Tensors, ada
 from ferryman.verify.result import Check, Measurements, Outcome, Verdict
 
 _BATCHES = [small_models.features(seed) for seed in range(2)]
-_TRIES = 1, 4, 16  # times the delay: a busy machine may hide what a control should show
+_CONTROL_DELAYS = 1, 4, 16  # times the usual delay, tried in turn: a busy machine may hide a missing wait
 
-# Of the weights' norm, where the device does not repeat itself: results that are the same, and that are not.
-_SAME, _OTHER = 1e-5, 1e-4
-_PLAIN = 1e-5  # that a run may be off plain PyTorch: waits might always be missing, with the same wrong result
+# Differences relative to the norm of the weights, for devices where plain PyTorch is not reproducible.
+_SAME, _DIFFERENT = 1e-5, 1e-4
+# Allowed difference from plain PyTorch: a wait that is always missing would give the same wrong result every time.
+_PLAIN_TOLERANCE = 1e-5
 
 Without = Callable[[Engine], contextlib.AbstractContextManager[None]]
 
 
 class RaceCase(NamedTuple):
-    late: Collection[str]  # lanes
-    wait: str  # that the control leaves out
+    late: Collection[str]  # lanes to delay
+    wait: str  # the wait that the control leaves out
     without: Without
     held: bool = False
 
@@ -43,13 +44,13 @@ def checks(context: CheckContext) -> Iterator[Check]:
     for name, case in cases.items():
         late = " and ".join(case.late)
         compared = (
-            f"{len(_BATCHES)} steps with {late} late, {rounds} x, against none late: same bits; and plain PyTorch"
+            f"{len(_BATCHES)} steps with {late} delayed, {rounds} x, against no delay: same bits; and plain PyTorch"
         )
         yield Check("races", name, compared, lambda case=case: runs.check(case, rounds))  # type: ignore[misc]
 
 
 class _Runs:
-    """Runs of one model, that are compared with one another."""
+    """Runs of one model that are compared with one another."""
 
     def __init__(self, context: CheckContext) -> None:
         self._context = context
@@ -75,20 +76,20 @@ class _Runs:
             f"control, no wait for {case.wait}": shown or "same",
         }
         if off > (0 if self._context.repeats else _SAME):
-            return Verdict.failed(f"weights changed by {off:.1e} of their norm when lanes were late", figures)
-        if plain > _PLAIN:
-            return Verdict.failed(f"weights are off plain PyTorch's by {plain:.1e} of their norm, late or not", figures)
+            return Verdict.failed(f"weights changed by {off:.1e} of their norm when lanes were delayed", figures)
+        if plain > _PLAIN_TOLERANCE:
+            return Verdict.failed(f"weights differ from plain PyTorch by {plain:.1e} of their norm", figures)
         if shown is None:
             return Verdict.inconclusive(
-                "the control, with a wait left out, gave the same: delays do nothing here, and so this shows nothing",
+                "leaving out a wait (the control) did not change the result, so the check proves nothing here",
                 figures,
             )
         return Verdict(Outcome.OK, figures)
 
     def _control(self, case: RaceCase) -> str | None:
-        """What is seen without one of the waits; None if nothing."""
+        """How leaving out one of the waits shows; None if it does not."""
         assert self._delays is not None
-        for times in _TRIES:
+        for times in _CONTROL_DELAYS:
             try:
                 with (
                     self._engine(case) as (engine, model),
@@ -104,14 +105,14 @@ class _Runs:
                 return "a race"
             finally:
                 self._accelerator.forget_races()
-            if off > (0 if self._context.repeats else _OTHER):
+            if off > (0 if self._context.repeats else _DIFFERENT):
                 return f"{off:.1e}"
         return None
 
     @contextlib.contextmanager
     def _engine(self, case: RaceCase) -> Iterator[tuple[Engine, nn.Module]]:
         model = small_models.build(small_models.Stack)
-        # Who updates what must not depend on time.
+        # A fixed policy: which subgroups the device updates must not depend on time.
         options: dict[str, Any] = {"updates": "stride:2", "subgroup": SUBGROUP, "stash": "host", "held": case.held}
         if self._accelerator.is_host:
             options = {"updates": "host"}
@@ -120,7 +121,7 @@ class _Runs:
             yield engine, model
         except BaseException:
             self._accelerator.forget_races()
-            with contextlib.suppress(RuntimeError):  # another race, that nobody has seen yet
+            with contextlib.suppress(RuntimeError):  # another race that has not been reported yet
                 engine.close()
             raise
         engine.close()
@@ -147,7 +148,7 @@ def _relative(weights: Tensors, others: Tensors) -> float:
     return distance(weights, others) / distance({name: torch.zeros_like(x) for name, x in others.items()}, others)
 
 
-# Each leaves one wait out.
+# Controls: each leaves out one wait.
 
 
 def _without_fetched_weights(engine: Engine) -> contextlib.AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""What a check has found."""
+"""A check and its result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Measurements = dict[str, float | int | str]
 class Outcome(StrEnum):
     OK = "ok"
     FAILED = "FAILED"
-    INCONCLUSIVE = "inconclusive"  # nothing was wrong, and nothing was shown either
+    INCONCLUSIVE = "inconclusive"  # nothing was wrong, but nothing was proven either
     SKIPPED = "skipped"
 
 
@@ -21,7 +21,7 @@ class Outcome(StrEnum):
 class Verdict:
     outcome: Outcome
     figures: Measurements = field(default_factory=dict)
-    reason: str = ""  # why it is not ok
+    reason: str = ""  # why the outcome is not OK
 
     @staticmethod
     def ok(figures: Measurements) -> Verdict:
@@ -45,7 +45,7 @@ class Check(NamedTuple):
 
     group: str
     name: str
-    compared: str  # what with what, and when it is ok
+    compared: str  # what is compared with what, and the tolerance
     run: Callable[[], Verdict]
 
 

@@ -1,4 +1,4 @@
-"""Runs the checks on a device, one after the other."""
+"""The suite behind `ferryman verify`: runs the checks on a device, one after the other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUPS: dict[str, Callable[[CheckContext], Iterator[Check]]] = {
 def verify(
     context: CheckContext, groups: Sequence[str], begins: Callable[[Check], None], user: UserModel | None = None
 ) -> Iterator[Result]:
-    """What each check finds, when it has; `begins` hears of each before it runs. `user`: a model to check as well."""
+    """Yields the result of each check. `begins` is called before a check runs; `user` is a model to check as well."""
     with _one_thread(context):
         for group in groups:
             yield from _run_all(context, GROUPS[group](context), begins)
@@ -41,7 +41,7 @@ def _run_all(context: CheckContext, checks: Iterator[Check], begins: Callable[[C
 
 
 def _run(context: CheckContext, check: Check) -> Verdict:
-    """A check that raises has failed: so has a user's step, where it does."""
+    """Runs one check. A check that raises has failed."""
     accelerator = context.accelerator
     try:
         with accelerator.strict():
@@ -50,14 +50,14 @@ def _run(context: CheckContext, check: Check) -> Verdict:
     except Exception as error:
         verdict = Verdict.failed(f"{type(error).__name__}: {error}", {})
     if verdict.outcome is not Outcome.FAILED and (found := accelerator.races()):
-        verdict = Verdict.failed(f"the device has found {len(found)} races, the first: {found[0]}", verdict.figures)
+        verdict = Verdict.failed(f"the device detected {len(found)} races, the first: {found[0]}", verdict.figures)
     accelerator.forget_races()
     return verdict
 
 
 @contextlib.contextmanager
 def _one_thread(context: CheckContext) -> Iterator[None]:
-    """Where the CPU computes, models are too small for more threads, and simulated copies need a core of their own."""
+    """Uses one thread where the CPU computes: models are small, and simulated copies need a core of their own."""
     before = torch.get_num_threads()
     if context.accelerator.is_host or context.accelerator.is_simulated:
         torch.set_num_threads(1)
