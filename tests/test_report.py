@@ -307,7 +307,7 @@ def test_what_is_missing_is_said(tmp_path, show):
     """Lanes alone: no steps, no memory, no updates, no facts."""
     page = show(made_of(tmp_path, [TraceSpan("host", "work", 0.0, 1.0, 0), TraceSpan("h2d", "copy", 0.2, 0.4, 100)]))
     words = page.locator("main").inner_text()
-    for missing in ("no steps recorded", "no samples of it", "has no updates", "no loss to show"):
+    for missing in ("no steps recorded", "no samples of device memory", "has no updates", "no loss to show"):
         assert missing in words, missing
     assert page.locator("#memory").is_hidden()
     assert page.locator("#step option").all_inner_texts() == ["whole trace"]
