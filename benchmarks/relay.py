@@ -24,7 +24,7 @@ from _bench import host_of, machine, medians
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from ferryman.engine import Engine
-from ferryman.observe.trace import Span, Trace
+from ferryman.observe.trace import Trace, TraceSpan
 from ferryman.plan.performance import Phase, step_time
 from ferryman.plan.rates import Rates
 
@@ -59,7 +59,7 @@ def step(engine: Engine, batch: dict[str, torch.Tensor], micro_batches: int = MI
 
 def visits(trace: Trace, since: float) -> tuple[float, float]:
     """Seconds of compute in the forward and in the backward of the last step: the visit in the middle is the turn."""
-    spans: list[Span] = [s for s in trace.spans() if s.label.startswith("visit") and s.start >= since]
+    spans: list[TraceSpan] = [s for s in trace.spans() if s.label.startswith("visit") and s.start >= since]
     lengths = [span.end - span.start for span in spans]
     middle = len(lengths) // 2
     # At the turn each call's forward (once) is followed by its backward (twice as long, without a second forward).

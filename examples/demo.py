@@ -24,11 +24,11 @@ from rich.table import Table
 import ferryman
 from ferryman.cli.corpus import open_corpus
 from ferryman.cli.display import open_display
-from ferryman.cli.loop import Training
-from ferryman.cli.model import describe
+from ferryman.cli.model_argument import parse_model
+from ferryman.cli.optimizer import make_optimizer
 from ferryman.cli.options import Options
-from ferryman.cli.rule import make_optimizer
-from ferryman.cli.run import new_run
+from ferryman.cli.run_directory import new_run
+from ferryman.cli.training_run import TrainingRun
 from ferryman.distributed.ranks import Ranks
 from ferryman.runtime.sizes import parse_bytes, show_bytes
 
@@ -46,7 +46,7 @@ class Plain:
     def __init__(self, options: Options, device: str) -> None:
         torch.manual_seed(options.seed)
         self._options, self._device = options, device
-        self._model = describe(options.model).on_host()
+        self._model = parse_model(options.model).on_host()
         self._optimizer = make_optimizer(self._model, options)
         self.doing = "moving the weights to the device"
 
@@ -92,7 +92,7 @@ def compare(options: Options, batches: list[Batch]) -> Compared:
     """In turn, from the same weights and on the same batches, so that both see the same machine."""
     plain = Plain(options, LARGE)
     torch.manual_seed(options.seed)
-    model = describe(options.model).on_host()
+    model = parse_model(options.model).on_host()
     plain_times, ferryman_times, differences = [], [], []
     with ferryman.Engine(model, make_optimizer(model, options), **options.for_engine()) as engine:
         for batch in batches:
@@ -167,11 +167,11 @@ def main() -> None:
     )
     torch_virtual.set_capacity(parse_bytes(options.memory, "memory"), SMALL)
     options, run = new_run(options)
-    windows = open_corpus(options, describe(options.model), run).training
+    windows = open_corpus(options, parse_model(options.model), run).training
     batches = [windows.batch(options.batch) for _ in range(COMPARED)]
 
     console.rule(f"1. Plain PyTorch, on a device of {options.memory}", align="left")
-    parameters = sum(parameter.numel() for parameter in describe(options.model).on_meta().parameters())
+    parameters = sum(parameter.numel() for parameter in parse_model(options.model).on_meta().parameters())
     console.print(
         f"{parameters / 1e6:.1f} M parameters: {show_bytes(4 * parameters)} of weights, {show_bytes(16 * parameters)} "
         "with gradients and the optimizer's state; activations come on top",
@@ -188,7 +188,7 @@ def main() -> None:
     options = dataclasses.replace(options, steps=steps, eval_every=-(-steps // 3))
     events: list[dict] = []
     with open_display(console=console) as display:
-        Training(options, run, lambda event: (events.append(dict(event)), display.show(event)), Ranks()).train()
+        TrainingRun(options, run, lambda event: (events.append(dict(event)), display.show(event)), Ranks()).train()
 
     console.print("", table(options, where, compared, events))
     console.print(

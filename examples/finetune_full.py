@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import ferryman
-from ferryman.data.tokens import Part, Tokens
+from ferryman.data.tokens import TokenFile, Tokens
 from ferryman.data.windows import Windows
 
 
@@ -26,7 +26,7 @@ def tokens_of(text: Path, tokenizer: Any, vocabulary: int) -> Tokens:
         ids = tokenizer(text.read_text(), return_tensors="np")["input_ids"][0]
     else:
         ids = torch.frombuffer(bytearray(text.read_bytes()), dtype=torch.uint8).numpy()
-    return Tokens([Part(text, ids)], vocabulary)
+    return Tokens([TokenFile(text, ids)], vocabulary)
 
 
 def finetune(directory: Path, text: Path, output: Path, options: argparse.Namespace) -> None:

@@ -27,7 +27,7 @@ def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("good") / "saved"
     model = build(CASES["gpt2"])
     with pytest.MonkeyPatch.context() as patch, Engine(model, one_group()(model), device="cpu") as engine:
-        patch.setattr(saving, "_SHARD", 20_000)
+        patch.setattr(saving, "_MAX_SHARD_BYTES", 20_000)
         engine.step(text(4), 2)
         engine.save(path)
     files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
@@ -51,9 +51,9 @@ def check(run, saved, broken, name):
     with pytest.raises(ValueError, match=str(name)) as told:
         run.engine.load(broken)
     if run.engine._loaded._half:
-        with pytest.raises(ValueError, match=r"may be half those of .*which failed to load"):
+        with pytest.raises(ValueError, match=r"may be half overwritten, since loading .* failed"):
             run.engine.step(text(4), 2)
-        with pytest.raises(ValueError, match="may be half those of"):
+        with pytest.raises(ValueError, match="may be half overwritten"):
             run.engine.save(broken)
         run.engine.load(saved)
     else:
@@ -120,7 +120,7 @@ def test_a_flipped_bit_is_found_without_an_optimizer(tmp_path, saved):
     with Engine(build(CASES["gpt2"]), device="cpu") as engine:
         with pytest.raises(ValueError, match=r"state\.safetensors is damaged: its checksum"):
             engine.load(broken)
-        with pytest.raises(ValueError, match="may be half those of"):
+        with pytest.raises(ValueError, match="may be half overwritten"):
             engine.forward_backward(text(4), 2)
         engine.load(tmp_path / "narrow")
         engine.forward_backward(text(4), 2)
@@ -133,7 +133,7 @@ def test_weights_alone_do_not_mend_a_state_that_is_half(tmp_path, saved, run):
     with pytest.raises(ValueError, match=str(name)):
         run.engine.load(copy_with(saved, tmp_path, name, bytes(content)))
     run.engine.load_weights(saved)
-    with pytest.raises(ValueError, match="the optimizer's state may be half"):
+    with pytest.raises(ValueError, match="the optimizer's state may be half overwritten"):
         run.engine.step(text(4), 2)
     run.engine.load(saved)
     run.engine.step(text(4), 2)
@@ -153,7 +153,7 @@ def test_weights_that_fail_to_load_are_not_trained(tmp_path, saved, run, monkeyp
         broken.setattr(tensor_file, "read_tensor", ends)
         with pytest.raises(OSError, match=r"Input/output error: .*safetensors"):
             run.engine.load_weights(saved)
-    with pytest.raises(ValueError, match="weights may be half those of"):
+    with pytest.raises(ValueError, match="weights may be half overwritten"):
         run.engine.step(text(4), 2)
     run.engine.load_weights(saved)
     run.engine.step(text(4), 2)
@@ -191,7 +191,7 @@ def test_a_format_of_the_future_is_refused(tmp_path, saved, run):
     whole["content"]["format"] = 99
     whole["crc32"] = crc_of(whole["content"])
     broken = copy_with(saved, tmp_path, directory.MANIFEST, json.dumps(whole).encode())
-    with pytest.raises(ValueError, match=r"has the format 99, of ferryman .*; this one reads 1"):
+    with pytest.raises(ValueError, match=r"has format 99, written by ferryman .*; this version reads format 1"):
         run.engine.load(broken)
 
 
@@ -238,7 +238,7 @@ def _full(disk):
             if isinstance(room, int):
                 filler.write_bytes(bytes(free - room))
             with _filling(filler, room):
-                full = r"the disk is full: the checkpoint needs .* What was saved before is as it was: .*/saved"
+                full = r"the disk is full: the checkpoint needs .* The previous checkpoint is unchanged: .*/saved"
                 with pytest.raises(OSError, match=full) as told:
                     run.engine.save(disk / "saved")
                 assert told.value.errno == errno.ENOSPC
@@ -296,7 +296,7 @@ def _read_only(disk):
 
 def _mounted(disk):
     with Run() as run:
-        with pytest.raises(ValueError, match=r"is where a disk is mounted.*give a directory inside of it"):
+        with pytest.raises(ValueError, match=r"is a mount point.*give a directory inside it"):
             run.engine.save(disk)
         run.engine.save(disk, keep=1)
         run.engine.load(disk)

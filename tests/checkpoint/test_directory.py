@@ -18,9 +18,9 @@ def test_a_series_keeps_the_newest(tmp_path):
         assert run.engine.load(tmp_path / "series") == tmp_path / "series" / "step-00000004"
         assert run.engine.load(tmp_path / "series" / "step-00000003").name == "step-00000003"
         assert run.engine.steps == 3
-        with pytest.raises(ValueError, match="is a checkpoint itself; with keep=2"):
+        with pytest.raises(ValueError, match="is itself a checkpoint; with keep=2"):
             run.engine.save(tmp_path / "series" / "step-00000003", keep=2)
-        with pytest.raises(ValueError, match="keep=0: a whole number"):
+        with pytest.raises(ValueError, match="keep=0: must be an integer"):
             run.engine.save(tmp_path / "series", keep=0)
 
 
@@ -86,7 +86,7 @@ def test_nothing_else_is_replaced(tmp_path):
             run.engine.save(tmp_path / "file")
         with pytest.raises(ValueError, match=r"file is a file; a series"):
             run.engine.save(tmp_path / "file", keep=1)
-        with pytest.raises(ValueError, match=r"full holds something else than a checkpoint \(thesis.tex\)"):
+        with pytest.raises(ValueError, match=r"full is not a checkpoint \(it holds thesis.tex\)"):
             run.engine.save(tmp_path / "full")
         run.engine.save(tmp_path / "empty")
         run.engine.load(tmp_path / "empty")
@@ -100,9 +100,9 @@ def test_what_is_not_there_is_said(tmp_path):
         (tmp_path / "other").mkdir()
         with pytest.raises(ValueError, match=r"there is no checkpoint at .*saevd; did you mean 'saved'"):
             run.engine.load(tmp_path / "saevd")
-        with pytest.raises(ValueError, match=r"other is no checkpoint: it has no ferryman/checkpoint.json"):
+        with pytest.raises(ValueError, match=r"other is not a checkpoint: it has no ferryman/checkpoint.json"):
             run.engine.load(tmp_path / "other")
-        with pytest.raises(ValueError, match="has no object 'scheduler'"):
+        with pytest.raises(ValueError, match="was saved without the object 'scheduler'"):
             run.engine.load(tmp_path / "saved", objects={"scheduler": run.engine._optimizer_view.optimizer})
 
 

@@ -76,7 +76,7 @@ def test_who_comes_second_is_told(tmp_path):
         before = everything(run.engine)
         run.step()
         with directory._locked(tmp_path / "saved"):
-            with pytest.raises(ValueError, match=r"another process is saving to .*saved at this moment"):
+            with pytest.raises(ValueError, match=r"another process is saving to .*saved right now"):
                 run.engine.save(tmp_path / "saved")
             run.engine.save(tmp_path / "other")
             assert (tmp_path / ".saved.lock").exists()

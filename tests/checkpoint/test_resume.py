@@ -200,7 +200,7 @@ def test_what_cannot_be_saved_is_named(tmp_path, state, told):
         with pytest.raises(ValueError, match=told):
             run.engine.save(tmp_path / "saved", objects={"data": Position(state)})
         assert not list(tmp_path.iterdir())
-        with pytest.raises(ValueError, match=r"'data'.*is a int; what is saved must have state_dict"):
+        with pytest.raises(ValueError, match=r"'data'.*is a int; objects to save must have state_dict"):
             run.engine.save(tmp_path / "saved", objects={"data": 1})
 
 
@@ -313,7 +313,7 @@ def test_a_failed_update_is_left_behind(tmp_path, monkeypatch):
 def test_gradients_are_not_part_of_it(tmp_path, device):
     with Run(options={"device": device}) as run:
         run.engine.forward_backward(text(4))
-        with pytest.raises(ValueError, match=r"gradients, from forward_backward.*engine\.update\(\)"):
+        with pytest.raises(ValueError, match=r"gradients from forward_backward.*engine\.update\(\)"):
             run.engine.save(tmp_path / "saved")
         assert not list(tmp_path.iterdir())
         run.engine.update()
@@ -383,7 +383,7 @@ def test_blocks_that_were_inserted_are_saved(tmp_path, device):
         found.add_param_group({"params": block})
         return found
 
-    told = r"is of another model.*'blocks\.3\.\S+' and 5 more is only there"
+    told = r"belongs to another model.*'blocks\.3\.\S+' and 5 more not in the model"
     with Run(options={"device": device}) as run, pytest.raises(ValueError, match=told):
         run.engine.load(tmp_path / "saved")
     model = Toy(4).train()
@@ -399,11 +399,11 @@ def test_blocks_that_were_inserted_are_saved(tmp_path, device):
 @pytest.mark.parametrize(
     ("run", "told"),
     [
-        (Run("two losses"), r"\(a Toy, this is a TwoLosses\): 'blocks\.3\.\S+' and 7 more is missing there"),
-        (Run("gpt2"), r"is of another model \(a Toy, this is a GPT2LMHeadModel\)"),
-        (Run(optimizer=one_group("SGD")), "has the state of AdamW, and the engine's optimizer is SGD"),
-        (Run(optimizer=one_group("AdamW")), "has 2 groups of parameters, and the optimizer 1"),
-        (Run(optimizer=lambda model: _swapped(model)), "group 0 of the optimizer is not that of"),
+        (Run("two losses"), r"\(a Toy, and this is a TwoLosses\): 'blocks\.3\.\S+' and 7 more missing in the files"),
+        (Run("gpt2"), r"belongs to another model \(a Toy, and this is a GPT2LMHeadModel\)"),
+        (Run(optimizer=one_group("SGD")), "has the state of AdamW, but the engine's optimizer is SGD"),
+        (Run(optimizer=one_group("AdamW")), "has 2 parameter groups, but the optimizer has 1"),
+        (Run(optimizer=lambda model: _swapped(model)), "parameter group 0 differs from that of"),
         (
             Run(optimizer=lambda model: torch.optim.AdamW(_groups(model), amsgrad=True)),
             "the optimizer keeps .*other options",
@@ -436,7 +436,7 @@ def test_shapes_that_differ_are_said(tmp_path):
         run.engine.save(tmp_path / "saved")
     model = build(CASES["toy"])
     model.head = torch.nn.Linear(16, 32)
-    told = r"'head\.bias' has shape \(32,\) here and \(64,\) there"
+    told = r"'head\.bias' has shape \(32,\) in the model and \(64,\) in the files"
     with Engine(model, device="cpu") as engine, pytest.raises(ValueError, match=told):
         engine.load(tmp_path / "saved")
 

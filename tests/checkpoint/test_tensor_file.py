@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ferryman.checkpoint import checksum, tensor_file
-from ferryman.checkpoint.checksum import Follower, combine, crc32
+from ferryman.checkpoint.checksum import BackgroundChecksum, combine, crc32
 from ferryman.checkpoint.stream import DamagedError, Reader
 
 DTYPES = [dtype for dtype in tensor_file._NAMES if dtype != torch.complex64]
@@ -46,8 +46,8 @@ def test_safetensors_reads_what_is_written(tmp_path):
 
 
 def test_what_safetensors_writes_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_file, "_CHUNK", 7)  # tensors in several pieces, and pieces of several tensors
-    monkeypatch.setattr(tensor_file, "_MOST", 3)
+    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 7)  # tensors in several pieces, and pieces of several tensors
+    monkeypatch.setattr(tensor_file, "_MAX_PIECES", 3)
     written = tensors()
     save_file(written, tmp_path / "theirs")
     read, done = {}, []
@@ -72,7 +72,7 @@ def test_nothing_is_written_over(tmp_path):
 
 @pytest.mark.parametrize("width", range(checksum._width() + 1))
 def test_checksums_are_those_of_zlib(width, monkeypatch):
-    monkeypatch.setattr(checksum, "_SHORT", 0)
+    monkeypatch.setattr(checksum, "_MIN_NATIVE_BYTES", 0)
     monkeypatch.setattr(checksum, "_width", lambda: width)
     for length in (*range(300), 4096, 65537, 1_000_003):
         data = memoryview(os.urandom(length + 3))
@@ -106,7 +106,7 @@ def test_a_file_is_read_in_its_order_by_several_threads(tmp_path):
 
 def test_a_stream_is_followed():
     pieces = [memoryview(os.urandom(length)) for length in (5, 0, 9000, 70000) * 5]
-    with Follower() as follower:
+    with BackgroundChecksum() as follower:
         for piece in pieces:
             follower.add([piece, piece])
         assert follower.value() == zlib.crc32(b"".join(bytes(piece) * 2 for piece in pieces))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ferryman.cli import doctor
+from ferryman.cli import doctor_command
 from ferryman.cli.main import app, main
 from ferryman.forecast import measure
 from ferryman.runtime import native
@@ -53,16 +53,16 @@ def test_what_is_missing_is_a_problem_with_a_remedy(monkeypatch):
     monkeypatch.setattr(native, "library", lambda: None)
     result = run("--quick")
     assert result.exit_code == 1
-    report = doctor.examine(quick=True)
+    report = doctor_command.examine(quick=True)
     finding = found(report, "native kernels")
     assert finding.severity == "problem"
-    assert "g++" in finding.mend
+    assert "g++" in finding.fix
     assert finding.what in result.stdout
 
 
 def test_an_unknown_device_is_a_problem():
-    report = doctor.examine("nowhere", quick=True)
-    assert "there is" in found(report, "device").says
+    report = doctor_command.examine("nowhere", quick=True)
+    assert "there is" in found(report, "device").message
     assert report.has_problem
     assert found(report, "host memory").severity == "ok"  # the others are looked at all the same
 
@@ -71,16 +71,16 @@ def test_a_probe_that_fails_is_a_finding(monkeypatch):
     def fail(*_):
         raise OSError("no such thing")
 
-    monkeypatch.setattr(doctor.shutil, "disk_usage", fail)
-    finding = found(doctor.examine(quick=True), "disk")
+    monkeypatch.setattr(doctor_command.shutil, "disk_usage", fail)
+    finding = found(doctor_command.examine(quick=True), "disk")
     assert finding.severity == "problem"
-    assert "no such thing" in finding.says
+    assert "no such thing" in finding.message
 
 
 def test_a_thread_limit_is_noted(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert found(doctor.examine(quick=True), "OMP_NUM_THREADS").severity == "note"
+    assert found(doctor_command.examine(quick=True), "OMP_NUM_THREADS").severity == "note"
 
 
 def test_it_runs_as_a_command(monkeypatch, capsys):

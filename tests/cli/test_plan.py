@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ferryman.cli import defaults
 from ferryman.cli.main import app, main
-from ferryman.cli.model import describe
+from ferryman.cli.model_argument import parse_model
 from ferryman.cli.options import Options
 from ferryman.forecast import measure
 from ferryman.model.units import find_units
@@ -67,7 +67,7 @@ def test_what_does_not_fit_has_exit_code_1_and_a_budget_that_does():
         assert result.exit_code == 1
         text = " ".join(result.stdout.split())
         assert text.startswith("does not fit")
-        assert "to train so" not in text
+        assert "train with" not in text
         enough = re.search(r"([\d.]+\wiB) would do", text)[1]
         assert document("gpt:tiny", *MACHINE, "--device-memory", enough)["fits"]
 
@@ -80,7 +80,7 @@ def test_blocks_stay_whole_where_a_sample_fits_beside_them(model):
 
 
 def found_units(name):
-    return find_units(describe(name).on_meta())[0]
+    return find_units(parse_model(name).on_meta())[0]
 
 
 def test_the_engines_options_change_the_plan():
@@ -88,7 +88,7 @@ def test_the_engines_options_change_the_plan():
     options = ("gpt:tiny", *MACHINE, "--device-memory", "8MiB", "--subgroup", "65536", *told)
     found = document(*options)["plan"]
     assert (found["weight_slots"], found["deferred"], found["held"]) == (3, True, False)
-    assert found["units"] == len(find_units(describe("gpt:tiny").on_meta(), units=["transformer.h.*", "*.wte"])[0])
+    assert found["units"] == len(find_units(parse_model("gpt:tiny").on_meta(), units=["transformer.h.*", "*.wte"])[0])
     train = run(*options).stdout.splitlines()[-1]
     assert train.endswith(
         "--memory 8MiB --deferred --units 'transformer.h.*' --units '*.wte' --resident '*ln_f*' --slots 3 "
@@ -180,7 +180,7 @@ def test_several_devices_share_a_batch_and_what_the_host_keeps(model):
     assert slow["exchange"] == pytest.approx(2000 * found["step"]["backward"]["exchange"])
     slow = document(*options, *SEVERAL, "--network", "10MB/s")
     assert slow["step"]["backward"]["bound"] == "network"
-    assert any("the ranks that own them" in said for said in slow["advice"])
+    assert any("exchange of gradients between ranks" in said for said in slow["advice"])
 
 
 def test_several_devices_in_words(soon):
@@ -188,14 +188,14 @@ def test_several_devices_in_words(soon):
     lines = run("gpt:tiny", *MACHINE, "--devices", "2", "--micro-batches", "3").stdout
     words = " ".join(lines.split())
     assert "note: Updates are deferred because there are several ranks" in words
-    assert "8 samples of 128 tokens on 2 devices, at most 5 to each, in 2 micro-batches" in words
+    assert "8 samples of 128 tokens on 2 devices, at most 5 per device, in 2 micro-batches" in words
     assert "on each device" in words
-    assert "times one device" in words
+    assert "times as fast as one device" in words
     assert "exchange" in words
     assert "network" not in words
     assert re.search(r"loopback [\d.]+ \w?B/s \(measured here\)", words)
     assert lines.splitlines()[-1].startswith(
-        "to train so: torchrun --standalone --nproc-per-node 2 --no-python ferryman"
+        "train with: torchrun --standalone --nproc-per-node 2 --no-python ferryman"
     )
 
 
@@ -231,14 +231,14 @@ def test_rates_between_ranks_are_harmless_for_one():
     assert plain.pop("notes") == []
     assert found == plain
     words = " ".join(run(*options, "--loopback", "2GB/s", "--network", "10Gbit/s", "--nodes", "2").stdout.split())
-    assert "8 samples of 64 tokens on 2 nodes with 1 device each, 4 to each, in 1 micro-batch;" in words
+    assert "8 samples of 64 tokens on 2 nodes with 1 device each, 4 per device, in 1 micro-batch;" in words
     assert "network 1.25 GB/s (given)" in words
 
 
 def test_bf16_is_not_advised_to_who_has_it():
     options = (SMALL, *MACHINE, "--devices", "2", "--loopback", "1MB/s", "--precision")
     said = {precision: " ".join(document(*options, precision)["advice"]) for precision in ("bf16", "fp32")}
-    assert all("the ranks that own them" in advice for advice in said.values())
+    assert all("exchange of gradients between ranks" in advice for advice in said.values())
     assert ["bf16" in advice for advice in said.values()] == [False, True]
 
 
@@ -272,7 +272,7 @@ def test_bf16_is_not_advised_to_who_has_it():
         (("gpt:tiny", *MACHINE, *SEVERAL, "--network", "10Gb/s"), "--network='10Gb/s' may be bits or bytes a second"),
         (("gpt:tiny", *MACHINE, *SEVERAL, "--micro-batches", "0"), "--micro-batches 0"),
         (("gpt:tiny", *MACHINE, *SEVERAL, "--batch", "17", "--micro-batches", "16"), "micro_batches=2: a batch of 1"),
-        (("gpt:tiny", *MACHINE, "--devices", "9"), "--batch 8: a step's samples are shared out over 9 devices"),
+        (("gpt:tiny", *MACHINE, "--devices", "9"), "--batch 8: the samples of a step are distributed over 9 devices"),
         (("gpt:tiny", *MACHINE, "--units", "transformer.g.*"), "no module of the model matches 'transformer.g.*'"),
     ],
 )
@@ -368,7 +368,7 @@ def test_it_ends_with_the_command_that_it_describes():
     assert lines[0].startswith("fits")
     told = lines[-1]
     assert told == (
-        "to train so: ferryman train gpt:tiny --data DATA --output RUN --batch 4 --memory 16GiB --precision bf16"
+        "train with: ferryman train gpt:tiny --data DATA --output RUN --batch 4 --memory 16GiB --precision bf16"
     )
 
 
@@ -377,7 +377,7 @@ def test_what_is_not_given_is_as_train_has_it(tmp_path):
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=4096
     ).save_pretrained(tmp_path)
     found = document(str(tmp_path), *MACHINE)["training"]
-    assert found["length"] == defaults.window(Options.sequence, describe(str(tmp_path))) == 1024
+    assert found["length"] == defaults.window(Options.sequence, parse_model(str(tmp_path))) == 1024
     assert (found["precision"], found["samples"]) == (Options.precision, Options.batch) == (None, 8)
 
 

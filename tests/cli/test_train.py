@@ -11,13 +11,13 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from ferryman.cli import loop, rule
+from ferryman.cli import optimizer, training_run
 from ferryman.cli.display import open_display
-from ferryman.cli.loop import Training
 from ferryman.cli.main import app
-from ferryman.cli.model import SIZES
+from ferryman.cli.model_argument import SIZES
 from ferryman.cli.options import ENGINE, OPTIONAL, Options
-from ferryman.cli.run import new_run
+from ferryman.cli.run_directory import new_run
+from ferryman.cli.training_run import TrainingRun
 from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
 from support.commands import GPT, metrics, trained
@@ -52,13 +52,13 @@ def test_optimizers(name, corpus, tmp_path):
 
 
 def test_learning_rates():
-    shares = [rule.share("cosine", step, 100, 10) for step in range(101)]
+    shares = [optimizer.learning_rate_factor("cosine", step, 100, 10) for step in range(101)]
     assert shares[:10] == [pytest.approx((step + 1) / 11) for step in range(10)]
     assert shares[10] == max(shares) == 1
     assert shares[100] == pytest.approx(0.1)
     assert shares[10:] == sorted(shares[10:], reverse=True)
-    assert rule.share("linear", 55, 100, 10) == pytest.approx(0.5)
-    assert rule.share("constant", 99, 100, 0) == 1
+    assert optimizer.learning_rate_factor("linear", 55, 100, 10) == pytest.approx(0.5)
+    assert optimizer.learning_rate_factor("constant", 99, 100, 0) == 1
 
 
 # What it makes.
@@ -81,8 +81,8 @@ def test_a_run_on_text(corpus, tmp_path, virtual):
     assert (run / "report.html").read_text().startswith("<!doctype html>")
     assert json.loads((run / "run.json").read_text())["options"]["memory"] == "400KiB"
     assert "validation loss" in shown
-    assert "and how it goes on:" in shown
-    assert "done after step 8 of 8" in shown
+    assert "sample continuation:" in shown
+    assert "done after step 8/8" in shown
     model = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "step-00000008")
     ids = torch.tensor([list(corpus.read_bytes()[-32:])])
     assert model(input_ids=ids, labels=ids).loss.item() < evaluations[0]
@@ -103,7 +103,7 @@ def test_the_live_display(corpus, tmp_path, virtual):
     options = Options(GPT, [corpus], steps=3, output=tmp_path / "run", device="virtual", memory="400KiB")
     screen = io.StringIO()
     with open_display(console=Console(file=screen, force_terminal=True, width=120)) as display:
-        Training(*new_run(options), display.show, Ranks()).train()
+        TrainingRun(*new_run(options), display.show, Ranks()).train()
     shown = screen.getvalue()
     for expected in ("3 of 3", "tokens/s", "at its peak of 400.00KiB", "compute", "h2d", "host", "learning rate"):
         assert expected in shown
@@ -148,7 +148,8 @@ def test_without_a_tokenizer_it_says_what_text_becomes(corpus, tmp_path):
     LlamaConfig(vocab_size=300, **size).save_pretrained(tmp_path / "model")
     arguments = ["--data", corpus, "-o", tmp_path / "run", "--steps", 1, "--sequence", 8, "--no-trace"]
     shown = trained(tmp_path / "model", *arguments).output
-    assert f"no tokenizer in {tmp_path / 'model'}: text is read as bytes, vocabulary 256 of 300\n" in shown
+    said = "text is read as bytes, which use 256 of the 300 entries of the vocabulary\n"
+    assert f"no tokenizer in {tmp_path / 'model'}: {said}" in shown
 
 
 def test_a_checkpoint_is_a_model_to_start_from(corpus, tmp_path):
@@ -163,7 +164,7 @@ def test_without_a_word_it_is_saved_every_tenth_of_the_run(corpus, tmp_path):
     trained(GPT, "--data", corpus, "-o", tmp_path / "run", "--steps", 12, "--keep", 99, "--no-trace")
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == ["step-00000010", "step-00000012"]
-    assert [loop._save_every(steps) for steps in (1, 19, 100, 1000, 100_000)] == [10, 10, 10, 100, 500]
+    assert [training_run._save_every(steps) for steps in (1, 19, 100, 1000, 100_000)] == [10, 10, 10, 100, 500]
 
 
 def test_without_a_budget_it_is_what_is_free(corpus, tmp_path, virtual):

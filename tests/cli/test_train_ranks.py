@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from ferryman.cli.options import Options
-from ferryman.cli.run import new_run, restarted
+from ferryman.cli.run_directory import new_run, restarted
 from support import rank_jobs
 from support.commands import EXACT, GPT, losses, metrics, sending, trained
 from support.torchrun import Torchrun
@@ -43,8 +43,8 @@ def compare(ranks, tmp_path, *arguments):
     assert losses(runs[1]) == near(losses(runs[0]))
     evaluations = [[line["loss"] for line in metrics(run, "eval")] for run in runs]
     assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-5)
-    assert "done after step 4 of 4" in shown
-    assert "and how it goes on" in shown
+    assert "done after step 4/4" in shown
+    assert "sample continuation" in shown
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -132,7 +132,7 @@ def test_what_one_rank_is_asked_all_do(rank, two, corpus, tmp_path):
     with sending(signal.SIGTERM, run, process=two.processes[rank].pid):
         shown = together(two, GPT, "--data", corpus, "-o", run, "--steps", 5000, "--no-trace")
     done = len(metrics(run))
-    assert f"stopped by SIGTERM after step {done} of 5000" in shown
+    assert f"stopped by SIGTERM after step {done}/5000" in shown
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{done:08}"]
 
 
@@ -145,7 +145,7 @@ def killed(victim, ranks, run, *arguments):
     assert sum(line.startswith("ferryman: ") for line in errors.splitlines()) == errors.count("ferryman: ") == 1, errors
     assert f"one of the {ranks} ranks has stopped or does not answer" in errors
     assert "Traceback" not in errors
-    assert f"started again: goes on from what was saved last in {run}" in shown
+    assert f"restarted: resuming from the last checkpoint in {run}" in shown
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_torchrun_is_asked_to_stop(number, corpus, tmp_path):
     job.after(3, run)
     job.send(number)
     _, shown, errors = job.end()
-    assert f"stopped by {number.name} after step {len(metrics(run))} of 5000" in shown
+    assert f"stopped by {number.name} after step {len(metrics(run))}/5000" in shown
     assert "ferryman: " not in errors
 
 

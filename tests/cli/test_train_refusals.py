@@ -6,8 +6,8 @@ import sys
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig
 
+from ferryman.cli.errors import message_for
 from ferryman.cli.main import main
-from ferryman.cli.words import in_words
 from support.commands import GPT, losses, refused, train, trained
 
 
@@ -33,12 +33,12 @@ def test_a_loss_that_is_not_finite(corpus, tmp_path):
     ("arguments", "message"),
     [
         (["--data", "nowhere"], "--data nowhere: there is no such file or directory"),
-        (["--data", "empty.txt"], "empty.txt: there is no text"),
+        (["--data", "empty.txt"], "empty.txt is empty"),
         (["--data", "logs"], r"no file in this directory ends in .*\.txt.*it has 1 \.log.*--suffix"),
-        (["--data", "short.txt"], "--data has 10 tokens, too few: a window takes 32"),
+        (["--data", "short.txt"], "--data has only 10 tokens: a window takes 32"),
         ([], "--data is missing"),
         (["--data", "text.txt", "--steps", "3", "--epochs", "1"], "--steps and --epochs both"),
-        (["--data", "text.txt", "--optimizer", "sgd", "--betas", "0.9,0.99"], "--optimizer sgd has none"),
+        (["--data", "text.txt", "--optimizer", "sgd", "--betas", "0.9,0.99"], "--optimizer sgd has no betas"),
         (["--data", "text.txt", "--sequence", "64"], "--sequence 64 is longer than .* takes: 32 tokens"),
         (["--data", "text.txt", "--memory", "1GiB"], "memory=1.00GiB is a budget for an accelerator's memory"),
         (["--data", "text.txt", "--updates", "stride"], "stride"),
@@ -46,8 +46,8 @@ def test_a_loss_that_is_not_finite(corpus, tmp_path):
         (["--data", "text.txt", "--batch", "1000000000"], "--batch 1000000000: the data has 117 windows of 32 tokens"),
         (["--data", "text.txt", "--seed", "9" * 20], "--seed 99999999999999999999: a whole number from 0 to 9223372"),
         (["--data", "text.txt", "--seed", "-1"], "--seed -1: a whole number from 0"),
-        (["--data", "text.txt", "--epochs", "0"], "--epochs 0: there would be nothing to do"),
-        (["--data", "text.txt", "--lr", "inf"], "--lr inf: a number is needed"),
+        (["--data", "text.txt", "--epochs", "0"], "--epochs 0: must be greater than 0"),
+        (["--data", "text.txt", "--lr", "inf"], "--lr inf: a finite number is required"),
     ],
 )
 def test_bad_input(arguments, message, corpus, tmp_path, monkeypatch):
@@ -72,8 +72,8 @@ def test_a_budget_that_is_too_small(corpus, tmp_path, virtual):
     ("model", "message"),
     [
         ("gpt:smal", "did you mean 'gpt:small'"),
-        ("vit", "what is required is a causal language model"),
-        ("narrow", "has a vocabulary of 100, less than 256"),
+        ("vit", "a causal language model is required"),
+        ("narrow", "has a vocabulary of only 100"),
         ("trained", "is pretrained and has no tokenizer"),
     ],
 )
@@ -97,8 +97,8 @@ def test_nothing_is_overwritten(corpus, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("dear")
     message = refused(GPT, "--data", corpus, "-o", tmp_path / "other")
-    assert "it holds thesis.tex; nothing is overwritten" in message
-    assert "no run to resume, it holds thesis.tex" in refused("--resume", "-o", tmp_path / "other")
+    assert "it holds thesis.tex; existing files are never overwritten" in message
+    assert "there is no run to resume: it holds thesis.tex" in refused("--resume", "-o", tmp_path / "other")
     assert "it is a file" in refused(GPT, "--data", corpus, "-o", corpus)
     assert "there is no such directory" in refused("--resume", "-o", tmp_path / "nowhere")
     assert (tmp_path / "other" / "thesis.tex").read_text() == "dear"
@@ -108,9 +108,9 @@ def test_a_run_keeps_its_data_and_its_model(corpus, tmp_path):
     run = tmp_path / "run"
     trained(GPT, "--data", corpus, "-o", run, "--steps", 1)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    assert "--seed 3: the run was begun with 0" in refused("--resume", "-o", run, "--seed", 3)
+    assert "--seed 3: the run was started with 0" in refused("--resume", "-o", run, "--seed", 3)
     message = refused("gpt:layers=3,width=16,heads=2,context=32", "--resume", "-o", run, "--steps", 2)
-    assert "is of another model" in message
+    assert "belongs to another model" in message
     assert "transformer.h.2" in message
     (run / "run.json").write_text("{")
     assert "run.json is damaged" in refused("--resume", "-o", run)
@@ -142,7 +142,7 @@ def test_a_batch_that_the_host_cannot_hold(corpus, tmp_path, monkeypatch):
     arguments = ["--data", corpus, "-o", run, "--batch", 64, "--steps", 1, "--no-trace"]
     monkeypatch.setattr("ferryman.runtime.host_memory.available", lambda: 2 << 20)
     message = refused(GPT, *arguments)
-    assert "--batch 64: its 2,048 tokens take at least 4.29MiB of the host's memory, and 2.00MiB are free" in message
+    assert "--batch 64: its 2,048 tokens take at least 4.29MiB of host memory, and 2.00MiB is free" in message
     assert not run.exists()
     trained(GPT, *arguments, "--micro-batches", 8)
 
@@ -159,11 +159,11 @@ def test_errors_speak_of_options():
         ("there is no 'gpt:layers=2,slots=3' in /data/memory=2/x", "there is no 'gpt:layers=2,slots=3' in "
          "/data/memory=2/x"),
     ):  # fmt: skip
-        assert in_words(ValueError(said)) == told
+        assert message_for(ValueError(said)) == told
     error = ValueError("no.")
     error.add_note("stash='host' may do")
     error.add_note("ferryman: No weight was changed.")
-    assert in_words(error) == "no. --stash host may do. No weight was changed"
+    assert message_for(error) == "no. --stash host may do. No weight was changed"
 
 
 @pytest.mark.parametrize("json_too", [False, True])
@@ -189,7 +189,10 @@ def test_a_run_that_diverges_does_not_end_well(corpus, tmp_path):
     told = json.loads(result.stdout.splitlines()[-1])
     assert told["event"] == "error"
     assert "the validation loss is nan after step 3: training has diverged" in told["message"]
-    assert f"Go back: ferryman train --resume --output {run} --from-step 2 --lr 3e+29" in told["message"]
+    assert (
+        f"Resume from an earlier step with: ferryman train --resume --output {run} --from-step 2 --lr 3e+29"
+        in told["message"]
+    )
     trained("--resume", "-o", run, "--from-step", 2, "--lr", "0.001")
     last = train(GPT, "-o", tmp_path / "blind", *arguments, "--steps", 2, "--lr", "1e30", "--validation", 0,
                  "--on-nonfinite", "skip")  # fmt: skip

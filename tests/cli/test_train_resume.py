@@ -10,12 +10,12 @@ import sys
 import pytest
 import torch
 
-from ferryman.cli import loop
-from ferryman.cli.loop import Training
+from ferryman.cli import training_run
+from ferryman.cli.errors import message_for
 from ferryman.cli.main import main
 from ferryman.cli.options import Options
-from ferryman.cli.run import Run, new_run
-from ferryman.cli.words import in_words
+from ferryman.cli.run_directory import RunDirectory, new_run
+from ferryman.cli.training_run import TrainingRun
 from ferryman.data.text import as_bytes
 from ferryman.distributed.ranks import Ranks
 from ferryman.relay.driver import Relay
@@ -39,7 +39,7 @@ def assert_resumed_the_same(device, updates, corpus, tmp_path):
     trained(*arguments, "-o", tmp_path / "whole", "--steps", 6)
     trained(*arguments, "-o", tmp_path / "parts", "--steps", 3)
     shown = trained("--resume", "-o", tmp_path / "parts", "--steps", 6, "--device", device).output
-    assert "--steps is 6 now, was 3" in shown
+    assert "--steps is now 6, was 3" in shown
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     files = [tmp_path / name / "checkpoints/step-00000006/model.safetensors" for name in ("whole", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -54,7 +54,7 @@ def test_resumed_elsewhere(corpus, tmp_path, virtual):
         saved = run / "checkpoints" / f"step-{step:08}"
         saved.rename(tmp_path / saved.name)
     shown = trained("--resume", "-o", run, "--device", "virtual", "--memory", "400KiB", "--updates", "auto").output
-    assert "--memory is 400KiB now, was the default" in shown
+    assert "--memory is now 400KiB, was the default" in shown
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
     assert losses(run) == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in before]
 
@@ -66,11 +66,11 @@ def test_an_option_is_taken_back(corpus, tmp_path, virtual):
     trained(GPT, "--data", corpus, "-o", run, "--steps", 1, "--betas", "0.8,0.9", *arguments, "--no-trace")
     on_cpu = ["--resume", "-o", run, "--device", "cpu", "--steps", 2]
     result = train(*on_cpu)
-    assert in_words(result.exception).endswith("--memory is what the run had before; --memory none takes it back")
+    assert message_for(result.exception).endswith("--memory is what the run had before; --memory none takes it back")
     none = [word for name in ("memory", "max-grad-norm", "resident", "betas") for word in (f"--{name}", "none")]
     shown = trained(*on_cpu, *none).output
-    assert "--memory is the default now, was 400KiB" in shown
-    assert "--betas is the default now, was 0.8,0.9" in shown
+    assert "--memory is now the default, was 400KiB" in shown
+    assert "--betas is now the default, was 0.8,0.9" in shown
     recorded = json.loads((run / "run.json").read_text())["options"]
     assert [recorded[name] for name in ("memory", "max_grad_norm", "resident", "betas")] == [None] * 4
 
@@ -103,22 +103,23 @@ def test_a_damaged_checkpoint_is_named_and_so_is_one_that_is_whole(corpus, tmp_p
         weights.write_bytes(content)
     message = refused("--resume", "-o", run, "--steps", 5)
     assert f"{weights} is damaged" in message
-    assert "step-00000002 is whole" in message
+    assert "step-00000002 is intact" in message
     assert message.endswith(f"ferryman train --resume --output {run} --from-step 2")
-    assert "no checkpoint of it in" in refused("--resume", "-o", run, "--from-step", 7)
+    assert "no checkpoint of this step in" in refused("--resume", "-o", run, "--from-step", 7)
     trained("--resume", "-o", run, "--from-step", 2)
     assert losses(run) == before
     trained("--resume", "-o", run, "--steps", 5)  # what was saved last is the newest, whatever was there
     assert "it needs --resume" in refused(GPT, "--data", corpus, "-o", tmp_path / "new", "--from-step", 2)
     for weights in run.glob("checkpoints/*/model.safetensors"):
         weights.write_bytes(b"")
-    assert "no other checkpoint that is whole" in refused("--resume", "-o", run, "--steps", 6)
+    assert "no other intact checkpoint" in refused("--resume", "-o", run, "--steps", 6)
 
 
 def test_nothing_left_to_do(corpus, tmp_path):
     trained(GPT, "--data", corpus, "-o", tmp_path / "run", "--steps", 1)
     assert (
-        "nothing left to do after step 1; give more with --steps" in trained("--resume", "-o", tmp_path / "run").output
+        "nothing left to do after step 1; train longer with --steps"
+        in trained("--resume", "-o", tmp_path / "run").output
     )
 
 
@@ -133,7 +134,7 @@ def test_asked_to_stop_it_finishes_the_step_and_saves(number, corpus, tmp_path, 
     torch_virtual.set_link(virtual, delay=0.0)
     done = len(metrics(run))
     assert 0 < done < 500
-    assert f"stopped by {number.name} after step {done} of 500" in result.output
+    assert f"stopped by {number.name} after step {done}/500" in result.output
     assert f"ferryman train --resume --output {run}" in result.output.replace("\n", "")
     trained("--resume", "-o", run, "--device", "virtual", "--steps", done + 1)
     known = dict(losses(tmp_path / "whole"))
@@ -164,7 +165,7 @@ def test_the_command_itself(corpus, tmp_path, monkeypatch, capsys):
     with sending(signal.SIGINT, tmp_path / "run", process=process.pid):
         shown, _ = process.communicate()
     assert process.returncode == 0
-    assert "to go on: ferryman train --resume" in shown
+    assert "resume with: ferryman train --resume" in shown
     monkeypatch.setattr(sys, "argv", ["ferryman", *map(str, arguments)])
     with pytest.raises(SystemExit, match="2"):
         main()
@@ -202,7 +203,7 @@ def test_an_evaluation_that_fails_loses_nothing(corpus, tmp_path, monkeypatch):
     def fails(*arguments):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(loop, "evaluate", fails)
+    monkeypatch.setattr(training_run, "evaluate", fails)
     run = tmp_path / "run"
     result = train(GPT, "--data", corpus, "-o", run, "--steps", 3)
     assert result.exit_code == 1
@@ -211,23 +212,23 @@ def test_an_evaluation_that_fails_loses_nothing(corpus, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_asked_to_stop_in_an_evaluation(number, corpus, tmp_path, monkeypatch):
-    def asked(*arguments, evaluate=loop.evaluate):
+    def asked(*arguments, evaluate=training_run.evaluate):
         os.kill(os.getpid(), number)
         return evaluate(*arguments)
 
-    monkeypatch.setattr(loop, "evaluate", asked)
+    monkeypatch.setattr(training_run, "evaluate", asked)
     run = tmp_path / "run"
     shown = trained(GPT, "--data", corpus, "-o", run, "--steps", 50, "--eval-every", 50, "--save-every", 7).output
-    assert f"stopped by {number.name} after step 0 of 50" in shown
+    assert f"stopped by {number.name} after step 0/50" in shown
     assert metrics(run, "eval") == []
     assert (run / "checkpoints" / "step-00000000").is_dir()
 
 
 def test_asked_to_stop_before_the_first_step(corpus, tmp_path, monkeypatch):
     """There is no loss yet, which is no loss that is not finite."""
-    monkeypatch.setattr(loop, "_last_step", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or 9)
+    monkeypatch.setattr(training_run, "_last_step", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or 9)
     shown = trained(GPT, "--data", corpus, "-o", tmp_path / "run", "--validation", 0, "--no-trace").output
-    assert "stopped by SIGTERM after step 0 of 9" in shown
+    assert "stopped by SIGTERM after step 0/9" in shown
 
 
 @pytest.mark.parametrize("was_there", [False, True])
@@ -250,7 +251,7 @@ def test_asked_to_stop_before_it_began(was_there, corpus, tmp_path, monkeypatch)
 def test_one_process_a_run(corpus, tmp_path):
     run = tmp_path / "run"
     trained(GPT, "--data", corpus, "-o", run, "--steps", 1)
-    with Run(run, is_new=False).locked():
+    with RunDirectory(run, is_new=False).locked():
         assert f"--output {run}: another process is training there" in refused("--resume", "-o", run, "--steps", 2)
     trained("--resume", "-o", run, "--steps", 2)
 
@@ -261,5 +262,5 @@ def test_when_nobody_listens_any_more_it_saves_and_ends(corpus, tmp_path):
             raise OSError("the terminal is gone")
 
     options, run = new_run(Options(GPT, [corpus], steps=30, output=tmp_path / "run", device="cpu", trace=False))
-    Training(options, run, tell, Ranks()).train()
+    TrainingRun(options, run, tell, Ranks()).train()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]

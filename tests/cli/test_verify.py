@@ -15,7 +15,7 @@ from ferryman.runtime.lanes import Lane
 from ferryman.server import kernels
 from ferryman.server.server import Server
 from ferryman.verify import delays, overlap, parity, races
-from ferryman.verify.bench import Bench
+from ferryman.verify.context import CheckContext
 from support.devices import chosen, torch_virtual
 from support.slow import slow
 
@@ -67,13 +67,13 @@ def test_on_the_cpu_what_needs_a_link_is_skipped_with_the_reason():
     assert ran.exit_code == 0, ran.output
     skipped = rows_of(ran).values()
     assert {row["result"] for row in skipped} == {"skipped"}
-    assert all("host itself" in row["reason"] for row in skipped)
+    assert all("the device is the CPU" in row["reason"] for row in skipped)
 
 
 def test_a_wrong_update_fails_and_the_table_names_the_check(monkeypatch):
     real, cases = kernels.update, parity._cases
     monkeypatch.setattr(kernels, "update", lambda rule, pieces, **how: real(rule, pieces[1:] or pieces, **how))
-    monkeypatch.setattr(parity, "_cases", lambda bench: itertools.islice(cases(bench), 2))
+    monkeypatch.setattr(parity, "_cases", lambda context: itertools.islice(cases(context), 2))
     ran = run("--device", "cpu", "--quick", "--only", "parity")
     assert ran.exit_code == 1
     lines = [line for line in ran.output.splitlines() if "parity:" in line and "FAILED" in line]
@@ -95,8 +95,8 @@ def test_a_missing_wait_fails(monkeypatch, take_races):
 def test_values_alone_show_a_missing_wait(monkeypatch):
     """As on a device without a detector."""
     monkeypatch.setattr(Server, "ready", lambda self, unit: [])
-    monkeypatch.setattr(delays, "_SECONDS", 0.1)  # far more than a visit takes on a busy machine
-    monkeypatch.setattr(races, "_TRIES", (1,))
+    monkeypatch.setattr(delays, "_DELAY_SECONDS", 0.1)  # far more than a visit takes on a busy machine
+    monkeypatch.setattr(races, "_CONTROL_DELAYS", (1,))
     ran = run("--device", "cpu", "--quick", "--only", "races", "--json")
     assert ran.exit_code == 1
     row = rows_of(ran)["races", "updates late"]
@@ -108,7 +108,7 @@ def test_values_alone_show_a_missing_wait(monkeypatch):
 def test_a_control_that_shows_nothing_is_inconclusive(monkeypatch):
     case = races.Case(["host"], "nothing", lambda engine: contextlib.nullcontext())
     monkeypatch.setattr(races, "_ON_HOST", {"updates late": case})
-    monkeypatch.setattr(races, "_TRIES", (1,))
+    monkeypatch.setattr(races, "_CONTROL_DELAYS", (1,))
     ran = run("--device", "cpu", "--quick", "--only", "races", "--json")
     assert ran.exit_code == 0
     assert rows_of(ran)["races", "updates late"]["result"] == "inconclusive"
@@ -124,8 +124,8 @@ def test_copies_that_wait_for_one_another_are_found(monkeypatch, accelerator):
 
     monkeypatch.setattr(overlap._Bare, "_run", one_by_one)
     monkeypatch.setattr(overlap, "_TRIES", 1)
-    bench = Bench(accelerator, quick=True)
-    link, beside, _ = overlap.checks(bench)
+    context = CheckContext(accelerator, quick=True)
+    link, beside, _ = overlap.checks(context)
     assert link.run().outcome == "inconclusive"  # the link may be such
     # On a busy machine kernels may take so long that copies hardly count.
     assert any(beside.run().outcome == "FAILED" for _ in range(10))
@@ -135,7 +135,7 @@ def test_what_a_device_lacks_is_skipped_with_the_reason(monkeypatch, accelerator
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 0)  # as of one that does not count
     ran = run("--device", str(accelerator), "--quick", "--only", "memory", "--json")
     assert ran.exit_code == 0
-    assert all("does not tell" in row["reason"] for row in rows_of(ran).values())
+    assert all("does not report" in row["reason"] for row in rows_of(ran).values())
 
     def no_half(*args, dtype=None, **how):
         if dtype == torch.bfloat16:
@@ -144,8 +144,8 @@ def test_what_a_device_lacks_is_skipped_with_the_reason(monkeypatch, accelerator
 
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", no_half)
-    bench = Bench(accelerator, quick=True)
-    verdict = next(check for check in parity.checks(bench) if check.name == "bf16").run()
+    context = CheckContext(accelerator, quick=True)
+    verdict = next(check for check in parity.checks(context) if check.name == "bf16").run()
     assert verdict.outcome == "skipped"
     assert "BFloat16 is not supported here" in verdict.reason
 

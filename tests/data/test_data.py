@@ -8,12 +8,12 @@ import torch
 
 from ferryman.data import text
 from ferryman.data.text import as_bytes, find_files, with_tokenizer, write_tokens
-from ferryman.data.tokens import Part, Tokens, open_tokens
+from ferryman.data.tokens import TokenFile, Tokens, open_tokens
 from ferryman.data.windows import Windows, permuted
 
 
 def counting(count):
-    return Tokens([Part("counting", np.arange(count))], count)
+    return Tokens([TokenFile("counting", np.arange(count))], count)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 100, 1000])
@@ -66,7 +66,7 @@ def test_evaluation_leaves_the_position():
 
 def test_files_are_read_as_one():
     parts = [np.arange(10, dtype=np.uint16), np.arange(10, 13, dtype=np.uint8), np.arange(13, 40, dtype=np.int64)]
-    tokens = Tokens([Part("part", ids) for ids in parts], 40)
+    tokens = Tokens([TokenFile("part", ids) for ids in parts], 40)
     for start in range(40):
         for stop in range(start, 41):
             assert torch.equal(tokens.read(start, stop), torch.arange(start, stop))
@@ -85,12 +85,12 @@ def test_token_files(dtype, tmp_path):
     ("name", "content", "message"),
     [
         ("a.bin", b"", "is empty"),
-        ("a.bin", b"abc", "3 bytes are no whole number of uint16 tokens"),
+        ("a.bin", b"abc", "3 bytes is not a multiple of 2, the size of a uint16 token"),
         ("a.bin", np.arange(300, dtype=np.uint32).tobytes(), "every second token is 0.*--token-dtype uint32"),
-        ("a.bin", np.full(9, 300, dtype=np.uint16).tobytes(), "token 0 is 300, and the model's vocabulary has 256"),
+        ("a.bin", np.full(9, 300, dtype=np.uint16).tobytes(), "token 0 is 300, but the model's vocabulary has 256"),
         ("a.npy", b"no numpy", "cannot be read as a .npy file"),
-        ("a.npy", np.zeros((3, 3), dtype=np.int64), r"one row of whole numbers.*int64 of shape \(3, 3\)"),
-        ("a.npy", np.zeros(5), "one row of whole numbers.*float64"),
+        ("a.npy", np.zeros((3, 3), dtype=np.int64), r"a one-dimensional array of integers.*int64 of shape \(3, 3\)"),
+        ("a.npy", np.zeros(5), "a one-dimensional array of integers.*float64"),
         ("a.npy", np.zeros(0, dtype=np.int64), "is empty"),
         ("a.npy", np.array([1, 2, -1]), "token 2 is -1"),
     ],
@@ -105,7 +105,7 @@ def test_token_files_that_are_wrong(name, content, message, tmp_path):
 def test_a_wrong_token_in_the_midst_is_found_when_it_is_read():
     ids = np.zeros(2_000_000, dtype=np.uint16)
     ids[1_234_567] = 999
-    tokens = Tokens([Part("some.bin", ids)], 256)
+    tokens = Tokens([TokenFile("some.bin", ids)], 256)
     with pytest.raises(ValueError, match=r"some\.bin: token 1234567 is 999"):
         tokens.read(1_234_560, 1_234_570)
 
@@ -122,7 +122,7 @@ def test_a_large_file_is_not_in_memory(tmp_path):
 
 
 def test_text_becomes_its_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "_CHUNK", 16)
+    monkeypatch.setattr(text, "_CHUNK_BYTES", 16)
     contents = ["a\nline\nand another that is long\n", "x" * 100 + "\nü", "", "no newline"]
     for number, content in enumerate(contents):
         (tmp_path / f"{number}.txt").write_text(content)
@@ -136,7 +136,7 @@ def test_text_becomes_its_bytes(tmp_path, monkeypatch):
 def test_text_through_a_tokenizer(tmp_path, monkeypatch):
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr(text, "_CHUNK", 16)
+    monkeypatch.setattr(text, "_CHUNK_BYTES", 16)
     words = {"the": 0, "ferry": 1, "crosses": 2, "[?]": 3}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[?]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -170,7 +170,7 @@ def test_what_is_hidden_or_the_run_itself_is_no_data(tmp_path):
 
 def test_a_token_that_the_model_does_not_know_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"a\.txt: the tokenizer makes token 70000 of it.*vocabulary has 300"):
+    with pytest.raises(ValueError, match=r"a\.txt: the tokenizer produced token 70000.*vocabulary has 300"):
         write_tokens([tmp_path / "a.txt"], tmp_path / "tokens.bin", lambda text: [7, 70_000], "uint16", 0, 300)
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 

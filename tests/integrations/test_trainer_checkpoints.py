@@ -62,7 +62,7 @@ def test_resumes_what_a_plain_trainer_has_saved(accelerator, tmp_path):
     last = tmp_path / f"checkpoint-{plain.state.global_step}"
     (last / "notes.txt").write_text("mine")
     made = ferryman_trainer(accelerator, "llama", tmp_path, **SAVING)
-    with pytest.warns(UserWarning, match="was a plain Trainer's"):  # nothing of it is lost
+    with pytest.warns(UserWarning, match="was saved by a plain Trainer"):  # nothing of it is lost
         made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert (tmp_path / f"plain-{last.name}" / "notes.txt").read_text() == "mine"
     assert_same_logs(made, plain, limit=1)  # the same entries
@@ -70,5 +70,5 @@ def test_resumes_what_a_plain_trainer_has_saved(accelerator, tmp_path):
 
 
 def test_says_where_there_is_nothing_to_resume(tmp_path):
-    with pytest.raises(ValueError, match="no whole checkpoint in"):
+    with pytest.raises(ValueError, match="no complete checkpoint in"):
         ferryman_trainer("cpu", "llama", tmp_path).train(resume_from_checkpoint=True)

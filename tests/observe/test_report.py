@@ -13,7 +13,7 @@ import torch
 from ferryman.engine import Engine
 from ferryman.observe.report.figures import RESOURCES, figures_of, kind_of
 from ferryman.observe.report.recording import read
-from ferryman.observe.trace import Span, Trace
+from ferryman.observe.trace import Trace, TraceSpan
 from support.devices import torch_virtual
 from support.models import gpt2, text
 from support.report_page import command, place_of
@@ -106,9 +106,10 @@ def made_of(tmp_path, spans, seconds=0.0, **facts):
 
 
 def test_lanes_that_share_a_link_count_once(tmp_path):
-    spans = [Span("h2d", "fetch a", 0.0, 4.0, 8), Span("stash in", "restore stash", 3.0, 9.0, 8),
-             Span("compute", "visit a (forward)", 1.0, 3.0, 0), Span("compute", "visit a (backward)", 5.0, 9.0, 0),
-             Span("host", "update a", 9.0, 12.0, 0)]  # fmt: skip
+    spans = [TraceSpan("h2d", "fetch a", 0.0, 4.0, 8), TraceSpan("stash in", "restore stash", 3.0, 9.0, 8),
+             TraceSpan("compute", "visit a (forward)", 1.0, 3.0, 0),
+             TraceSpan("compute", "visit a (backward)", 5.0, 9.0, 0),
+             TraceSpan("host", "update a", 9.0, 12.0, 0)]  # fmt: skip
     (account,) = figures_of(read(made_of(tmp_path, spans, seconds=10.0))[0]).accounts
     assert account.whole.busy == pytest.approx({"compute": 6, "link in": 9, "host": 1}, abs=0.01)
     assert (account.whole.bound, account.whole.share) == ("link in", pytest.approx(0.9, abs=0.01))
@@ -119,18 +120,18 @@ def test_lanes_that_share_a_link_count_once(tmp_path):
 
 
 def test_a_step_that_nothing_fills_is_not_said_to_be_bounded(tmp_path):
-    path = made_of(tmp_path, [Span("compute", "visit a (forward)", 0.0, 5.0, 0)], seconds=10.0)
+    path = made_of(tmp_path, [TraceSpan("compute", "visit a (forward)", 0.0, 5.0, 0)], seconds=10.0)
     whole = figures_of(read(path)[0]).typical.whole
     assert (whole.busiest, whole.bound, whole.share) == ("compute", None, pytest.approx(0.5, abs=0.01))
 
 
 def test_a_run_whose_figures_were_thinned_says_so(tmp_path, monkeypatch, capsys, show):
-    monkeypatch.setattr("ferryman.observe.trace._FIGURES", 10)
+    monkeypatch.setattr("ferryman.observe.trace._MAX_OLD_STEPS", 10)
     trace, path = Trace(keep_steps=2), tmp_path / "long.json"
     trace.add_lane("host")
     for number in range(50):
         trace.begin_step(number)
-        trace.add(Span("host", "work", trace.now() - 1e-5, trace.now(), 0))
+        trace.add(TraceSpan("host", "work", trace.now() - 1e-5, trace.now(), 0))
         trace.note(number, f"updates of step {number}", {"device_share": 0.5})
         trace.end_step(loss=1.0, micro_batches=1)
     trace.save(path)
@@ -139,9 +140,9 @@ def test_a_run_whose_figures_were_thinned_says_so(tmp_path, monkeypatch, capsys,
     assert [step.number for step in recording.steps] == numbers
     assert list(recording.updates) == numbers
     assert recording.facts["thinned"] == {"every": 8, "steps": 50}
-    assert "of 50 steps in all, older ones thinned to one in 8" in show(path).locator("#headline").inner_text()
+    assert "of 50 steps in total, every 8th of the older ones" in show(path).locator("#headline").inner_text()
     assert command(monkeypatch, path) == 0
-    assert "50 steps (8 of them recorded, older ones thinned to one in 8)" in capsys.readouterr().out
+    assert "50 steps (8 of them recorded, every 8th of the older ones)" in capsys.readouterr().out
 
 
 def test_every_label_of_a_run_has_a_kind(run):
@@ -184,7 +185,7 @@ def above(run, tmp_path):
 
 def test_the_page_warns_of_a_peak_above_the_budget(run, above, show):
     assert "Warning" not in show(run[1]).locator("#headline").inner_text()
-    assert "Warning: 2 KiB above the budget" in show(above).locator("#headline").inner_text()
+    assert "Warning: 2.00 KiB above the budget" in show(above).locator("#headline").inner_text()
 
 
 def test_the_command_warns_of_a_peak_above_the_budget(run, above, tmp_path, monkeypatch, capsys):
@@ -304,25 +305,29 @@ def test_light_and_dark_wide_and_narrow(run, show, scheme, width):
 
 def test_what_is_missing_is_said(tmp_path, show):
     """Lanes alone: no steps, no memory, no updates, no facts."""
-    page = show(made_of(tmp_path, [Span("host", "work", 0.0, 1.0, 0), Span("h2d", "copy", 0.2, 0.4, 100)]))
+    page = show(made_of(tmp_path, [TraceSpan("host", "work", 0.0, 1.0, 0), TraceSpan("h2d", "copy", 0.2, 0.4, 100)]))
     words = page.locator("main").inner_text()
-    for missing in ("no steps were recorded", "no samples of it", "has no updates", "no loss to show"):
+    for missing in ("no steps recorded", "no samples of device memory", "has no updates", "no loss to show"):
         assert missing in words, missing
     assert page.locator("#memory").is_hidden()
     assert page.locator("#step option").all_inner_texts() == ["whole trace"]
 
 
 def test_a_loss_that_is_not_finite_and_a_device_without_memory(tmp_path, show):
-    page = show(made_of(tmp_path, [Span("compute", "visit a (forward)", 0, 1, 0)], seconds=2.0, device="cpu"))
+    page = show(made_of(tmp_path, [TraceSpan("compute", "visit a (forward)", 0, 1, 0)], seconds=2.0, device="cpu"))
     words = page.locator("main").inner_text()
     assert "losses of these steps are not in the trace" in words
-    assert "the device is the host" in words
+    assert "the device is the CPU" in words
 
 
 def test_labels_are_text_and_never_markup(tmp_path, show):
     label = "</script><b id=x>fetch</b><!-- {{style}} {{data}} &amp;"
     path = made_of(
-        tmp_path, [Span("h2d", label, 0.0, 1.0, 5)], model="<img src=x onerror=alert(1)>", parameters=1, device="<i>"
+        tmp_path,
+        [TraceSpan("h2d", label, 0.0, 1.0, 5)],
+        model="<img src=x onerror=alert(1)>",
+        parameters=1,
+        device="<i>",
     )
     named = path.rename(tmp_path / "<b>&{{data}}.json")
     page = show(named)
@@ -336,7 +341,7 @@ def test_labels_are_text_and_never_markup(tmp_path, show):
 
 def test_what_is_drawn_is_bounded_by_pixels_not_by_spans(tmp_path, show):
     lanes, count = ("compute", "h2d", "host"), 6_000
-    spans = [Span(lane, f"work {i % 50}", i / 1e3, (i + 0.9) / 1e3, 100) for lane in lanes for i in range(count)]
+    spans = [TraceSpan(lane, f"work {i % 50}", i / 1e3, (i + 0.9) / 1e3, 100) for lane in lanes for i in range(count)]
     page = show(made_of(tmp_path, spans))
     drawn = page.evaluate(
         """() => {
@@ -405,14 +410,14 @@ def test_the_command_prints_figures_for_machines(run, tmp_path, monkeypatch, cap
         (None, "there is no file"),
         ("loss 3.5", "is not a trace"),
         ("[1, 2]", "'traceEvents' is missing"),
-        ('{"traceEvents": []}', "not one of ferryman's"),
+        ('{"traceEvents": []}', "was not recorded by ferryman"),
         ('{"traceEvents": [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "ferryman"}}]}', "is empty"),
         (
             '{"traceEvents": [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "ferryman"}}, '
             '{"ph": "X", "name": "a", "pid": 0, "tid": 3, "ts": 1, "dur": 1}]}',
             "is damaged",
         ),
-        (b"\xff\xfe\x00", "not even text"),
+        (b"\xff\xfe\x00", "not a text file"),
     ],
 )
 def test_what_is_no_trace_is_refused_by_what_is_wrong(content, words, tmp_path, monkeypatch, capsys):
@@ -428,6 +433,6 @@ def test_what_is_no_trace_is_refused_by_what_is_wrong(content, words, tmp_path, 
 
 def test_a_place_that_is_not_there_is_named(run, tmp_path, monkeypatch, capsys):
     assert command(monkeypatch, run[1], "-o", tmp_path / "no" / "report.html") == 2
-    assert "there is no directory" in capsys.readouterr().err
+    assert "does not exist; create it first" in capsys.readouterr().err
     assert command(monkeypatch, tmp_path) == 2
     assert "is a directory" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def test_others_are_found_beside_or_given_and_strangers_are_not_taken(several, t
         content["otherData"]["ferryman"]["1"].update(change)
         theirs.write_text(json.dumps(content))
         assert [recording.rank for recording in read(mine)] == [0]
-    with pytest.raises(ValueError, match=r"are both of rank 0; give one trace for each rank"):
+    with pytest.raises(ValueError, match=r"both belong to rank 0; give one trace for each rank"):
         read(mine, path)
 
 
@@ -60,7 +60,7 @@ def test_figures_are_of_all_ranks_and_name_the_one_they_wait_for(several, tmp_pa
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
     assert figures[0].typical.whole.busy["other ranks"] > 0
     assert command(monkeypatch, path, "-o", tmp_path / "both.html") == 0
-    assert "together: the others wait for rank 1" in capsys.readouterr().out
+    assert "all ranks: the other ranks wait for rank 1" in capsys.readouterr().out
     shutil.copy(path, tmp_path / "one.json")
     assert command(monkeypatch, tmp_path / "one.json", trace_path(path, 1)) == 0
     assert "rank 1: 4 steps" in capsys.readouterr().out
@@ -85,8 +85,8 @@ def test_each_rank_has_a_group_of_rows(several, show):
     page.mouse.move(x, y)
     assert "rank 0, lane exchange" in page.locator("#tip").inner_text()
     assert "2 ranks" in page.locator("#facts").inner_text()
-    assert "the others wait for rank 1" in page.locator("#headline").inner_text()
-    assert "rank 1, for which the others wait" in page.locator("#where").inner_text()
+    assert "the other ranks wait for rank 1" in page.locator("#headline").inner_text()
+    assert "rank 1, which the other ranks wait for" in page.locator("#where").inner_text()
     assert "gradients to the ranks that own them" in page.locator("#where").inner_text()
     assert "rank 0" in page.locator("#memory-title").inner_text()
     page.locator("#memory").hover()

@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from ferryman.cli.model import describe
+from ferryman.cli.model_argument import parse_model
 from ferryman.engine import Engine
 from ferryman.forecast.dry_run import NotRehearsedError, rehearse
 from ferryman.forecast.estimate import Machine, Training, look_ahead
@@ -27,7 +27,7 @@ from support.slow import slow
 RATES = Rates(host=1e9, device=math.inf, link_in=10e9, link_out=5e9)
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}
 MODELS = {
-    "gpt": lambda: describe("gpt:layers=4,width=64,heads=4,context=128").config,
+    "gpt": lambda: parse_model("gpt:layers=4,width=64,heads=4,context=128").config,
     "llama": lambda: hf.LlamaConfig(**SIZES, vocab_size=512, num_key_value_heads=2),
     "mixtral": lambda: hf.MixtralConfig(**SIZES, vocab_size=256, num_key_value_heads=2, num_local_experts=4),
 }

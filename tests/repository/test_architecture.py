@@ -48,3 +48,31 @@ def test_every_folder_has_its_layer():
 
 def test_only_the_engine_lies_beside_the_folders():
     assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "_version.py", "engine.py"}
+
+
+def files_in_the_map():
+    """Paths of the Python files in the tree of docs/architecture.md, from its indentation."""
+    page = (ROOT.parents[1] / "docs" / "architecture.md").read_text()
+    tree = page.split("```")[1].split("src/ferryman/\n")[1].split("\nnative/")[0]
+    folders: list[str] = []
+    for line in tree.splitlines():
+        name, _, description = line.strip().partition(" ")
+        assert description.strip(), f"{name} has no description"
+        folders = folders[: (len(line) - len(line.lstrip())) // 2 - 1]
+        if name.endswith("/"):
+            folders.append(name)
+        else:
+            yield "".join(folders) + name
+
+
+def test_the_map_lists_every_file():
+    there = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py")}
+    there = {path for path in there if not path.endswith("/__init__.py")}
+    listed = list(files_in_the_map())
+    assert len(listed) == len(set(listed))
+    assert set(listed) == there
+
+
+def test_no_two_files_share_a_name():
+    names = [path.stem for path in ROOT.rglob("*.py") if path.stem != "__init__"]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer
 
-from ferryman.cli import loop
+from ferryman.cli import training_run
 from ferryman.distributed.ranks import RankError, Ranks
 from ferryman.engine import Engine
 from ferryman.observe.trace import Trace, trace_path
@@ -315,13 +315,13 @@ def record(path, counts, **options):
 def command(*arguments, of_rank=(), fails=False):
     """Runs `ferryman train`. Returns exit code, output and error. `of_rank`: further arguments for each rank."""
     arguments = [*arguments, *(of_rank[dist.get_rank()] if of_rank else ())]
-    before = loop.evaluate
+    before = training_run.evaluate
     if fails and dist.get_rank() == 1:
-        loop.evaluate = _no_room
+        training_run.evaluate = _no_room
     try:
         result = train_command(*arguments)
     finally:
-        loop.evaluate = before
+        training_run.evaluate = before
     told = f"{type(result.exception).__name__}: {result.exception}"
     return result.exit_code, result.output, told if result.exception else None
 

@@ -1,4 +1,4 @@
-"""CRC-32, as zlib has it: of pieces of memory, and beside a stream, by a thread of its own."""
+"""CRC-32 checksums as computed by zlib: of memory, and of a stream on a background thread."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 from ferryman.runtime import native
 
 _POLYNOMIAL = 0xEDB88320
-_SHORT = 4096  # bytes, below which a call into the library costs more than it gains
+_MIN_NATIVE_BYTES = 4096  # for fewer bytes, calling the native library costs more than it gains
 
 
 def crc32(data: memoryview, crc: int = 0) -> int:
-    if len(data) < _SHORT or not _width():
+    if len(data) < _MIN_NATIVE_BYTES or not _width():
         return zlib.crc32(data, crc)
     library = native.library()
     assert library is not None
@@ -27,18 +27,18 @@ def crc32(data: memoryview, crc: int = 0) -> int:
 
 @functools.cache
 def _width() -> int:
-    """How much the library takes at a time; 0 without it."""
+    """The vector width in which the native library computes; 0 without the library."""
     library = native.library()
     return 0 if library is None else int(library.ferryman_crc32_width())
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """Of two pieces one after the other, from the checksum of each; the second has `length` bytes."""
+    """The checksum of two concatenated pieces, from their checksums; the second piece has `length` bytes."""
     return _times(_power(8 * length), first) ^ second
 
 
 def _times(a: int, b: int) -> int:
-    """Of polynomials modulo that of the checksum. As everywhere here, the highest bit is that of x to the 0."""
+    """The product of two polynomials modulo that of the checksum. The highest bit is the coefficient of x^0."""
     product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -49,7 +49,7 @@ def _times(a: int, b: int) -> int:
 
 @functools.lru_cache(64)
 def _power(exponent: int) -> int:
-    """Of x."""
+    """x^exponent, modulo the polynomial of the checksum."""
     result, square = 1 << 31, 1 << 30
     while exponent:
         if exponent & 1:
@@ -58,10 +58,10 @@ def _power(exponent: int) -> int:
     return result
 
 
-class Follower:
-    """Follows a stream, at most a few chunks behind."""
+class BackgroundChecksum:
+    """Computes the checksum of a stream on a background thread, at most a few chunks behind."""
 
-    _BEHIND = 8
+    _MAX_PENDING = 8
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "checksum")
@@ -69,13 +69,13 @@ class Follower:
         self._crc = 0
 
     def add(self, pieces: Sequence[memoryview]) -> None:
-        """The memory must stay as it is until `value` is asked for."""
+        """Adds the next pieces of the stream. Their memory must not change until `value` has returned."""
         self.do(lambda: self._follow(pieces))
 
     def do(self, act: Callable[[], None]) -> None:
-        """Something else that is to be done beside the stream."""
+        """Runs other work on the background thread."""
         self._under_way.append(self._pool.submit(act))
-        while len(self._under_way) > self._BEHIND:
+        while len(self._under_way) > self._MAX_PENDING:
             self._under_way.popleft().result()
 
     def value(self) -> int:
@@ -87,7 +87,7 @@ class Follower:
         for piece in pieces:
             self._crc = crc32(piece, self._crc)
 
-    def __enter__(self) -> Follower:
+    def __enter__(self) -> BackgroundChecksum:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint is of: an engine's parts, and how their tensors are called in files."""
+"""What a checkpoint saves: the parts of an engine, and the names of their tensors in files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from ferryman.server.store import RamStore
 
 
 class Stateful(Protocol):
-    """Whatever is saved beside the model: a scheduler, the position in the data."""
+    """An object saved with the model, such as a scheduler or the position in the data."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -28,7 +28,7 @@ class Stateful(Protocol):
 
 
 class Files(Protocol):
-    """What is nothing but files beside the model: a tokenizer. They are saved, and read by whoever needs them."""
+    """An object that is saved as files beside the model, such as a tokenizer. The engine does not load it."""
 
     def save_pretrained(self, directory: Any, /) -> Any: ...
 
@@ -36,8 +36,8 @@ class Files(Protocol):
 Objects = Mapping[str, Stateful | Files]
 
 
-def split(objects: Objects) -> tuple[dict[str, Stateful], list[Files]]:
-    """Those with a state, a model of transformers among them; and those that are files alone."""
+def split_objects(objects: Objects) -> tuple[dict[str, Stateful], list[Files]]:
+    """Separates objects with a state from those that are only saved as files."""
     with_state: dict[str, Stateful] = {}
     files: list[Files] = []
     for name, thing in objects.items():
@@ -47,7 +47,7 @@ def split(objects: Objects) -> tuple[dict[str, Stateful], list[Files]]:
             files.append(thing)
         else:
             raise ValueError(
-                f"objects={{{name!r}: ...}} is a {type(thing).__name__}; what is saved must have state_dict() and "
+                f"objects={{{name!r}: ...}} is a {type(thing).__name__}; objects to save must have state_dict() and "
                 "load_state_dict(), or save_pretrained()"
             )
     return with_state, files
@@ -55,7 +55,7 @@ def split(objects: Objects) -> tuple[dict[str, Stateful], list[Files]]:
 
 @dataclass(frozen=True)
 class Contents:
-    """Of an engine, when no lane has work and all state is on the host."""
+    """The parts of an engine that a checkpoint saves. Used while no lane has work and all state is on the host."""
 
     model: nn.Module
     device: torch.device
@@ -67,31 +67,31 @@ class Contents:
 
     @property
     def is_adapted(self) -> bool:
-        """Whether it is a model of PEFT: then what trains is saved, and the model below is the user's to keep."""
+        """Whether the model has PEFT adapters. Then only trained parameters are saved, not the base model."""
         return hasattr(self.model, "peft_config") and hasattr(self.model, "get_base_model")
 
     def check_whole(self) -> None:
-        """Refuses to save what would not be the same when it is loaded."""
+        """Raises if a checkpoint could not restore the engine's current state."""
         self.store.check_values()
         for unit in self.units:
             unchanged(unit, self.store.weights(unit), self.store.trained)
             if self.optimizer_view is not None and any(item.tensor.grad is not None for item in unit.trained):
                 raise ValueError(
-                    "there are gradients, from forward_backward, that no update has used yet, and a checkpoint has "
-                    "none: save after engine.update(), or forget them with engine.zero_grad()"
+                    "there are gradients from forward_backward that no update has used yet, and a checkpoint does not "
+                    "save gradients: save after engine.update(), or discard them with engine.zero_grad()"
                 )
 
     def names(self) -> dict[Item, str]:
-        """How each tensor is called, of those that a state_dict has; for shared ones, as transformers does."""
+        """The name in files of each tensor of the state_dict; for shared tensors the name that transformers uses."""
         lasting = self.model.state_dict()
         if strange := [name for name, value in lasting.items() if not isinstance(value, torch.Tensor)]:
             raise ValueError(
-                f"{strange[0]!r} in the model's state_dict is no tensor, and a checkpoint has only tensors"
+                f"{strange[0]!r} in the model's state_dict is not a tensor; a checkpoint can only hold tensors"
             )
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
         dropped = set(getattr(self.model, "_keys_to_ignore_on_save", None) or ())
         found = {}
-        for unit in sorted(self.units, key=lambda unit: bool(unit.modules)):  # residents first: the first rank's count
+        for unit in sorted(self.units, key=lambda unit: bool(unit.modules)):  # residents first
             for item in unit.items:
                 of_item = [place.name for place in item.places if place.name in lasting]
                 left_out = not item.trains and (self.is_adapted or dropped.issuperset(of_item))
@@ -104,7 +104,7 @@ class Contents:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Of all generators that training code draws from."""
+    """The states of the global random generators of Python, numpy, torch and the device."""
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
         found["numpy"] = numpy.random.get_state(legacy=False)
@@ -114,10 +114,28 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Those of another kind of device are left out."""
+    """Restores the states, except those of another type of device."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.set_state(states["numpy"])
     if device.type in states and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[device.type], device)
+
+
+class StateKey(NamedTuple):
+    """The name of a piece of optimizer state in a file: `layers.0.weight/exp_avg`. Where several ranks saved one part
+    each, the offset of the part follows: `layers.0.weight/exp_avg@4096`."""
+
+    name: str  # of the parameter
+    key: str  # in the optimizer's state
+    start: int = 0  # offset of the first element
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.key}" + (f"@{self.start}" if self.start else "")
+
+
+def parse_state_key(text: str) -> StateKey:
+    name, _, rest = text.rpartition("/")
+    key, _, start = rest.partition("@")
+    return StateKey(name, key, int(start or 0))

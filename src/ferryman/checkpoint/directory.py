@@ -1,9 +1,9 @@
-"""A directory that is replaced in one moment: whoever looks, at any time, finds the old one or the new one, whole.
+"""Directories that are replaced atomically: a reader finds the complete old one or the complete new one at any time.
 
-The new one is written beside the old, under a hidden name, and takes its place when all of it is on the disk. Where the
-system can exchange two names (Linux), there is no moment without either; elsewhere the old one moves aside first, and
-`current` finds it there if the process died in between. What such a process leaves behind (`.name.partial`,
-`.name.before`, `.name.lock`) goes with the next save.
+The new directory is written beside the old one under a hidden name, and takes its place once it is on the disk. Where
+the system can exchange two names (Linux), one of them exists at every moment. Elsewhere the old directory is moved
+aside first, and `current` finds it there if the process died in between. The next save removes what a killed process
+has left behind (`.name.partial`, `.name.before`, `.name.lock`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ferryman.runtime.sizes import show_bytes
 
 MANIFEST = Path("ferryman") / "checkpoint.json"
 
-_EXCHANGE = 2  # RENAME_EXCHANGE, of renameat2
-_HERE = -100  # AT_FDCWD
+_RENAME_EXCHANGE = 2  # flag of renameat2
+_AT_FDCWD = -100
 
-_HIDDEN = ("partial", "before", "lock")  # what is beside a directory while it is replaced
+_HIDDEN = ("partial", "before", "lock")  # suffixes of hidden names beside a directory while it is replaced
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -33,23 +33,21 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def current(directory: Path) -> Path:
-    """Where the directory's content is."""
+    """The path that holds the directory's content: usually itself, or where an interrupted save moved it."""
     aside = _hidden(directory, "before")
     return aside if not directory.exists() and is_checkpoint(aside) else directory
 
 
 def check_replaceable(directory: Path) -> None:
-    """Refuses to write over anything but a checkpoint, and what cannot be replaced."""
+    """Raises if the directory holds anything but a checkpoint, or cannot be replaced."""
     if directory.is_dir():
         if directory.is_mount():
-            raise ValueError(
-                f"{directory} is where a disk is mounted, so it cannot be replaced; give a directory inside of it"
-            )
+            raise ValueError(f"{directory} is a mount point, so it cannot be replaced; give a directory inside it")
         held = sorted(path.name for path in directory.iterdir())
         if held and not is_checkpoint(directory):
             raise ValueError(
-                f"{directory} holds something else than a checkpoint ({', '.join(held[:3])}"
-                f"{', ...' if len(held) > 3 else ''}), and would be replaced; give an empty or a new directory"
+                f"{directory} is not a checkpoint (it holds {', '.join(held[:3])}{', ...' if len(held) > 3 else ''}) "
+                "and is not replaced; give an empty or a new directory"
             )
     elif directory.exists():
         raise ValueError(f"{directory} is a file; a checkpoint is a directory")
@@ -57,15 +55,15 @@ def check_replaceable(directory: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(directory: Path, *, needs: int) -> Iterator[Path]:
-    """An empty directory to write into. It takes the place of `directory` when the block has ended well.
+    """Yields an empty directory to write into, which replaces `directory` when the block ends without an exception.
 
-    `needs`: bytes that will be written.
+    `needs` is the number of bytes that will be written.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = _hidden(directory, "partial")
     with _locked(directory):
         try:
-            if partial.exists():  # of a process that died
+            if partial.exists():  # left by a killed process
                 shutil.rmtree(partial)
             partial.mkdir()
             if needs > shutil.disk_usage(partial).free:
@@ -80,8 +78,8 @@ def replacing(directory: Path, *, needs: int) -> Iterator[Path]:
                 free = shutil.disk_usage(directory.parent).free
                 raise OSError(
                     error.errno,
-                    f"the disk is full: the checkpoint needs {show_bytes(needs)} beside what is there, "
-                    f"and {show_bytes(free)} are free. What was saved before is as it was",
+                    f"the disk is full: the checkpoint needs {show_bytes(needs)}, and {show_bytes(free)} is free. The "
+                    "previous checkpoint is unchanged",
                     str(directory),
                 ) from error
             raise
@@ -91,7 +89,7 @@ def replacing(directory: Path, *, needs: int) -> Iterator[Path]:
 
 
 def carry_over(old: Path, new: Path, is_ours: Callable[[str], bool]) -> None:
-    """What somebody else has put into the old directory stays."""
+    """Copies the files that others have put into the old directory, as hard links where possible."""
     for inside, folders, files in os.walk(old):
         links = [name for name in folders if (Path(inside) / name).is_symlink()]
         for source in (Path(inside) / name for name in (*files, *links)):
@@ -107,9 +105,9 @@ def carry_over(old: Path, new: Path, is_ours: Callable[[str], bool]) -> None:
 
 
 def series(directory: Path) -> list[Path]:
-    """The checkpoints in a directory of them, as they were saved, the newest last.
+    """The checkpoints in a directory, in the order in which they were saved, the newest last.
 
-    Not by their steps: whoever goes back to an earlier one, and on from there, means the later ones no more.
+    Not in the order of steps: after a run has been resumed from an earlier step, its later checkpoints are outdated.
     """
     names = {path.name for path in directory.glob("step-*")} | {_shown(path) for path in _leftovers(directory)}
     found = [current(directory / name) for name in sorted(names)]
@@ -121,26 +119,26 @@ def in_series(directory: Path, step: int) -> Path:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Of one in a series."""
+    """The step of a checkpoint in a series."""
     return int(_shown(checkpoint).removeprefix("step-"))
 
 
 def prune(directory: Path, keep: int, newest: Path) -> None:
-    """The newest `keep` of a series stay; and what a process left behind that died is removed.
+    """Removes all but the newest `keep` checkpoints of a series, and what killed processes have left behind.
 
-    `newest` is the one that was just saved: it is that, whatever the clock says of the others.
+    `newest` is the checkpoint that was just saved; it is kept even if others have a later time stamp.
     """
     others = [path for path in series(directory) if path != newest]
     for old in others[: max(0, len(others) - (keep - 1))]:
         shown = directory / _shown(old)
         with _locked(shown):
-            gone = _hidden(shown, "partial")  # and so not a checkpoint any more, from the first moment on
+            gone = _hidden(shown, "partial")  # renamed first, so that a half-removed checkpoint is never found
             shutil.rmtree(gone, ignore_errors=True)
             old.rename(gone)
             shutil.rmtree(gone)
     for leftover in _leftovers(directory):
         shown = directory / _shown(leftover)
-        with contextlib.suppress(ValueError), _locked(shown):  # its process may be alive
+        with contextlib.suppress(ValueError), _locked(shown):  # unless its process is still running
             if leftover.is_dir() and leftover != current(shown):
                 shutil.rmtree(leftover)
 
@@ -155,7 +153,7 @@ def _shown(path: Path) -> str:
 
 
 def _saved(checkpoint: Path) -> float:
-    """When; of one that does not tell, or is damaged, when its last file was written."""
+    """The time at which it was saved; for a damaged manifest, the time at which that file was written."""
     try:
         return float(json.loads((checkpoint / MANIFEST).read_text())["content"]["saved"])
     except (ValueError, KeyError, TypeError):
@@ -163,7 +161,7 @@ def _saved(checkpoint: Path) -> float:
 
 
 def last_saved(directory: Path) -> float:
-    """Of a series; the next one comes after that, even if the clock was set back."""
+    """The time of the newest checkpoint of a series. The next one gets a later time even if the clock was set back."""
     return max(map(_saved, series(directory)), default=0.0)
 
 
@@ -175,13 +173,13 @@ def _hidden(directory: Path, what: str) -> Path:
 def _locked(directory: Path) -> contextlib.AbstractContextManager[None]:
     return locked(
         _hidden(directory, "lock"),
-        f"another process is saving to {directory} at this moment; give each its own directory",
+        f"another process is saving to {directory} right now; give each process its own directory",
     )
 
 
 @contextlib.contextmanager
 def locked(path: Path, refusal: str) -> Iterator[None]:
-    """The lock ends with the process, however that ends. A file: a directory cannot be locked over NFS."""
+    """Holds a lock file, which the system releases when the process ends. (Directories cannot be locked over NFS.)"""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -190,7 +188,7 @@ def locked(path: Path, refusal: str) -> Iterator[None]:
             except BlockingIOError:
                 raise ValueError(refusal) from None
             except OSError as error:
-                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # there are no locks there
+                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # no support for locks: go on
                     raise
             if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
                 try:
@@ -208,7 +206,7 @@ def _put_in_place(partial: Path, directory: Path) -> None:
         partial.rename(directory)
     elif _exchange(partial, directory):
         _sync(directory.parent)
-        shutil.rmtree(partial, ignore_errors=True)  # what was there before
+        shutil.rmtree(partial, ignore_errors=True)  # the old directory, after the exchange
     else:
         shutil.rmtree(aside, ignore_errors=True)
         directory.rename(aside)
@@ -218,11 +216,11 @@ def _put_in_place(partial: Path, directory: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Whether the system can do it."""
+    """Exchanges two names atomically; returns whether the system supports that."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    return bool(rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0)
+    return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
 def _sync(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it consists of, and how each file is known to be as it was written."""
+"""The manifest of a checkpoint: its contents, and the size and checksum of each of its files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ferryman.checkpoint import directory as directories
 from ferryman.checkpoint import tensor_file
 from ferryman.checkpoint.stream import DamagedError
-from ferryman.checkpoint.tensor_file import Sum
+from ferryman.checkpoint.tensor_file import FileChecksum
 
 FORMAT = 1
 
@@ -29,10 +29,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{file} is damaged: {error}") from error
     if not intact:
-        raise DamagedError(f"{file} is damaged: its checksum is not that of what was written")
+        raise DamagedError(f"{file} is damaged: its checksum does not match")
     if content["format"] != FORMAT:
         raise ValueError(
-            f"{path} has the format {content['format']}, of ferryman {content['ferryman']}; this one reads {FORMAT}"
+            f"{path} has format {content['format']}, written by ferryman {content['ferryman']}; this version reads "
+            f"format {FORMAT}"
         )
     return content
 
@@ -44,7 +45,7 @@ def check_sizes(path: Path, manifest: dict[str, Any]) -> None:
             raise DamagedError(f"{file} is missing from the checkpoint")
         if (size := file.stat().st_size) != told["bytes"]:
             word = "truncated" if size < told["bytes"] else "damaged"
-            raise DamagedError(f"{file} is {word}: it has {size} bytes in place of {told['bytes']}")
+            raise DamagedError(f"{file} is {word}: it has {size} bytes instead of {told['bytes']}")
 
 
 def check_sums(path: Path, manifest: dict[str, Any], files: Iterable[str]) -> None:
@@ -52,13 +53,13 @@ def check_sums(path: Path, manifest: dict[str, Any], files: Iterable[str]) -> No
         check_sum(path, manifest, name, tensor_file.check_sum(path / name))
 
 
-def check_sum(path: Path, manifest: dict[str, Any], name: str, found: Sum) -> None:
+def check_sum(path: Path, manifest: dict[str, Any], name: str, found: FileChecksum) -> None:
     if found.crc32 != manifest["files"][name]["crc32"]:
-        raise DamagedError(f"{path / name} is damaged: its checksum is not that of what was written")
+        raise DamagedError(f"{path / name} is damaged: its checksum does not match")
 
 
 def is_whole(path: Path) -> bool:
-    """Whether all of a checkpoint is as it was written. All of it is read."""
+    """Whether a checkpoint is complete and undamaged. Reads all of its files."""
     try:
         manifest = read_manifest(path)
         check_sizes(path, manifest)

@@ -1,4 +1,4 @@
-"""Values for what no file has: tensors that a model computes for itself, such as tables for rotary embeddings."""
+"""Values for tensors that are in no file, because the model computes them, such as rotary embedding tables."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ferryman.model.units import Item
 
 
 def fill_missing(contents: Contents) -> None:
-    """Has a model of transformers set what came on meta and is in no file. Of others, a step will say what is missing.
+    """Lets a transformers model initialize tensors that were on the meta device and are in no file.
 
-    What a module has already is put back afterwards: it may set more than is missing.
+    For other models, the first step reports what is missing. `_init_weights` may also change tensors that have values,
+    so these are restored afterwards.
     """
     initialise: Any = getattr(contents.model, "_init_weights", None)
     if initialise is None:
@@ -25,9 +26,9 @@ def fill_missing(contents: Contents) -> None:
     for module in owners:
         own = [items[id(t)] for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
         if any(item in in_files for item in own if item in empty):
-            continue  # weights that a file should have are not made up
+            continue  # weights that should be in a file are not initialized
         if not all(contents.store.writes(units[item]) for item in own):
-            continue  # in memory that another rank fills
+            continue  # another rank writes this shared memory
         before = [(item, item.tensor.detach().clone()) for item in own if item not in empty]
         with torch.no_grad():
             initialise(module)

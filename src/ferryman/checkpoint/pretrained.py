@@ -1,7 +1,7 @@
-"""Pretrained weights, from a directory as transformers has them, into an engine's model.
+"""Loads pretrained weights from a transformers directory into an engine's model.
 
-Files may call tensors otherwise than the model does, or hold several where it has one (the experts of a mixture).
-transformers knows how its own models were called; what follows asks it, and moves tensors one group at a time.
+Files may use other names than the model, or several tensors where it has one (the experts of a mixture). transformers
+knows these conversions for its models; this module uses them, and converts one group of tensors at a time.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _SINGLE = "model.safetensors"
 
 @dataclass
 class _Group:
-    """Tensors of files that become one tensor, or a few, of the model."""
+    """Tensors in files that are converted into one or more tensors of the model."""
 
-    converter: Any = None  # transformers'; None: it is the very tensor
-    sources: list[tuple[str, str, Path, Entry]] = field(default_factory=list)  # name and pattern
+    converter: Any = None  # a transformers WeightConverter; None: one tensor that needs no conversion
+    sources: list[tuple[str, str, Path, Entry]] = field(default_factory=list)  # name, pattern, file, entry
 
 
 class Weights:
-    """In files, compared with the engine's model before anything is changed."""
+    """Weights in files. The constructor checks that they fit the engine's model, before anything is changed."""
 
     def __init__(self, contents: Contents, directory: Path) -> None:
         entries = {
@@ -66,26 +66,26 @@ class Weights:
             model: Any = self._contents.model
             for target, made in group.converter.convert(name, model=model, config=model.config).items():
                 take(target, made[0] if isinstance(made, list) else made)
-            group.converter = None  # with the tensors that it has collected
+            group.converter = None  # frees the tensors that it has collected
         fill_missing(self._contents)
-        memory.trim()  # of what was read beside
+        memory.trim()  # returns the temporary buffers to the system
 
 
 def has_weights(directory: Path) -> bool:
-    """Or an index of some, which may be missing: loading says so."""
+    """Whether the directory has safetensors files, or an index of them (loading reports missing ones)."""
     return (directory / _INDEX).is_file() or any(directory.glob("*.safetensors"))
 
 
 def _files(directory: Path) -> list[Path]:
     if not directory.is_dir():
-        raise ValueError(f"{directory} is no directory; give one with safetensors files, as save_pretrained writes it")
+        raise ValueError(f"{directory} is not a directory; give one with safetensors files, as save_pretrained writes")
     if (directory / _INDEX).is_file():
         try:
             names = sorted(set(json.loads((directory / _INDEX).read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
             raise DamagedError(f"{directory / _INDEX} is damaged: {error}") from error
         if missing := [name for name in names if not (directory / name).is_file()]:
-            raise DamagedError(f"{directory / missing[0]} is missing, which {_INDEX} names")
+            raise DamagedError(f"{directory / missing[0]} is missing; it is listed in {_INDEX}")
         return [directory / name for name in names]
     if (directory / _SINGLE).is_file():
         return [directory / _SINGLE]
@@ -93,12 +93,12 @@ def _files(directory: Path) -> list[Path]:
     if len(found) == 1:
         return found
     others = sorted(path.name for path in (*directory.glob("*.bin"), *directory.glob("*.pt")))
-    told = f"; {others[0]} would have to be unpickled, which ferryman does not do" if others else ""
+    told = f"; {others[0]} is a pickle, which ferryman does not read" if others else ""
     raise ValueError(f"{directory} has neither {_SINGLE} nor {_INDEX}{told}")
 
 
 def _items_by_name(contents: Contents) -> dict[str, Item]:
-    """Each lasting tensor, under all its names."""
+    """The tensors of the state_dict, under all of their names."""
     by_tensor = {id(item.tensor): item for unit in contents.units for item in unit.items}
     lasting = contents.model.state_dict(keep_vars=True)
     return {name: by_tensor[id(tensor)] for name, tensor in lasting.items() if id(tensor) in by_tensor}
@@ -115,7 +115,7 @@ def _groups(model: nn.Module, entries: dict[str, tuple[Path, Entry]], mine: set[
 
 
 class _Naming:
-    """From names in files to names in the model."""
+    """Maps names in files to names in the model."""
 
     def __init__(self, model: Any, mine: set[str]) -> None:
         self._mine = mine
@@ -132,7 +132,7 @@ class _Naming:
         self._by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
 
     def ordered(self, names: Any) -> list[str]:
-        """Experts by their number: their order is part of their meaning."""
+        """Sorts names by the numbers in them, since converters stack experts in this order."""
         if not self._converters:
             return list(names)
         from transformers.core_model_loading import dot_natural_key
@@ -140,7 +140,7 @@ class _Naming:
         return sorted(names, key=dot_natural_key)
 
     def target(self, name: str) -> tuple[str, str, Any]:
-        """What it is called in the model, the pattern that it matched, and a converter if it takes one."""
+        """The name in the model, the pattern that matched, and the converter, if one is needed."""
         if name in self._mine or not self._prefix:
             return name, name, None
         from transformers.core_model_loading import rename_source_key
@@ -154,12 +154,12 @@ class _Naming:
 def _check(contents: Contents, directory: Path, items: dict[str, Item], groups: dict[str, _Group]) -> None:
     model: Any = contents.model
     wanted = contents.names()
-    named = {name: wanted.get(item, name) for name, item in items.items()}  # those that share a tensor have one name
+    named = {name: wanted.get(item, name) for name, item in items.items()}  # one name for each shared tensor
     plain = {name: group.sources[0][3].shape for name, group in groups.items() if group.converter is None}
     there = {named.get(name, name): shape for name, shape in plain.items()}
     mine = {name: tuple(item.tensor.shape) for item, name in wanted.items()}
     for name, group in groups.items():
-        if group.converter is not None and name in items:  # its shape shows when it has been made
+        if group.converter is not None and name in items:  # the shape is known only after conversion
             for target in _targets(group, name):
                 there[named.get(target, target)] = mine.get(named.get(target, target), ())
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
@@ -168,7 +168,7 @@ def _check(contents: Contents, directory: Path, items: dict[str, Item], groups: 
             del there[name]
             groups.pop(name, None)
     if differences := compare(mine, there):
-        raise ValueError(f"{directory} is not of this model (a {type(model).__name__}): {differences}")
+        raise ValueError(f"{directory} does not fit this model (a {type(model).__name__}): {differences}")
 
 
 def _targets(group: _Group, first: str) -> list[str]:

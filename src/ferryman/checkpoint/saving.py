@@ -1,4 +1,4 @@
-"""Writes a checkpoint."""
+"""Saves a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ import torch
 
 import ferryman
 from ferryman.checkpoint import directory as directories
-from ferryman.checkpoint import plain, tensor_file
-from ferryman.checkpoint.contents import Contents, Files, Objects, Stateful, random_states, split
+from ferryman.checkpoint import encoding, tensor_file
+from ferryman.checkpoint.contents import Contents, Files, Objects, Stateful, StateKey, random_states, split_objects
 from ferryman.checkpoint.manifest import FORMAT, crc_of
-from ferryman.checkpoint.stretch import Stretch
-from ferryman.checkpoint.tensor_file import Sum
+from ferryman.checkpoint.tensor_file import FileChecksum
 from ferryman.model.units import Item
 from ferryman.server.optimizer_view import OptimizerView
 
 Tensors = list[tuple[str, torch.Tensor]]
 
-# What checkpoints consist of.
-_USUAL = ("ferryman/*", "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
+# Files of a checkpoint whose manifest is damaged.
+_CHECKPOINT_FILES = ("ferryman/*", "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
 
-_SHARD = 5_000_000_000  # bytes of a file, at most; as transformers has it
-_LEAST = 64 << 20  # that several ranks cut weights into, so that each writes some
+_MAX_SHARD_BYTES = 5_000_000_000  # as in transformers
+_MIN_SHARD_BYTES = 64 << 20  # with several ranks, weights are cut into shards so that each rank writes some
 
 
 def save_in(contents: Contents, directory: Path, objects: Objects, keep: int | None) -> Path:
-    """As the directory, or in the series there; returns where."""
+    """Saves to the directory itself, or with `keep` to a series in it; returns the path of the checkpoint."""
     if keep is None:
         save(contents, directory, objects)
         return directory
     if type(keep) is not int or keep < 1:
-        raise ValueError(f"keep={keep!r}: a whole number of checkpoints is needed, at least 1")
+        raise ValueError(f"keep={keep!r}: must be an integer of at least 1, the number of checkpoints to keep")
     if directories.is_checkpoint(directory):
-        raise ValueError(f"{directory} is a checkpoint itself; with keep={keep} give a directory that holds several")
+        raise ValueError(f"{directory} is itself a checkpoint; with keep={keep} give a directory for several of them")
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file; a series of checkpoints is a directory")
     path = directories.in_series(directory, contents.server.steps)
@@ -52,15 +51,15 @@ def save_in(contents: Contents, directory: Path, objects: Objects, keep: int | N
 
 
 def save(contents: Contents, directory: Path, objects: Objects) -> None:
-    """Writes all of it, or nothing; of several ranks, each writes a part, and the first one makes it a whole."""
-    directory = directory.resolve()  # a link stays one, and what it leads to is replaced
+    """Saves a complete checkpoint or none. Each rank writes a part, and the first rank puts it in place."""
+    directory = directory.resolve()  # replaces the target of a symbolic link, not the link
     ranks, doing = contents.ranks, f"saving to {directory}"
-    parts: list[_Part] = []
+    parts: list[_RankPart] = []
 
     def look() -> int:
         directories.check_replaceable(directory)
         contents.check_whole()
-        parts.append(_Part(contents, objects))
+        parts.append(_RankPart(contents, objects))
         return parts[0].nbytes
 
     needs = sum(ranks.jointly(doing, look))
@@ -81,11 +80,11 @@ def save(contents: Contents, directory: Path, objects: Objects) -> None:
                 _seal(contents, directory, partial, parts[0].files, _joined(written))
 
         ranks.jointly(doing, seal)
-        ranks.jointly(doing, stack.close)  # it takes its place
+        ranks.jointly(doing, stack.close)  # puts the new directory in place
 
 
-class _Part:
-    """Of a checkpoint, what a rank writes: some of the weights' files, and what it has of the optimizer's state."""
+class _RankPart:
+    """The part of a checkpoint that one rank writes: some of the weight files, and its part of the optimizer state."""
 
     def __init__(self, contents: Contents, objects: Objects) -> None:
         names, ranks = contents.names(), contents.ranks
@@ -93,23 +92,23 @@ class _Part:
         self._weights = [(name, item.tensor) for item, name in names.items()]
         self._state = _state(contents, names)
         self._rest: dict[str, torch.Tensor] = {}
-        with_state, self.files = split(objects)
+        with_state, self.files = split_objects(objects)
         self._manifest = _describe(contents, names, with_state, self._rest)
         tensor_file.check_dtypes((*self._weights, *self._rest.items()))
 
     @property
     def nbytes(self) -> int:
-        weights = self._weights if self._ranks.rank == 0 else []  # they are counted once
+        weights = self._weights if self._ranks.rank == 0 else []  # counted once for all ranks
         return sum(tensor.nbytes for _, tensor in (*weights, *self._state, *self._rest.items()))
 
     def write(self, directory: Path) -> dict[str, Any]:
-        """Returns its manifest."""
+        """Writes the files of this rank and returns their manifest."""
         if not directory.is_dir():
             raise ValueError(
-                f"{directory.parent} is not the same directory on all ranks: a checkpoint that several write must be "
-                "on a disk that all of their machines see"
+                f"{directory.parent} is not the same directory on all ranks: several ranks can only save to a disk "
+                "that all of their machines share"
             )
-        manifest, sums = self._manifest, dict[str, Sum]()
+        manifest, sums = self._manifest, dict[str, FileChecksum]()
         mine = "" if self._ranks.alone else f".rank{self._ranks.rank}"
         manifest["weights"] = self._write_weights(directory, sums)
         manifest["state"] = _write_shards(directory, f"ferryman/state{mine}", self._state, sums)
@@ -117,23 +116,23 @@ class _Part:
         manifest["files"] = {name: _facts(found) for name, found in sums.items()}
         return manifest
 
-    def _write_weights(self, directory: Path, sums: dict[str, Sum]) -> list[str]:
-        """All ranks have them: each writes some of the files."""
+    def _write_weights(self, directory: Path, sums: dict[str, FileChecksum]) -> list[str]:
+        """All ranks have all weights; each writes some of the files."""
         stem = "ferryman/trained" if self._contents.is_adapted else "model"
         rank, size = self._ranks.share
         total = sum(tensor.nbytes for _, tensor in self._weights)
-        shards = tensor_file.shard(self._weights, min(_SHARD, max(_LEAST, -(-total // size))))
+        shards = tensor_file.shard(self._weights, min(_MAX_SHARD_BYTES, max(_MIN_SHARD_BYTES, -(-total // size))))
         files = tensor_file.file_names(stem, len(shards))
         mine = slice(len(shards) * rank // size, len(shards) * (rank + 1) // size)
         for file, some in zip(files[mine], shards[mine], strict=True):
             sums[file] = tensor_file.write(directory / file, some)
-        if len(files) > 1 and stem == "model" and rank == 0:  # for transformers; of the others the manifest knows
+        if len(files) > 1 and stem == "model" and rank == 0:  # transformers needs an index
             _write_json(directory / f"{stem}.safetensors.index.json", tensor_file.index(files, shards))
         return files[mine]
 
 
 def _joined(written: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One manifest of all ranks'. What is not the same on all is kept for each."""
+    """Merges the manifests of all ranks. Random states and objects are kept per rank."""
     first, *others = written
     for other in others:
         for what in ("weights", "state", "rest"):
@@ -148,7 +147,7 @@ def _joined(written: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _seal(contents: Contents, directory: Path, partial: Path, files: Sequence[Files], manifest: dict[str, Any]) -> None:
-    """What is beside the tensors, and the manifest of everything."""
+    """Writes the other files, and finally the manifest."""
     for thing in files:
         thing.save_pretrained(partial)
     _save_configuration(contents, partial)
@@ -162,12 +161,12 @@ def _seal(contents: Contents, directory: Path, partial: Path, files: Sequence[Fi
     directories.carry_over(old, partial, _ours_in(old))
 
 
-def _facts(found: Sum) -> dict[str, int]:
+def _facts(found: FileChecksum) -> dict[str, int]:
     return {"bytes": found.nbytes, "crc32": found.crc32}
 
 
 def _state(contents: Contents, names: dict[Item, str]) -> Tensors:
-    """What the optimizer keeps here, in place."""
+    """The optimizer state of this rank, as named views of the store's memory."""
     if contents.optimizer_view is None:
         return []
     found: Tensors = []
@@ -176,7 +175,7 @@ def _state(contents: Contents, names: dict[Item, str]) -> Tensors:
         for item in unit.trained:
             start = state.part(item).start
             kept = state.kept(item) if state.owns(item) else {}
-            found += [(str(Stretch(names[item], key, start)), tensor) for key, tensor in kept.items()]
+            found += [(str(StateKey(names[item], key, start)), tensor) for key, tensor in kept.items()]
     return found
 
 
@@ -191,11 +190,11 @@ def _describe(
         "model": type(contents.model).__name__,
         "step": server.steps,
         "loss_scale": server.scale.state(),
-        "random": plain.encode(random_states(contents.device), f"{mine}random", tensors),
+        "random": encoding.encode(random_states(contents.device), f"{mine}random", tensors),
         "objects": {},
     }
     for name, thing in objects.items():
-        found["objects"][name] = plain.encode(thing.state_dict(), f"{mine}objects.{name}", tensors)
+        found["objects"][name] = encoding.encode(thing.state_dict(), f"{mine}objects.{name}", tensors)
     if contents.optimizer_view is not None:
         found["optimizer"] = _describe_optimizer(contents, contents.optimizer_view, names, tensors)
     return found
@@ -210,19 +209,19 @@ def _describe_optimizer(
         for item in unit.trained:
             steps[names[item]] = state.steps(item)
             if state.owns(item) and (kept := state.kept_by_torch(item)):
-                theirs[names[item]] = plain.encode(kept, f"{names[item]}/torch", tensors)
+                theirs[names[item]] = encoding.encode(kept, f"{names[item]}/torch", tensors)
     groups = []
     for number, group in enumerate(optimizer_view.optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
         members = [name for item, name in names.items() if item.trains and optimizer_view.group(item) is group]
         groups.append(
-            {"parameters": sorted(members), "options": plain.encode(options, f"optimizer.groups[{number}]", tensors)}
+            {"parameters": sorted(members), "options": encoding.encode(options, f"optimizer.groups[{number}]", tensors)}
         )
     return {"kind": type(optimizer_view.optimizer).__name__, "groups": groups, "steps": steps, "torch": theirs}
 
 
-def _write_shards(directory: Path, stem: str, tensors: Tensors, sums: dict[str, Sum]) -> list[str]:
-    shards = tensor_file.shard(tensors, _SHARD)
+def _write_shards(directory: Path, stem: str, tensors: Tensors, sums: dict[str, FileChecksum]) -> list[str]:
+    shards = tensor_file.shard(tensors, _MAX_SHARD_BYTES)
     files = tensor_file.file_names(stem, len(shards))
     for file, some in zip(files, shards, strict=True):
         sums[file] = tensor_file.write(directory / file, some)
@@ -230,10 +229,10 @@ def _write_shards(directory: Path, stem: str, tensors: Tensors, sums: dict[str, 
 
 
 def _save_configuration(contents: Contents, directory: Path) -> None:
-    """What else `from_pretrained` needs."""
+    """Writes the configuration files that `from_pretrained` needs."""
     model: Any = contents.model
     if contents.is_adapted:
-        model.save_pretrained(directory)  # adapters, the PEFT way
+        model.save_pretrained(directory)  # adapters, in the format of PEFT
         return
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
         return
@@ -246,7 +245,7 @@ def _save_configuration(contents: Contents, directory: Path) -> None:
         model.generation_config.save_pretrained(directory)
 
 
-def _sealed(path: Path) -> Sum:
+def _sealed(path: Path) -> FileChecksum:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return tensor_file.check_sum(path)
@@ -257,10 +256,10 @@ def _write_json(path: Path, content: object) -> None:
 
 
 def _ours_in(directory: Path) -> Callable[[str], bool]:
-    """Which files of a checkpoint it has itself, by name."""
+    """A predicate that tells which files in a checkpoint's directory belong to the checkpoint."""
     manifest = str(directories.MANIFEST)
     try:
         written = {*json.loads((directory / manifest).read_text())["content"]["files"], manifest}
         return lambda name: name in written
-    except (OSError, ValueError, KeyError, TypeError):  # damaged, which is no reason not to save
-        return lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in _USUAL)
+    except (OSError, ValueError, KeyError, TypeError):  # a damaged manifest must not prevent saving
+        return lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in _CHECKPOINT_FILES)

@@ -1,4 +1,4 @@
-"""Bytes between memory and a file: as many as were asked for, and by several threads where they are read."""
+"""Moves bytes between memory and files: complete transfers, and reading with several threads."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Move = Callable[[int, Sequence[memoryview], int], int]  # os.preadv, os.pwritev
 
 
 class DamagedError(ValueError):
-    """A file is not what was written."""
+    """A file of a checkpoint is damaged, truncated or missing."""
 
 
 def move_all(file: FileIO, move: Move, pieces: Sequence[memoryview], at: int) -> int:
-    """Where it ends. A system call may do less than it was asked for."""
+    """Repeats a system call, which may transfer fewer bytes than requested, until all is done; returns the end."""
     left = [piece for piece in pieces if len(piece)]
     while left:
         try:
@@ -29,7 +29,7 @@ def move_all(file: FileIO, move: Move, pieces: Sequence[memoryview], at: int) ->
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(file.name)) from error
         if not count:
-            raise DamagedError(f"{file.name} is truncated: it ended too soon")
+            raise DamagedError(f"{file.name} is truncated")
         at += count
         while count:
             taken = min(count, len(left[0]))
@@ -40,8 +40,8 @@ def move_all(file: FileIO, move: Move, pieces: Sequence[memoryview], at: int) ->
 
 
 def begin_writing(file: FileIO, at: int, length: int) -> None:
-    """Asks the system to bring these bytes to the disk from now on, not when it likes to, or when `fsync` waits for all
-    of them. Where it cannot be asked, nothing is lost but time."""
+    """Asks the system to start writing these bytes to the disk now, so that `fsync` has less to wait for. Does nothing
+    where the system has no such call."""
     if (ask := _sync_file_range()) is not None:
         ask(file.fileno(), at, length, _SYNC_FILE_RANGE_WRITE)
 
@@ -55,25 +55,25 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 
 class Reader:
-    """Reads a file from its beginning on, and its checksum: each thread a piece, and of that the checksum."""
+    """Reads a file from the beginning and computes its checksum. Each thread reads and checks a piece."""
 
-    _THREADS = 2  # more gained nothing where it was measured, on two cores (docs/log.md)
+    _THREADS = 2  # more gained nothing when measured on two cores (docs/log.md)
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
         self._pool = ThreadPoolExecutor(self._THREADS, "reader")
         self._under_way: deque[tuple[Future[int], int]] = deque()
         self._crc = 0
-        self.place = 0  # up to where reading has been asked for
+        self.place = 0  # offset up to which reads have been submitted
 
     def read(self, pieces: Sequence[memoryview]) -> None:
-        """What comes next, into this memory. It must stay as it is until `value` has been asked for."""
+        """Starts reading the next bytes into this memory, which must not be used until `value` has returned."""
         length = sum(map(len, pieces))
         self._under_way.append((self._pool.submit(self._read, list(pieces), self.place), length))
         self.place += length
 
     def value(self) -> int:
-        """The checksum, when all is there."""
+        """Waits for all reads and returns the checksum."""
         while self._under_way:
             future, length = self._under_way.popleft()
             self._crc = combine(self._crc, future.result(), length)

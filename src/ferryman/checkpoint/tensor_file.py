@@ -1,8 +1,8 @@
-"""Files in the safetensors format, written from and read into memory that is there already.
+"""Reads and writes files in the safetensors format, directly from and into existing memory.
 
-The format is eight bytes with the length of a header, the header (JSON: each tensor's dtype, shape and place) and the
-tensors' bytes without gaps. The library of that name copies all tensors of a file before it writes them, which a host
-that is full of a model cannot spare; here nothing is copied. Checksums are computed beside, by threads of their own.
+The format is eight bytes with the length of the header, the header (JSON: dtype, shape and offsets of each tensor) and
+the bytes of the tensors without gaps. The safetensors library copies all tensors of a file before it writes them, and a
+host that is full of a model has no memory for that; here nothing is copied. Checksums are computed on other threads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ferryman.checkpoint.checksum import Follower, crc32
+from ferryman.checkpoint.checksum import BackgroundChecksum, crc32
 from ferryman.checkpoint.stream import DamagedError, Reader, begin_writing, move_all
 
 _DTYPES = {
@@ -40,13 +40,13 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-_CHUNK = 16 << 20  # bytes that are written or read at a time
-_MOST = 256  # pieces of memory in one call
-_LARGEST_HEADER = 100 << 20  # bytes; the format's own limit
+_CHUNK_BYTES = 16 << 20  # written or read at a time
+_MAX_PIECES = 256  # of memory in one system call
+_MAX_HEADER_BYTES = 100 << 20  # limit of the format
 
 
-class Sum(NamedTuple):
-    """Of a file."""
+class FileChecksum(NamedTuple):
+    """The size and CRC-32 of a file."""
 
     nbytes: int
     crc32: int
@@ -58,18 +58,18 @@ class Entry(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int  # in the file
+    start: int  # byte offset in the file
     stop: int
 
 
 def check_dtypes(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     for name, tensor in tensors:
         if tensor.dtype not in _NAMES:
-            raise ValueError(f"{name} is in {tensor.dtype}, which the safetensors format does not know")
+            raise ValueError(f"{name} has dtype {tensor.dtype}, which the safetensors format does not support")
 
 
-def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Sum:
-    """Returns when all of it is on the disk. Wide dtypes come first, so that every tensor is aligned."""
+def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> FileChecksum:
+    """Writes a file and waits until it is on the disk. Wide dtypes come first, so that every tensor is aligned."""
     ordered = sorted(tensors, key=lambda pair: -pair[1].dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -88,8 +88,8 @@ def write(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Sum:
     return write_bytes(path, parts)
 
 
-def write_bytes(path: Path, parts: Sequence[memoryview]) -> Sum:
-    with path.open("xb", buffering=0) as file, Follower() as follower:
+def write_bytes(path: Path, parts: Sequence[memoryview]) -> FileChecksum:
+    with path.open("xb", buffering=0) as file, BackgroundChecksum() as follower:
         end = 0
         for pieces in _chunks(parts):
             follower.add(pieces)
@@ -97,16 +97,16 @@ def write_bytes(path: Path, parts: Sequence[memoryview]) -> Sum:
             follower.do(functools.partial(begin_writing, file, start, end - start))
         crc = follower.value()
         os.fsync(file.fileno())
-        return Sum(end, crc)
+        return FileChecksum(end, crc)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The file's tensors, in its order. Refuses a file that is shorter, or longer, than its header says."""
+    """The tensors of a file, in file order. Raises if the size of the file does not match its header."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > min(size, _LARGEST_HEADER):
-            raise DamagedError(f"{path} is damaged or truncated: it has {size} bytes, and its header alone {length}")
+        if length > min(size, _MAX_HEADER_BYTES):
+            raise DamagedError(f"{path} is damaged or truncated: it has {size} bytes, but its header alone {length}")
         text = file.read(length)
     try:
         header = json.loads(text)
@@ -121,18 +121,20 @@ def read_header(path: Path) -> dict[str, Entry]:
     end = 8 + length
     for entry in entries:
         if entry.start != end or entry.stop - entry.start != math.prod(entry.shape) * entry.dtype.itemsize:
-            raise DamagedError(f"{path} is damaged: the place of {entry.name!r} does not fit the others")
+            raise DamagedError(f"{path} is damaged: the offsets of {entry.name!r} do not match its shape")
         end = entry.stop
     if end != size:
         raise DamagedError(
-            f"{path} is {'truncated' if size < end else 'damaged'}: it has {size} bytes in place of {end}"
+            f"{path} is {'truncated' if size < end else 'damaged'}: it has {size} bytes instead of {end}"
         )
     return {entry.name: entry for entry in entries}
 
 
-def read(path: Path, target: Callable[[Entry], torch.Tensor], done: Callable[[Entry], None] | None = None) -> Sum:
-    """Reads the whole file: each tensor into the memory that `target` gives for it; `done` when it is there, from when
-    on that memory may be changed."""
+def read(
+    path: Path, target: Callable[[Entry], torch.Tensor], done: Callable[[Entry], None] | None = None
+) -> FileChecksum:
+    """Reads the whole file, each tensor into the memory that `target` returns. `done` is called when a tensor has been
+    read; after that its memory may be changed."""
     entries = list(read_header(path).values())
     with path.open("rb", buffering=0) as file, Reader(file) as reader:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -145,37 +147,37 @@ def read(path: Path, target: Callable[[Entry], torch.Tensor], done: Callable[[En
                 reader.value()
                 for entry in some:
                     done(entry)
-        return Sum(reader.place, reader.value())
+        return FileChecksum(reader.place, reader.value())
 
 
 def read_tensor(path: Path, entry: Entry) -> torch.Tensor:
-    """One of a file."""
+    """Reads one tensor of a file."""
     tensor = torch.empty(entry.shape, dtype=entry.dtype)
     with path.open("rb", buffering=0) as file:
         move_all(file, os.preadv, [as_bytes(tensor)], entry.start)
     return tensor
 
 
-def check_sum(path: Path) -> Sum:
-    """Of any file."""
-    buffer, crc, total = bytearray(min(_CHUNK, path.stat().st_size) or 1), 0, 0
+def check_sum(path: Path) -> FileChecksum:
+    """Computes the checksum of any file."""
+    buffer, crc, total = bytearray(min(_CHUNK_BYTES, path.stat().st_size) or 1), 0, 0
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             crc, total = crc32(memoryview(buffer)[:count], crc), total + count
-    return Sum(total, crc)
+    return FileChecksum(total, crc)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's own memory."""
+    """The memory of a tensor, without a copy."""
     flat = tensor.detach().view(-1) if tensor.dim() else tensor.detach().view(1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _together(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """Small tensors are read at once, and only they."""
+    """Groups small tensors that are read together."""
     some: list[Entry] = []
     for entry in entries:
-        if some and (entry.stop - some[0].start > _CHUNK or len(some) == _MOST):
+        if some and (entry.stop - some[0].start > _CHUNK_BYTES or len(some) == _MAX_PIECES):
             yield some
             some = []
         some.append(entry)
@@ -185,20 +187,20 @@ def _together(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 def _chunks(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
     pieces: list[memoryview] = []
-    room = _CHUNK
+    room = _CHUNK_BYTES
     for part in parts:
         while len(part):
             pieces.append(part[:room])
             part, room = part[room:], room - len(pieces[-1])
-            if not room or len(pieces) == _MOST:
+            if not room or len(pieces) == _MAX_PIECES:
                 yield pieces
-                pieces, room = [], _CHUNK
+                pieces, room = [], _CHUNK_BYTES
     if pieces:
         yield pieces
 
 
 def shard(tensors: Sequence[tuple[str, torch.Tensor]], limit: int) -> list[list[tuple[str, torch.Tensor]]]:
-    """Cuts a list, in its order, into files of at most `limit` bytes, or of one tensor."""
+    """Divides tensors, in order, into files of at most `limit` bytes each, or one larger tensor."""
     shards: list[list[tuple[str, torch.Tensor]]] = [[]]
     room = limit
     for name, tensor in tensors:
@@ -218,7 +220,7 @@ def file_names(stem: str, count: int) -> list[str]:
 
 
 def index(names: Sequence[str], shards: Sequence[Sequence[tuple[str, torch.Tensor]]]) -> Mapping[str, object]:
-    """What tells transformers which tensor is in which file."""
+    """The index that tells transformers which tensor is in which file."""
     total = sum(tensor.nbytes for some in shards for _, tensor in some)
     places = {name: file for file, some in zip(names, shards, strict=True) for name, _ in some}
     return {"metadata": {"total_size": total}, "weight_map": places}

@@ -1,55 +1,57 @@
-"""What `ferryman plan` takes for granted, and what it advises."""
+"""The assumptions behind a plan, and the advice that `ferryman plan` gives."""
 
 from __future__ import annotations
 
 import math
 
-from ferryman.cli.machine import Described
+from ferryman.cli.machine import MachineDescription
 from ferryman.forecast.estimate import Outlook, Training
 from ferryman.model.units import landing_dtype, trained_elements
 from ferryman.runtime.sizes import show_rate
 
 
-def assumptions(given: Described, training: Training, outlook: Outlook) -> list[str]:
+def assumptions(given: MachineDescription, training: Training, outlook: Outlook) -> list[str]:
     said = [
-        "Times are estimates: matrix products and attention are counted, all else on the device is taken to be free.",
-        "A step is as long as the busiest lane of each sweep; what is measured is some percent above that.",
-        "The device's arithmetic for updates is left out: the link on the way to it takes longer.",
-        "Attention is taken not to write its matrix down; what kernels use within themselves is not counted.",
+        "Times are estimates: only matrix products and attention are counted as work of the device.",
+        "A step takes as long as the busiest lane of each sweep; measured steps take a few percent longer.",
+        "The time that the device computes updates is ignored: moving their state over the link takes longer.",
+        "Attention is assumed not to store its score matrix; the internal workspace of kernels is not counted.",
     ]
     if given.machine.operations is None:
-        said.append("Compute is not known, and left out: give --device-flops, what the device reaches in practice.")
+        said.append("Compute time is unknown and ignored: give --device-flops, the rate reached in practice.")
     if given.known["device FLOP/s"] == "measured here":
-        said.append("Compute is as fast as one large matrix product here; narrow blocks reach less (--device-flops).")
+        said.append(
+            "Compute runs at the rate of one large matrix product here; narrow blocks are slower (--device-flops)."
+        )
     if given.known["host updates"] == "measured here":
-        said.append("The host updates weights as fast as this one does.")
+        said.append("The host updates weights as fast as this machine does.")
     said += _assumed_of_ranks(given)
     if outlook.forecast is not None and outlook.plan.staging.policy.kind == "auto":
-        said.append("'auto' shares updates by rates that it observes; the split here is what they suggest.")
+        said.append("'auto' divides updates by observed rates; the division shown here follows from the rates above.")
     return said
 
 
-def _assumed_of_ranks(given: Described) -> list[str]:
+def _assumed_of_ranks(given: MachineDescription) -> list[str]:
     crew, said = given.machine.crew, list[str]()
     if crew.size == 1:
         return said
-    said.append(
-        "All devices are alike, and have links of their own; what they lose to each other there is not counted."
-    )
+    said.append("All devices are alike, and each has a link of its own; contention between links is not counted.")
     if crew.devices > 1:
-        said.append("Ranks of a node share its cores: together they update as fast as the host does.")
-        said.append("Gradients are exchanged over loopback, by one rank after the other; adding them up is left out.")
+        said.append("The ranks of a node share its cores: together they update as fast as the host does.")
+        said.append("Gradients are exchanged over loopback, one rank after the other; adding them up is not counted.")
     if given.known.get("loopback") == "measured here":
-        said.append("Ranks of a node exchange gradients as fast as two do here (--loopback).")
+        said.append("The ranks of a node exchange gradients at the rate measured between two ranks here (--loopback).")
     if given.device.type == "cpu":
-        said.append("On CPUs the ranks of a node share what one alone would have.")
+        said.append("On CPUs the ranks of a node share the compute of one.")
     if crew.nodes > 1:
-        said.append("Nodes are alike; every rank sends its own gradients over the network, which a node's ranks share.")
-    said.append("What it takes ranks to find each other, for every unit and step, is left out.")
+        said.append(
+            "All nodes are alike; every rank sends its own gradients, and the ranks of a node share its network."
+        )
+    said.append("The time that ranks wait for one another at every unit and step is not counted.")
     return said
 
 
-def advice(outlook: Outlook, training: Training, given: Described) -> list[str]:
+def advice(outlook: Outlook, training: Training, given: MachineDescription) -> list[str]:
     found = outlook.forecast
     if found is None:
         return []
@@ -57,37 +59,33 @@ def advice(outlook: Outlook, training: Training, given: Described) -> list[str]:
     bounds = {found.forward.bound, found.backward.bound}
     if given.machine.operations is None:
         if math.isinf(found.needed_operations):
-            said.append(
-                "In one of the sweeps there is nothing but compute: it is the bound, whatever the device reaches."
-            )
+            said.append("One of the sweeps consists of compute alone: compute bounds it, however fast the device is.")
         else:
             needed = show_rate(found.needed_operations, "operations")
-            said.append(f"A device that reaches {needed} is not the bound; a slower one is.")
+            said.append(f"A device that reaches {needed} does not bound the step; a slower one does.")
     elif bounds - {"compute"} and found.break_even is not None and found.break_even > count:
         samples = found.break_even * outlook.sample_size * crew.size
         said.append(
-            f"More samples in a step: from {found.break_even} micro-batches on (--batch {samples} with micro-batches "
-            f"of {outlook.sample_size}), compute bounds it, and {'the link' if crew.size == 1 else 'all else'} costs "
-            "nothing."
+            f"Use more samples per step: with {found.break_even} or more micro-batches (--batch {samples} with "
+            f"micro-batches of {outlook.sample_size}) compute bounds the step, and "
+            f"{'the link' if crew.size == 1 else 'everything else'} costs no time."
         )
     elif bounds & {"link in", "link out"} and found.break_even is None and outlook.choice.stash_on_host:
-        said.append(
-            "The stash crosses the link for each micro-batch: more device memory, or a shorter sequence, helps."
-        )
+        said.append("The stash crosses the link for every micro-batch: more device memory or a shorter sequence helps.")
     if found.forward.bound == "update" and training.max_grad_norm is not None:
         said.append(
-            "The update waits for the norm of all gradients; without --max-grad-norm it runs beside the backward."
+            "The update waits for the norm of all gradients; without --max-grad-norm it overlaps with the backward."
         )
     if "update" in bounds:
         said.append(
-            "The host's updates bound a sweep: more host cores or memory bandwidth, or fewer trained parameters."
+            "Updates on the host bound a sweep: more host cores, more memory bandwidth or fewer trained parameters."
         )
     if bounds & {"exchange", "network"}:
         wide = any(landing_dtype(unit).itemsize > 2 for unit in outlook.plan.units if trained_elements(unit))
         said.append(
-            "Gradients on their way to the ranks that own them bound a sweep: they cross once a step, however many "
-            f"samples it has{'; in bf16 they are half as many bytes' if wide else ''}."
+            "The exchange of gradients between ranks bounds a sweep. Gradients cross once per step, however many "
+            f"samples it has{'; in bf16 they take half as many bytes' if wide else ''}."
         )
     if not said:
-        said.append("Compute bounds the step: nothing but a faster device, or less work, makes it shorter.")
+        said.append("Compute bounds the step: only a faster device or less work makes it shorter.")
     return said

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ferryman.cli.model import Description
+from ferryman.cli.model_argument import ModelSpec
 from ferryman.runtime.sizes import parse_bytes
 from ferryman.training import checks
 
@@ -16,7 +16,7 @@ LONGEST = 1024  # tokens in a window
 _SHARE = 0.9  # of the free device memory: an allocator's gaps, and what libraries take for themselves, need some
 
 
-def window(sequence: int | None, model: Description) -> int:
+def window(sequence: int | None, model: ModelSpec) -> int:
     """Tokens in a window: the model's context, if it is not too long."""
     if sequence is None:
         return min(model.context or LONGEST, LONGEST)

@@ -1,7 +1,7 @@
-"""What a run shows of itself: live on a terminal, line by line elsewhere, or as JSON for programs.
+"""The progress display of a training run: a live panel on a terminal, plain lines elsewhere, or JSON for programs.
 
-All three are told the same events, which are dicts: `start`, `note`, `step`, `eval`, `save`, `sample` and `end`;
-of an `error`, which ends a run, only JSON tells: others have it on stderr.
+All of them show the same events, which are dicts: `start`, `note`, `step`, `eval`, `save`, `sample` and `end`. The
+event `error` exists only in JSON; other displays leave errors to stderr.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ferryman.cli.run import to_line
+from ferryman.cli.run_directory import to_line
 from ferryman.runtime.sizes import show_bytes
 
 Event = Mapping[str, Any]
 
-_SMOOTH = 0.9  # of the loss shown, what was shown before
-_BAR = 32
+_SMOOTHING = 0.9  # weight of the previous value in the moving average of the loss
+_BAR_WIDTH = 32
 
 
 class Display(Protocol):
@@ -38,15 +38,15 @@ def open_display(*, json: bool = False, quiet: bool = False, console: Console | 
     if json:
         yield JsonLines()
     elif quiet:
-        yield Nothing()
+        yield NoDisplay()
     elif console.is_terminal:
         with Live(console=console, refresh_per_second=4) as live:
             yield LivePanel(live)
     else:
-        yield Lines(console)
+        yield LineDisplay(console)
 
 
-class Nothing:
+class NoDisplay:
     def show(self, event: Event) -> None:
         pass
 
@@ -58,13 +58,13 @@ class JsonLines:
 
 
 def show_error(message: str) -> None:
-    """As JSON, to a program that may be gone."""
+    """Prints an error event as JSON, unless the reader has closed the output."""
     with contextlib.suppress(OSError):
         JsonLines().show({"event": "error", "message": message})
 
 
-class Lines:
-    """What happens, one line each; of the steps, one every few seconds, and the first and the last."""
+class LineDisplay:
+    """Prints one line per event; of the steps, the first, the last and one every few seconds."""
 
     def __init__(self, console: Console, every: float = 5.0) -> None:
         self._console = console
@@ -77,12 +77,12 @@ class Lines:
             if now < self._next and event["step"] != event["steps"]:
                 return
             self._next = now + self._every
-        for line in describe(event):
+        for line in event_lines(event):
             self._console.print(line, soft_wrap=True)
 
 
 class LivePanel:
-    """The steps as one panel that is drawn anew; what else happens scrolls above it."""
+    """Shows steps in a panel that is redrawn; all other events scroll above it."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
@@ -94,8 +94,8 @@ class LivePanel:
         kind = event["event"]
         if kind == "step":
             loss = event["loss"]
-            if math.isfinite(loss):  # one that is not would be all that is ever shown
-                self._loss = loss if self._loss is None else _SMOOTH * self._loss + (1 - _SMOOTH) * loss
+            if math.isfinite(loss):  # inf or NaN would stay in the moving average for ever
+                self._loss = loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
             self._live.update(self._panel(event))
             return
         if kind == "start":
@@ -103,29 +103,29 @@ class LivePanel:
         if kind == "eval":
             self._validation = event["loss"]
         if kind == "end":
-            self._live.stop()  # what comes now comes after the panel
-        for line in describe(event):
+            self._live.stop()  # the last lines are printed below the panel
+        for line in event_lines(event):
             self._live.console.print(line, soft_wrap=True)
 
     def _panel(self, event: Event) -> RenderableType:
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim", min_width=9)
-        rows.add_column(min_width=_BAR)
+        rows.add_column(min_width=_BAR_WIDTH)
         rows.add_column()
         done, steps = event["step"], event["steps"]
         left = event["seconds_left"]
-        rows.add_row("step", _bar(done, steps), f"{done} of {steps}, {_clock(left)} left")
+        rows.add_row("step", _bar(done, steps), f"{done}/{steps}, {_clock(left)} left")
         seen = f"{event['loss'] if self._loss is None else self._loss:.3f}" + (
             "" if self._validation is None else f"   validation {self._validation:.3f}"
         )
-        rows.add_row("loss", Text(seen, style="bold"), _rule(event))
+        rows.add_row("loss", Text(seen, style="bold"), _learning_rate(event))
         speed = f"{event['tokens_per_second']:,.0f} tokens/s"
-        rows.add_row("speed", speed, f"{event['seconds']:.2f} s a step, {_count(event['micro_batches'])}")
+        rows.add_row("speed", speed, f"step time {event['seconds']:.2f} s, {_count(event['micro_batches'])}")
         if event["device_peak"] is not None:
             budget = self._start.get("budget")
             of = f" of {show_bytes(budget)}" if budget else ""
             bar = _bar(event["device_peak"], budget) if budget else Text("")
-            rows.add_row("device", bar, f"{show_bytes(event['device_peak'])} at its peak{of}")
+            rows.add_row("device", bar, f"peak memory {show_bytes(event['device_peak'])}{of}")
         for name, share in sorted(event["lanes"].items(), key=_rank):
             rows.add_row(name, _bar(share, 1.0), f"busy {share:.0%} of the step")
         if event["device_share"] is not None:
@@ -134,60 +134,65 @@ class LivePanel:
         return Group(Text(""), rows)
 
 
-def describe(event: Event) -> Iterator[Text]:
-    """An event as lines to read."""
+def event_lines(event: Event) -> Iterator[Text]:
+    """The lines of text that show an event."""
     match event["event"]:
         case "start":
             each = f"{event['ranks']} ranks, each on {event['device'].partition(':')[0]}"
             where = (each if event["ranks"] > 1 else event["device"]) + (
-                f", at most {show_bytes(event['budget'])}" if event["budget"] else ""
+                f", memory budget {show_bytes(event['budget'])}" if event["budget"] else ""
             )
             yield Text(f"{event['model']}: {event['parameters'] / 1e6:.1f} M parameters, on {where}", style="bold")
+            resumed = f", resuming after step {event['step']}" if event["step"] else ""
             yield Text(
                 f"{event['tokens']:,} tokens of data; {event['steps']} steps of {event['batch']} x {event['sequence']} "
-                f"tokens, from step {event['step'] + 1}; {event['output']}"
+                f"tokens{resumed}; output in {event['output']}"
             )
         case "note":
             yield Text(event["text"], style="yellow")
         case "step":
-            peak = "" if event["device_peak"] is None else f"   device {show_bytes(event['device_peak'])}"
+            peak = "" if event["device_peak"] is None else f"   device peak {show_bytes(event['device_peak'])}"
             yield Text(
-                f"step {event['step']:>5} of {event['steps']}   loss {event['loss']:.3f}   "
+                f"{_step(event):<15}loss {event['loss']:.3f}   "
                 f"{event['tokens_per_second']:,.0f} tokens/s{peak}   {_clock(event['seconds_left'])} left"
             )
         case "eval":
-            bits = "" if event["bits_per_byte"] is None else f" ({event['bits_per_byte']:.2f} bits a byte)"
-            yield Text(f"step {event['step']:>5}   validation loss {event['loss']:.3f}{bits}", style="cyan")
+            bits = "" if event["bits_per_byte"] is None else f" ({event['bits_per_byte']:.2f} bits per byte)"
+            yield Text(f"{_step(event):<15}validation loss {event['loss']:.3f}{bits}", style="cyan")
         case "save":
-            yield Text(f"step {event['step']:>5}   saved {event['path']} in {event['seconds']:.1f} s", style="green")
+            yield Text(f"{_step(event):<15}saved {event['path']} in {event['seconds']:.1f} s", style="green")
         case "sample":
-            yield Text("a sample, from the data:", style="cyan")
+            yield Text("sample prompt, from the data:", style="cyan")
             yield Text(event["prompt"])
-            yield Text("and how it goes on:", style="cyan")
+            yield Text("sample continuation:", style="cyan")
             yield Text(event["text"])
         case "end":
             yield Text(_ending(event), style="bold")
             if event["report"]:
                 yield Text(f"report: {event['report']}")
             if event["step"] < event["steps"]:
-                yield Text(f"to go on: {event['resume']}")
+                yield Text(f"resume with: {event['resume']}")
+
+
+def _step(event: Event) -> str:
+    steps = event.get("steps")
+    return f"step {event['step']}" + (f"/{steps}" if steps else "")
 
 
 def _ending(event: Event) -> str:
     why = "done" if event["reason"] == "done" else f"stopped by {event['reason']}"
     return (
-        f"{why} after step {event['step']} of {event['steps']}, {_clock(event['seconds'])}; "
-        f"{event['tokens']:,} tokens this time"
+        f"{why} after step {event['step']}/{event['steps']}: {event['tokens']:,} tokens in {_clock(event['seconds'])}"
     )
 
 
 def _rank(lane: tuple[str, float]) -> tuple[int, str]:
-    """The lanes of a step first, in the order in which a layer takes them."""
+    """Sort key: the four main lanes first, in the order in which a layer passes through them."""
     order = ("h2d", "compute", "d2h", "host")
     return (order.index(lane[0]) if lane[0] in order else len(order), lane[0])
 
 
-def _rule(event: Event) -> str:
+def _learning_rate(event: Event) -> str:
     norm = "" if event["grad_norm"] is None else f", gradient norm {event['grad_norm']:.2f}"
     return f"learning rate {event['lr']:.1e}{norm}"
 
@@ -197,7 +202,7 @@ def _count(micro_batches: int) -> str:
 
 
 def _bar(value: float, total: float) -> ProgressBar:
-    return ProgressBar(total=total, completed=min(value, total), width=_BAR)
+    return ProgressBar(total=total, completed=min(value, total), width=_BAR_WIDTH)
 
 
 def _clock(seconds: float) -> str:

@@ -1,7 +1,8 @@
-"""The machine that a plan is for: described by options, and measured where it is this one."""
+"""The device that a command runs on, and the machine that a plan is for: described by options or measured."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 
 from ferryman.cli.defaults import budget
-from ferryman.cli.device import find_device
 from ferryman.forecast import measure
 from ferryman.forecast.estimate import Machine, Training
 from ferryman.model.precision import PRECISIONS
@@ -17,11 +17,12 @@ from ferryman.plan.network import Crew
 from ferryman.plan.rates import Rates
 from ferryman.runtime import host_memory
 from ferryman.runtime.sizes import parse_bytes, parse_rate
+from ferryman.training import checks
 
 
 @dataclass(frozen=True)
-class Described:
-    """The machine, and how each of its figures is known."""
+class MachineDescription:
+    """A machine, and for each of its figures whether it was given or measured."""
 
     machine: Machine
     device: torch.device
@@ -29,7 +30,23 @@ class Described:
     notes: list[str]
 
 
-def described(
+def find_device(name: str | None, place: int | None = None) -> torch.device:
+    """The device that `--device` names, checked to work; by default the accelerator that PyTorch reports, else the CPU.
+
+    `place`: the index of this rank within its node, where each rank has a device of its own.
+    """
+    if name is not None and name.partition(":")[0] == "virtual":  # importing the module registers the device
+        try:
+            importlib.import_module("torch_virtual")
+        except ImportError as error:
+            raise ValueError(
+                f"--device {name} needs torch_virtual, which is in the folder virtual/ of Ferryman's repository: "
+                f"pip install --no-build-isolation ./virtual ({error})"
+            ) from error
+    return checks.real_device(name, place)
+
+
+def describe_machine(
     device: str | None,
     device_memory: str | None,
     host_memory_given: str | None,
@@ -43,17 +60,17 @@ def described(
     loopback: str | None,
     network: str | None,
     training: Training,
-) -> Described:
-    """What is not described is measured here, where there is something to measure."""
+) -> MachineDescription:
+    """Takes each figure from its option, or measures it on this machine where that is possible."""
     _check_ranks(devices, nodes, network, training)
     known: dict[str, str] = {}
     described = any(given is not None for given in (device_memory, link, link_in, link_out, device_flops))
     here = find_device(device)
-    elsewhere = described and here.type == "cpu"  # a device that this machine does not have
+    elsewhere = described and here.type == "cpu"  # plan for a device that this machine does not have
     kind = torch.device("meta") if elsewhere else here
 
     def of(name: str, text: str | None, parse: Any, otherwise: Any) -> Any:
-        """Given, or measured, or not known."""
+        """The value of one figure; records whether it was given, measured or is not known."""
         if text is not None:
             known[name] = "given"
             return parse(text)
@@ -78,7 +95,7 @@ def described(
         )
         if elsewhere and text is None:
             raise ValueError(
-                f"{option} is needed for a machine that is not this one: the rate between host and device, like "
+                f"{option} is needed to plan for another machine: the rate between host and device, such as "
                 "--link 12GB/s (PCIe 4.0 gives about 25GB/s, PCIe 3.0 about 12GB/s)"
             )
     dtype = PRECISIONS[training.precision or "fp32"]
@@ -92,15 +109,15 @@ def described(
         within = of("loopback", loopback, lambda text: parse_rate(text, "--loopback", "bytes"), measure.loopback)
     elif loopback is not None:
         parse_rate(loopback, "--loopback", "bytes")
-        notes.append(f"--loopback {loopback} has no meaning with one device on a node, and is left out")
+        notes.append(f"--loopback {loopback} has no effect with one device per node, and is ignored")
     if nodes > 1:
         across = of("network", network, lambda text: parse_rate(text, "--network", "bytes"), None)
     elif network is not None:
         parse_rate(network, "--network", "bytes")
-        notes.append(f"--network {network} has no meaning with one node, and is left out")
+        notes.append(f"--network {network} has no effect with one node, and is ignored")
     crew = Crew(devices, nodes, within, across)
     speeds = Rates(host, math.inf, rates["link in"], rates["link out"])
-    return Described(Machine(speeds, memory, ram, operations, crew), kind, known, notes)
+    return MachineDescription(Machine(speeds, memory, ram, operations, crew), kind, known, notes)
 
 
 def _check_ranks(devices: int, nodes: int, network: str | None, training: Training) -> None:
@@ -109,16 +126,18 @@ def _check_ranks(devices: int, nodes: int, network: str | None, training: Traini
             raise ValueError(f"{option} {count}: {what} at least one")
     if nodes > 1 and network is None:
         raise ValueError(
-            f"--network is needed with --nodes {nodes}: the rate between nodes in each direction, like --network 10GB/s"
+            f"--network is needed with --nodes {nodes}: the rate between nodes in each direction, such as "
+            "--network 10GB/s"
         )
     if training.samples < devices * nodes:
         raise ValueError(
-            f"--batch {training.samples}: a step's samples are shared out over {devices * nodes} devices ({nodes} x "
-            f"{devices}), and some would have none. Give --batch {devices * nodes} or more, or fewer --devices"
+            f"--batch {training.samples}: the samples of a step are distributed over {devices * nodes} devices "
+            f"({nodes} x {devices}), and some would get none. Give --batch {devices * nodes} or more, or fewer "
+            "--devices"
         )
 
 
 def _free_on(device: torch.device) -> int | None:
     if device.type == "meta":
-        raise ValueError("--device-memory is needed for a machine that is not this one, like --device-memory 16GiB")
+        raise ValueError("--device-memory is needed to plan for another machine, such as --device-memory 16GiB")
     return budget(device, None)

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 import ferryman
-from ferryman.cli import doctor, plan, report, train, verify
-from ferryman.cli.words import MISTAKES, exit_code, in_words
+from ferryman.cli import doctor_command, plan_command, report_command, train_command, verify_command
+from ferryman.cli.errors import USER_ERRORS, exit_code, message_for
 from ferryman.distributed.ranks import RankError
 
 app = typer.Typer(
     name="ferryman",
-    help="Trains neural networks that do not fit on the device.",
+    help="Train neural networks that do not fit on the device.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -34,22 +34,22 @@ def _common(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Before any command."""
+    """Options that come before any command."""
 
 
-app.command("train", help=train.HELP, cls=train.Command)(train.train)
-app.command(epilog=plan.EPILOG)(plan.plan)
-app.command()(report.report)
-app.command(epilog=doctor.EPILOG)(doctor.doctor)
-app.command()(verify.verify)
+app.command("train", help=train_command.HELP, cls=train_command.Command)(train_command.train)
+app.command(epilog=plan_command.EPILOG)(plan_command.plan)
+app.command()(report_command.report)
+app.command(epilog=doctor_command.EPILOG)(doctor_command.doctor)
+app.command()(verify_command.verify)
 
 
 def main() -> None:
-    """Runs a command. What a user can get wrong ends with one message and the code 2, not with a traceback."""
+    """Runs a command. Errors that the user can fix end with one message and exit code 2, not with a traceback."""
     try:
         app()
-    except (*MISTAKES, RankError) as error:
-        typer.secho(f"ferryman: {in_words(error)}", fg=typer.colors.RED, err=True)
+    except (*USER_ERRORS, RankError) as error:
+        typer.secho(f"ferryman: {message_for(error)}", fg=typer.colors.RED, err=True)
         sys.exit(exit_code(error))
 
 

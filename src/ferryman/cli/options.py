@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 
 from ferryman.cli.defaults import LONGEST
-from ferryman.cli.model import sizes
+from ferryman.cli.model_argument import sizes
 from ferryman.data.text import SUFFIXES
 
 # The options that are handed to `ferryman.Engine` as they are.

@@ -1,1 +1,1 @@
-"""Data for causal language models: text or token files, and windows of them whose position can be resumed."""
+"""Data for causal language models: text files, token files, and windows of tokens that can be resumed."""

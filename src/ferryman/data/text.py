@@ -1,4 +1,4 @@
-"""Text: files and directories of it, written once as a file of tokens."""
+"""Finds text files and tokenizes them into one token file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ferryman.runtime.files import replacing_file
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 TOKEN_SUFFIXES = (".bin", ".npy")
 
-_CHUNK = 2**20  # bytes of text that are in memory at a time
+_CHUNK_BYTES = 2**20  # of text that are in memory at a time
 
 Encode = Callable[[bytes], Any]  # from whole lines to an array of token ids
 
@@ -23,8 +23,11 @@ Encode = Callable[[bytes], Any]  # from whole lines to an array of token ids
 def find_files(
     paths: Sequence[Path], suffixes: Sequence[str] = SUFFIXES, *, without: Path | None = None
 ) -> tuple[list[Path], list[Path]]:
-    """Text files and token files among these. Of a directory, all that is in it, by suffix, in the order of names,
-    but for what is hidden, and for the directory `without`, where a run writes."""
+    """Finds text files and token files.
+
+    Directories are searched recursively for files with these suffixes, in the order of names, without hidden files and
+    without the directory `without`, to which the run writes.
+    """
     found: list[Path] = []
     wanted = {suffix if suffix.startswith(".") else f".{suffix}" for suffix in suffixes}
     for path in paths:
@@ -40,7 +43,8 @@ def find_files(
             raise ValueError(f"--data {path}: there is no such file or directory")
     texts = [path for path in found if path.suffix not in TOKEN_SUFFIXES]
     if texts and not any(path.stat().st_size for path in texts):
-        raise ValueError(f"--data: {texts[0] if len(texts) == 1 else f'all {len(texts)} text files'}: there is no text")
+        what = f"{texts[0]} is" if len(texts) == 1 else f"all {len(texts)} text files are"
+        raise ValueError(f"--data: {what} empty")
     return texts, [path for path in found if path.suffix in TOKEN_SUFFIXES]
 
 
@@ -54,20 +58,20 @@ def _inside(directory: Path, without: Path | None) -> Iterator[Path]:
 
 def _nothing_in(path: Path, files: Sequence[Path], wanted: Sequence[str]) -> str:
     there = collections.Counter(file.suffix or "none" for file in files).most_common(5)
-    found = ", ".join(f"{count} {suffix}" for suffix, count in there) if there else "no file at all"
+    found = ", ".join(f"{count} {suffix}" for suffix, count in there) if there else "no files"
     return (
         f"--data {path}: no file in this directory ends in {', '.join(wanted)} (text) or {', '.join(TOKEN_SUFFIXES)} "
-        f"(tokens); it has {found}. Say with --suffix which are text"
+        f"(tokens); it has {found}. Use --suffix to say which files are text"
     )
 
 
 def as_bytes(text: bytes) -> np.ndarray[Any, Any]:
-    """Every byte is a token."""
+    """Encodes text as bytes: every byte is a token."""
     return np.frombuffer(text, dtype=np.uint8)
 
 
 def with_tokenizer(tokenizer: Any) -> Encode:
-    """By a tokenizer of transformers. What is not UTF-8 is replaced."""
+    """An encoder that uses a transformers tokenizer. Bytes that are not valid UTF-8 are replaced."""
 
     def encode(text: bytes) -> Any:
         return tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
@@ -78,7 +82,7 @@ def with_tokenizer(tokenizer: Any) -> Encode:
 def write_tokens(
     texts: Iterable[Path], target: Path, encode: Encode, dtype: str, between: bytes | int, vocabulary: int
 ) -> None:
-    """The tokens of all texts in one file, whole or not at all. `between` two texts there is this text, or token."""
+    """Writes the tokens of all texts to one file, atomically. `between` is a text or token put between two files."""
     with replacing_file(target) as partial, partial.open("wb") as out:
         for number, path in enumerate(texts):
             if number:
@@ -90,26 +94,26 @@ def write_tokens(
 
 
 def _packed(ids: Any, dtype: str, vocabulary: int, path: Path) -> bytes:
-    """Those that the model knows; any other would be cut to another token's number."""
+    """Token ids as bytes. Raises if an id is outside the vocabulary, since it would be truncated to another id."""
     found = np.asarray(ids, dtype=np.int64 if isinstance(ids, list) else None)
     if found.size and int(found.max()) >= vocabulary:
         raise ValueError(
-            f"{path}: the tokenizer makes token {int(found.max())} of it, and the model's vocabulary has {vocabulary}, "
-            f"so ids from 0 to {vocabulary - 1}; give the model the tokenizer that it was made for, or a larger "
-            "vocab_size in its config.json"
+            f"{path}: the tokenizer produced token {int(found.max())}, but the model's vocabulary has {vocabulary} "
+            f"entries, from 0 to {vocabulary - 1}; use the tokenizer that belongs to the model, or a larger vocab_size "
+            "in its config.json"
         )
     return found.astype(dtype).tobytes()
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """A file in pieces that end with a line where they can, so that no word is cut."""
+    """Reads a file in pieces that end with a line if possible, so that no word is cut."""
     rest = b""
-    while piece := file.read(_CHUNK):
+    while piece := file.read(_CHUNK_BYTES):
         whole, newline, after = piece.rpartition(b"\n")
         if newline:
             yield rest + whole + newline
             rest = after
-        elif len(rest) < _CHUNK:
+        elif len(rest) < _CHUNK_BYTES:
             rest += piece
         else:
             yield rest

@@ -1,4 +1,4 @@
-"""Windows: stretches of tokens of one length, each once an epoch, in an order that a position can resume."""
+"""Windows: sequences of equal length, each drawn once per epoch, in a random order that can be resumed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Batch = dict[str, torch.Tensor]
 
 
 class Windows:
-    """Draws batches from the tokens between `start` and `stop`.
+    """Draws batches of windows from the tokens between `start` and `stop`.
 
-    Every epoch cuts them into windows at another place and takes these in another order, which both follow from the
-    seed and the epoch alone. So a position is three numbers, and nothing grows with the data: the order is not a list
-    but a permutation that is computed.
+    Every epoch cuts the tokens into windows at other offsets and draws them in another order, both of which follow from
+    the seed and the epoch. So the position is three numbers, and no memory grows with the data: the order is a computed
+    permutation, not a list.
     """
 
     def __init__(self, tokens: Tokens, length: int, *, start: int = 0, stop: int | None = None, seed: int = 0) -> None:
@@ -29,37 +29,36 @@ class Windows:
         self._stop = len(tokens) if stop is None else stop
         self._seed = seed
         self._epoch = 0
-        self._index = 0  # in the epoch, of the next window
+        self._index = 0  # of the next window in the epoch
         if self._stop - start < length:
             raise ValueError(
-                f"the data has {self._stop - start} tokens here, fewer than the {length} of one window (--sequence); "
-                "give more data or a shorter --sequence"
+                f"the data has {self._stop - start} tokens, fewer than the {length} of one window (--sequence); give "
+                "more data or a shorter --sequence"
             )
 
     @property
     def count(self) -> int:
-        """Windows in an epoch, wherever it cuts them."""
+        """The number of windows per epoch, which does not depend on the offset."""
         tokens = self._stop - self._start
         return max(1, (tokens - self._length + 1) // self._length)
 
     @property
     def seen(self) -> int:
-        """Windows that were drawn, in all epochs."""
+        """The number of windows drawn so far, in all epochs."""
         return self._epoch * self.count + self._index
 
     @property
     def epoch(self) -> float:
-        """How often the data has been seen."""
+        """How often the data has been seen, as a fraction."""
         return self._epoch + self._index / self.count
 
     def batch(self, size: int, mine: slice = slice(None)) -> Batch | list[Any]:
-        """The next windows. Of several ranks each draws all of them and reads its own; without any, an empty list."""
+        """The next batch. Every rank draws all windows and reads its own; a rank without any gets an empty list."""
         starts = [self._next() for _ in range(size)][mine]
         return _batch([self._tokens.read(at, at + self._length) for at in starts]) if starts else []
 
     def in_order(self, size: int, most: int, share: Share | None = None) -> Iterator[Batch]:
-        """At most so many windows from the start, always the same, in batches; the position stays. Of several ranks,
-        each has its share of the batches."""
+        """Batches of the first `most` windows, without moving the position. `share` selects the batches of one rank."""
         rank, ranks = share or Share()
         starts = [self._start + i * self._length for i in range(min(most, self.count))]
         for i in range(rank * size, len(starts), ranks * size):
@@ -79,13 +78,13 @@ class Windows:
         for key, name in (("length", "--sequence"), ("tokens", "tokens in the data")):
             if state[key] != mine[key]:
                 raise ValueError(
-                    f"the position in the data cannot be resumed: it was saved with {state[key]} {name}, and now "
-                    f"there are {mine[key]}. Give the same data and --sequence, or begin a new run"
+                    f"the position in the data cannot be resumed: it was saved with {state[key]} {name}, but now "
+                    f"there are {mine[key]}. Give the same data and --sequence, or start a new run"
                 )
         self._seed, self._epoch, self._index = state["seed"], state["epoch"], state["index"]
 
     def _next(self) -> int:
-        """Where the next window begins."""
+        """Moves the position by one window and returns its first token's index."""
         draw = random.Random(f"{self._seed}/{self._epoch}")
         room = self._stop - self._start - self.count * self._length
         start = self._start + draw.randrange(min(room + 1, self._length))
@@ -102,8 +101,8 @@ def _batch(windows: list[torch.Tensor]) -> Batch:
 
 
 def permuted(index: int, count: int, keys: list[int]) -> int:
-    """Where `index` goes in a permutation of `count` that the keys choose: a Feistel network over the next power of
-    four, walked until it leads back below `count`."""
+    """The image of `index` in a permutation of `count` numbers that the keys select: a Feistel network over the next
+    power of four, applied until the result is below `count`."""
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
@@ -116,7 +115,7 @@ def permuted(index: int, count: int, keys: list[int]) -> int:
 
 
 def _mixed(number: int) -> int:
-    """64 bits of which each depends on all of those given (splitmix64)."""
+    """Mixes 64 bits so that each result bit depends on all of them (splitmix64)."""
     number = (number * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     number = ((number ^ number >> 31) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     return number ^ number >> 33

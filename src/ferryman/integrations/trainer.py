@@ -1,9 +1,9 @@
-"""transformers' Trainer on an engine.
+"""A transformers Trainer that trains with an engine.
 
-The trainer's own loop runs as it is; what differs is what its steps do. It asks for the loss of one micro-batch after
-the other (`training_step`): at the first, the engine runs all of them, layer by layer, and later calls only hand out
-the losses. It clips: the engine has done so. It steps the optimizer: the engine has, or does it now, if a callback is
-to see gradients in between.
+The loop of Trainer runs unchanged; only its steps differ. It calls `training_step` for one micro-batch after the other:
+the first call runs all of them in the engine, layer by layer, and later calls only return their losses. Clipping is
+done by the engine. `optimizer.step()` has nothing left to do, unless a callback needs to see gradients before the
+update: then the engine updates here.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from ferryman.checkpoint.directory import is_checkpoint
 from ferryman.engine import Engine
 from ferryman.integrations import arguments
 
-# Between a backward and the update that follows it.
-_BETWEEN = ("on_substep_end", "on_pre_optimizer_step")
-# After an update, when it may still be going on.
-_AFTER = ("on_optimizer_step", "on_step_end", "on_log", "on_epoch_end")
+# Callbacks between the backward and the update, which may look at gradients.
+_BEFORE_UPDATE = ("on_substep_end", "on_pre_optimizer_step")
+# Callbacks after an update, which may read weights while the update is still running.
+_AFTER_UPDATE = ("on_optimizer_step", "on_step_end", "on_log", "on_epoch_end")
 
 
 class FerrymanTrainer(Trainer):
-    """Trains a model that may be larger than the device; takes what `transformers.Trainer` takes.
+    """Trains a model that may be larger than the device; takes the arguments of `transformers.Trainer`.
 
     `gradient_accumulation_steps` micro-batches of `per_device_train_batch_size` samples are one step of the engine,
-    which fetches each block once for all of them. `engine` has options of `ferryman.Engine`, as
-    `engine={"memory": "8GiB"}`. The engine, which callbacks may use as `trainer.engine`, has the model while `train`
-    runs; afterwards the model is the plain one, on the host. Evaluation streams it through the device at any time.
-    Under torchrun each rank has its own samples and its own device, as with any Trainer.
+    which fetches each block once for all of them. `engine` holds options of `ferryman.Engine`, such as
+    `engine={"memory": "8GiB"}`. While `train` runs, the engine owns the model, and callbacks can use it as
+    `trainer.engine`; afterwards the model is a plain model on the host. Evaluation streams the model through the device
+    during training, before and after. Under torchrun each rank has its own samples and device, as with any Trainer.
     """
 
     model: Any
@@ -58,17 +58,17 @@ class FerrymanTrainer(Trainer):
         arguments.check(args)
         self._options = arguments.engine_options(engine or {}, args)
         self._held = contextlib.ExitStack()  # the engine, to be closed
-        self.engine: Engine | None = None  # while it trains
-        self._micro_batches: list[Any] = []  # of the step that is due
-        self._losses: dict[int, torch.Tensor] = {}  # of those, by number
+        self.engine: Engine | None = None  # exists while training
+        self._micro_batches: list[Any] = []  # of the current step
+        self._losses: dict[int, torch.Tensor] = {}  # of these micro-batches, by number
         self._handed_out = 0
         self._update_is_due = False
         self._stepping = False
         self._checkpointing = False
-        self._random: dict[str, Any] | None = None  # states of generators, from a checkpoint
+        self._random: dict[str, Any] | None = None  # random states from a checkpoint
         super().__init__(model, args, *rest, **others)
 
-    # The model stays on the host, and accelerate leaves it and its batches alone.
+    # The model stays on the host; accelerate must not move it or its batches.
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         pass
@@ -76,7 +76,7 @@ class FerrymanTrainer(Trainer):
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no", "device_placement": False}
 
-    # The engine's life.
+    # Creating and closing the engine.
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self._held:
@@ -90,7 +90,7 @@ class FerrymanTrainer(Trainer):
         self.optimizer = _EngineOptimizer(optimizer, self._update)
         self._held.callback(self._let_go, optimizer)
         self.create_scheduler(num_training_steps=max_steps)
-        # As for evaluation: of several ranks, accelerate would wrap it to add up gradients, which the engine does.
+        # In evaluation mode: otherwise accelerate would wrap the model in DDP, but the engine reduces gradients.
         self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         self.accelerator._optimizers.append(self.optimizer)
         if resume_from_checkpoint is not None:
@@ -101,7 +101,7 @@ class FerrymanTrainer(Trainer):
         return self.model, train_dataloader
 
     def _let_go(self, optimizer: torch.optim.Optimizer) -> None:
-        """The engine is about to be closed, and gives the optimizer its state."""
+        """Called before the engine is closed, which returns the optimizer's state."""
         self.engine, self.optimizer = None, optimizer
         self.callback_handler.optimizer = optimizer
         self.accelerator._optimizers.clear()
@@ -117,14 +117,14 @@ class FerrymanTrainer(Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batch, items = super().get_batch_samples(*args, **kwargs)
-        # Dicts, as collators may return other mappings, in which nobody but the model finds the tensors.
+        # Convert to dicts: collators may return other mappings, whose tensors the engine would not find.
         parts = [dict(part) if isinstance(part, Mapping) else part for part in batch]
         self._micro_batches = [(number, part, items) for number, part in enumerate(parts)]
         self._handed_out = 0
         return batch, items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """The loss of the next micro-batch. At the first, all of them are run."""
+        """Returns the loss of the next micro-batch. The first call of a step runs all micro-batches."""
         if self._handed_out == 0:
             model.train()
             self._run()
@@ -134,8 +134,8 @@ class FerrymanTrainer(Trainer):
 
     def _run(self) -> None:
         assert self.engine is not None
-        stops = self.control.should_epoch_stop or self.control.should_training_stop  # after the first micro-batch
-        self._update_is_due = stops or self._is_heard(_BETWEEN)
+        stops = self.control.should_epoch_stop or self.control.should_training_stop  # then no update may follow
+        self._update_is_due = stops or self._is_heard(_BEFORE_UPDATE)
         self._stepping = True
         try:
             if self._update_is_due:
@@ -144,10 +144,11 @@ class FerrymanTrainer(Trainer):
             else:
                 self.engine.step(self._micro_batches)
         except ValueError as error:
-            if "micro_batches=" in str(error):  # too large for the budget; the trainer has other names for it
+            if "micro_batches=" in str(error):  # too large for the budget: name the trainer's arguments
                 size = self.args.per_device_train_batch_size
                 error.add_note(
-                    f"per_device_train_batch_size={size} is their size; gradient_accumulation_steps, how many"
+                    f"Here per_device_train_batch_size={size} is the size of micro-batches, and "
+                    "gradient_accumulation_steps their number"
                 )
             raise
         finally:
@@ -161,31 +162,30 @@ class FerrymanTrainer(Trainer):
         if not self._is_scaled(items):
             loss = loss / self.current_gradient_accumulation_steps
         self._losses[number] = loss.detach()
-        # The trainer has multiplied by the number of ranks what it divided by all that counts on them, or has divided
-        # by what counts here: for a mean of gradients. The engine adds up.
+        # The trainer scales losses for a mean over ranks, as DDP computes it. The engine sums over ranks.
         return loss / self.args.world_size  # type: ignore[no-any-return]
 
     def _is_scaled(self, items: Any) -> bool:
-        """Whether the loss has been divided by all that counts in the step, or only by what its micro-batch has."""
+        """Whether the loss is already divided by the number of items in the whole step, not just in its micro-batch."""
         if self.loss_is_scaled_for_ga is not None:
             return self.loss_is_scaled_for_ga
         return (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
 
     def _prepare_input(self, data: Any) -> Any:
-        return data if self._stepping else super()._prepare_input(data)  # in a step it is on the engine's device
+        return data if self._stepping else super()._prepare_input(data)  # in a step, the engine has moved it
 
     def _update(self) -> bool:
-        """Returns whether the weights have changed: in float16 steps are passed over."""
+        """Updates the weights if that is still due. Returns False if the step was skipped, as float16 may do."""
         assert self.engine is not None
         if self._update_is_due:
             self.engine.update()
             self._update_is_due = False
-        if self._is_heard(_AFTER, but_by="transformers"):
+        if self._is_heard(_AFTER_UPDATE, but_by="transformers"):
             self.engine.wait()  # they may read parameters
         return math.isfinite(self._get_grad_norm(self.model))
 
     def _is_heard(self, events: tuple[str, ...], *, but_by: str | None = None) -> bool:
-        """Whether callbacks, but those of a package, do something at these events."""
+        """Whether a callback implements one of these events; callbacks of the package `but_by` do not count."""
         return any(
             getattr(type(callback), event) is not getattr(TrainerCallback, event)
             for callback in self.callback_handler.callbacks
@@ -197,7 +197,7 @@ class FerrymanTrainer(Trainer):
         return self._get_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
-        """Before clipping, as the trainer logs it."""
+        """The gradient norm before clipping, which the trainer logs."""
         assert self.engine is not None
         norm = self.engine.grad_norm
         assert norm is not None
@@ -211,22 +211,22 @@ class FerrymanTrainer(Trainer):
 
     @contextlib.contextmanager
     def _streamed(self) -> Iterator[None]:
-        """The model runs on the device, also if no training has given it an engine."""
+        """Context in which the model runs on the device, with a temporary engine outside of training."""
         if self.engine is not None:
             yield
             return
         with Engine(self.model, **arguments.evaluation_options(self._options)):
             yield
 
-    # Checkpoints: the engine's, with the trainer's own state beside. Those of a plain Trainer are read as ever.
+    # Checkpoints: those of the engine, with the trainer's own state beside. Those of a plain Trainer can be read, too.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As ever; `resume_from_checkpoint=True` is the newest checkpoint that was written to its end."""
+        """As in Trainer; `resume_from_checkpoint=True` takes the newest complete checkpoint."""
         if resume_from_checkpoint is True:
             found = sort_checkpoints(str(self.args.output_dir))  # the newest last
             whole = [path for path in found if (Path(path) / TRAINER_STATE_NAME).is_file()]
             if not whole:
-                raise ValueError(f"resume_from_checkpoint=True: there is no whole checkpoint in {self.args.output_dir}")
+                raise ValueError(f"resume_from_checkpoint=True: no complete checkpoint in {self.args.output_dir}")
             resume_from_checkpoint = whole[-1]
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -239,7 +239,7 @@ class FerrymanTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self._checkpointing:
-            self._save(output_dir)  # on all ranks, of which each writes a part
+            self._save(output_dir)  # on all ranks, each of which writes a part
         else:
             super().save_model(output_dir, _internal_call)
 
@@ -252,7 +252,7 @@ class FerrymanTrainer(Trainer):
         is_plain = (Path(output_dir) / TRAINER_STATE_NAME).is_file() and not is_checkpoint(Path(output_dir))
         if is_plain and self.is_world_process_zero():
             _move_aside(Path(output_dir))
-        self.engine.agree(checkpoint=output_dir)  # also, all wait for what was moved
+        self.engine.agree(checkpoint=output_dir)  # also makes all ranks wait until it has been moved
         path = self.engine.save(output_dir, objects=self._objects())
         if not self.is_world_process_zero():
             return
@@ -266,13 +266,13 @@ class FerrymanTrainer(Trainer):
         return {"scheduler": self.lr_scheduler}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        pass  # as the next: it is in the engine's checkpoint
+        pass  # part of the engine's checkpoint, as are random states
 
     def _save_rng_state(self, output_dir: str) -> None:
         pass
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not is_checkpoint(Path(resume_from_checkpoint)):  # else the engine does it, when there is one
+        if not is_checkpoint(Path(resume_from_checkpoint)):  # the engine loads its own checkpoints later
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -285,7 +285,7 @@ class FerrymanTrainer(Trainer):
         self._random = random_states(self.engine.device)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Later than the rest: batches that are passed over have drawn from the generators by then."""
+        """Restores random states last, since skipping batches draws from the generators."""
         assert self.engine is not None
         if self._random is None:
             super()._load_rng_state(checkpoint)
@@ -293,7 +293,7 @@ class FerrymanTrainer(Trainer):
             set_random_states(self._random, self.engine.device)
 
     def _load_best_model(self) -> None:
-        """Into the plain model: training is over."""
+        """Loads into the plain model, since training is over."""
         self._held.close()
         best = self.state.best_model_checkpoint
         assert best is not None
@@ -303,12 +303,12 @@ class FerrymanTrainer(Trainer):
         cpu = torch.device("cpu")
         random = random_states(cpu)
         with Engine(self.model, device=cpu) as engine:
-            engine.load(best)  # without an optimizer: the weights alone, in full precision
+            engine.load(best)  # without an optimizer: only the weights, in float32
         set_random_states(random, cpu)
 
 
 class _EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """What the trainer's loop and its callbacks see as the optimizer: the engine makes its steps."""
+    """The optimizer as the trainer and its callbacks see it; its steps are made by the engine."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, update: Callable[[], bool]) -> None:
         super().__init__(optimizer, device_placement=False)
@@ -319,9 +319,9 @@ class _EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 def _move_aside(checkpoint: Path) -> None:
-    """A plain Trainer's, in whose place one of ours goes: it stays, under a name that no trainer takes for its own."""
+    """Renames a checkpoint of a plain Trainer, instead of replacing it, so that no trainer takes it for its own."""
     suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
     names = (checkpoint.with_name(f"plain-{checkpoint.name}{suffix}") for suffix in suffixes)
     aside = next(path for path in names if not path.exists())
     checkpoint.rename(aside)
-    warnings.warn(f"{checkpoint} was a plain Trainer's; it is {aside} now", stacklevel=2)
+    warnings.warn(f"{checkpoint} was saved by a plain Trainer; it has been renamed to {aside}", stacklevel=2)

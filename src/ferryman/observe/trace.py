@@ -1,7 +1,7 @@
-"""What ran when: one row per lane, in the Chrome trace format (open it in https://ui.perfetto.dev).
+"""A trace of which work ran when, with one row per lane, in the Chrome trace format (see https://ui.perfetto.dev).
 
-A saved trace is also all that `ferryman report` needs: steps with their figures, the device's memory over time, and
-facts about the run are in it.
+A saved trace also contains everything that `ferryman report` needs: the figures of each step, device memory over time
+and facts about the run.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import torch
 from ferryman.runtime.files import replacing_file
 from ferryman.runtime.marks import covered
 
-# Looking at the device's memory may take this share of the time.
-_LOOKING = 0.02
-# Of steps whose spans are gone the figures of so many are kept at most; of more, those of every 2nd, 4th...
-_FIGURES = 10_000
+# Sampling device memory may take at most this share of the time.
+_MAX_SAMPLING_SHARE = 0.02
+# How many steps keep their figures after their spans have been dropped; beyond that, every 2nd, 4th, ... step does.
+_MAX_OLD_STEPS = 10_000
 
 
 def trace_path(path: str | os.PathLike[str], rank: int) -> Path:
-    """Where a rank saves its trace, if the first one's is at `path`: beside it, as `trace.rank1.json`."""
+    """The file for a rank's trace, if the first rank's is `path`: beside it, such as `trace.rank1.json`."""
     first = Path(path)
     return first.with_name(f"{first.stem}.rank{rank}{first.suffix}") if rank else first
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """One piece of work. Times are seconds since the trace began."""
 
     lane: str
@@ -45,13 +45,13 @@ class Span(NamedTuple):
     nbytes: int
 
 
-def busy_time(spans: Iterable[Span], start: float = -math.inf, end: float = math.inf) -> float:
-    """How much of the time from start to end at least one of the spans covers."""
+def busy_time(spans: Iterable[TraceSpan], start: float = -math.inf, end: float = math.inf) -> float:
+    """Seconds between start and end that are covered by at least one span."""
     return covered(((span.start, span.end) for span in spans), start, end)
 
 
 class Note(NamedTuple):
-    """Something that became known of a step at a moment."""
+    """Values that became known about a step at some time, such as the figures of its updates."""
 
     step: int
     label: str
@@ -60,7 +60,7 @@ class Note(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Bytes allocated on the device at a moment, as the thread that launches work sees it."""
+    """Bytes allocated on the device at some time, as seen by the thread that launches work."""
 
     at: float
     nbytes: int
@@ -70,7 +70,7 @@ class Sample(NamedTuple):
 class Step:
     """The figures of one step.
 
-    Updates that wait for the norm of all gradients run beside the next step, and are in that one's time.
+    Deferred updates run during the next step and count as part of its time.
     """
 
     number: int  # counted from 1
@@ -80,22 +80,22 @@ class Step:
     samples: int | None
     tokens: int | None
     loss: float | None
-    peak: int | None  # the most bytes that were on the device; None: the device is the host
-    busy: Mapping[str, float]  # seconds within the step, by lane
+    peak: int | None  # highest number of bytes allocated on the device; None if the device is the CPU
+    busy: Mapping[str, float]  # seconds in which each lane was busy
 
     @property
     def seconds(self) -> float:
         return self.end - self.start
 
     def share(self, lane: str) -> float:
-        """Of the step's time, the part in which the lane was busy."""
+        """The share of the step's time in which the lane was busy."""
         return self.busy.get(lane, 0.0) / self.seconds if self.seconds else 0.0
 
 
 class _DeviceSpan(NamedTuple):
-    """A span whose times its device knows, and only once the work has run."""
+    """A span that is timed by device events, which can be read once the work has run."""
 
-    number: int  # of those that were issued
+    number: int  # in the order of issue
     lane: str
     label: str
     begin: torch.Event
@@ -106,65 +106,65 @@ class _DeviceSpan(NamedTuple):
 class _Ended(NamedTuple):
     """A step whose spans may not all be known yet."""
 
-    figures: Step  # but for `busy`
-    issued: int  # device spans until its end
+    figures: Step  # without `busy`
+    issued: int  # number of device spans issued until its end
 
 
 @dataclass
 class _Chapter:
-    """What was recorded until a step's end, and not before the last one's."""
+    """What was recorded between the end of one step and the end of the next."""
 
-    step: Step | None = None  # None: it has not ended, or waits for its spans
-    spans: list[Span] = field(default_factory=list)
+    step: Step | None = None  # None if the step has not ended, or not all of its spans are known
+    spans: list[TraceSpan] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
 
 class Trace:
     """Collects spans from any thread.
 
-    An accelerator's work is timed by its own events. They are compared with an anchor, an event whose time on the
-    host's clock is known, so that all lanes share one time axis.
+    Work on an accelerator is timed by device events. They are compared with an anchor, an event whose time on the host
+    clock is known, so that all lanes share one time axis.
 
-    `keep_steps` is for long runs: spans and memory samples of the last so many steps are kept, and of those before only
-    the figures; of very many, those of every 2nd, 4th... so that these never take more than some 40 MB.
+    `keep_steps` is for long runs: spans and memory samples are kept for the last `keep_steps` steps, and only figures
+    for older ones; after 10,000 of these, figures of every 2nd, 4th, ... step, so that they take at most some 40 MB.
 
-    `steps()` and `last_step` can be read while training goes on, and never wait: of the newest step they count what has
-    run so far. A step that is traced resets the device's peak statistics at its start.
+    `steps()` and `last_step` can be read during training and never wait: for the newest step they count the work that
+    has completed. A traced step resets the device's peak memory statistics at its start.
     """
 
     def __init__(self, *, keep_steps: int | None = None) -> None:
         if keep_steps is not None and (type(keep_steps) is not int or keep_steps < 1):
-            raise ValueError(f"keep_steps={keep_steps!r}: a whole number of steps, 1 or more, or None to keep all")
+            raise ValueError(f"keep_steps={keep_steps!r}: must be an integer of at least 1, or None to keep all steps")
         self._began = time.perf_counter()
-        self._began_at = time.time()  # by the clock that all ranks have
+        self._began_at = time.time()  # the wall clock, by which traces of several ranks are aligned
         self._lock = threading.Lock()
         self._lanes: list[str] = []
-        self._notes: dict[int, Note] = {}  # by step, of those whose spans are kept; in order
+        self._notes: dict[int, Note] = {}  # by step, for steps whose spans are kept; in order
         self._last_note: Note | None = None
         self._facts: dict[str, Any] = {}
         self._issued = 0
         self._unread: deque[_DeviceSpan] = deque()
         self._anchors: dict[torch.device, tuple[torch.Event, float]] = {}
         self._next_look = 0.0
-        # The newest step to have ended waits for its last spans, and counts among those that are kept.
+        # The newest step that has ended still waits for its last spans; it counts as one of the kept steps.
         self._keep = math.inf if keep_steps is None else keep_steps - 1
         self._kept: deque[_Chapter] = deque()
         self._recent = _Chapter()
-        self._older: list[tuple[Step, Note | None]] = []  # every nth of those whose spans are gone
+        self._older: list[tuple[Step, Note | None]] = []  # every nth step whose spans have been dropped
         self._every = 1
-        self._gone = 0  # steps whose spans are
+        self._gone = 0  # number of steps whose spans have been dropped
         self._ended: deque[_Ended] = deque()
-        self._step_began = (0, 0.0)  # its number, and when
+        self._step_began = (0, 0.0)  # number and start of the current step
 
     def now(self) -> float:
         return self.at(time.perf_counter())
 
     def at(self, moment: float) -> float:
-        """A moment of `time.perf_counter`, as the trace has it."""
+        """Converts a time of `time.perf_counter` to seconds since the trace began."""
         return moment - self._began
 
     def add_lane(self, name: str, stream: torch.Stream | None = None) -> None:
-        """Gives a lane its row. A stream must be idle now: its device's anchor is recorded there."""
+        """Adds a row for a lane. A stream must be idle, since the anchor of its device is recorded on it."""
         with self._lock:
             if name not in self._lanes:
                 self._lanes.append(name)
@@ -174,32 +174,32 @@ class Trace:
                 anchor.synchronize()
                 self._anchors[stream.device] = (anchor, self.now())
 
-    def add(self, span: Span) -> None:
+    def add(self, span: TraceSpan) -> None:
         with self._lock:
             self._recent.spans.append(span)
 
     def add_host_span(self, lane: str, label: str, begin: float, end: float, nbytes: int) -> None:
-        """Begin and end are moments of `time.perf_counter`."""
-        self.add(Span(lane, label, self.at(begin), self.at(end), nbytes))
+        """Adds a span of host work. `begin` and `end` are times of `time.perf_counter`."""
+        self.add(TraceSpan(lane, label, self.at(begin), self.at(end), nbytes))
 
     def note(self, step: int, label: str, values: Mapping[str, Any]) -> None:
-        """One for each step, such as the figures of its updates; it may come while the next one runs."""
+        """Adds or replaces the note of a step, such as the figures of its updates, also during the next step."""
         with self._lock:
             self._notes.pop(step, None)
             self._notes[step] = self._last_note = Note(step, label, self.now(), values)
 
     def notes(self) -> list[Note]:
-        """Of the steps whose figures are kept, in order."""
+        """The notes of all steps whose figures are kept, in order."""
         with self._lock:
             return [*(note for _, note in self._older if note is not None), *self._notes.values()]
 
     @property
     def last_note(self) -> Note | None:
-        """The newest."""
+        """The newest note."""
         return self._last_note
 
     def know(self, facts: Mapping[str, Any]) -> None:
-        """Facts about the run, which JSON can say; they replace what was known under their names."""
+        """Adds or replaces facts about the run, as JSON values."""
         with self._lock:
             self._facts.update(facts)
 
@@ -209,24 +209,26 @@ class Trace:
             return dict(self._facts)
 
     def add_device_span(self, lane: str, label: str, begin: torch.Event, end: torch.Event, nbytes: int) -> None:
-        """The events are timed, and recorded on a stream of a lane that the trace knows."""
+        """Adds a span of device work. The events have timing enabled, and belong to a lane added with its stream."""
         with self._lock:
             self._unread.append(_DeviceSpan(self._issued, lane, label, begin, end, nbytes))
             self._issued += 1
 
     def look_at_memory(self) -> None:
-        """Notes what is allocated on the device, if there is one; passes where it was looked at just now."""
+        """Samples device memory, if the device is an accelerator and the last sample is old enough."""
         if self._anchors and (now := self.now()) >= self._next_look:
-            began = time.thread_time()  # not the clock: one look that is held up would keep off all others
+            began = (
+                time.thread_time()
+            )  # CPU time: a sample that was merely interrupted must not delay the next for long
             allocated, _ = self._memory()
             with self._lock:
                 self._recent.samples.append(Sample(now, allocated))
-                self._next_look = now + (time.thread_time() - began) / _LOOKING
+                self._next_look = now + (time.thread_time() - began) / _MAX_SAMPLING_SHARE
 
     # Steps.
 
     def begin_step(self, number: int) -> None:
-        """A step begins now; one that has begun and not ended came to nothing."""
+        """Starts a step. A step that was started and not ended is discarded."""
         for device in self._anchors:
             torch.accelerator.reset_peak_memory_stats(device)
         self._step_began = number, self.now()
@@ -234,14 +236,14 @@ class Trace:
     def end_step(
         self, *, loss: float | None, micro_batches: int, samples: int | None = None, tokens: int | None = None
     ) -> None:
-        """The step that has begun ends now."""
+        """Ends the current step."""
         number, start = self._step_began
         peak = self._memory()[1] if self._anchors else None
         with self._lock:
             step = Step(number, start, self.now(), micro_batches, samples, tokens, loss, peak, {})
             self._ended.append(_Ended(step, self._issued))
             self._read()
-            # The newest waits: its last spans, on the host too, end in the next.
+            # The newest step stays open: its last spans end during the next step.
             while len(self._ended) > 1 and not (self._unread and self._unread[0].number < self._ended[0].issued):
                 self._close_chapter(self._ended.popleft().figures)
 
@@ -250,7 +252,7 @@ class Trace:
         return [step for step, _ in self._all_steps()]
 
     def _all_steps(self) -> list[tuple[Step, bool]]:
-        """With whether the spans are kept, too."""
+        """All steps, each with whether its spans are kept."""
         with self._lock:
             self._read()
             older = [(step, False) for step, _ in self._older]
@@ -264,22 +266,22 @@ class Trace:
             self._read()
             return _with_busy(self._ended[-1].figures, self._recent.spans) if self._ended else None
 
-    # What was recorded.
+    # Reading.
 
-    def spans(self) -> list[Span]:
-        """All spans that are kept of work that has ended, in order of their start."""
+    def spans(self) -> list[TraceSpan]:
+        """All kept spans of completed work, in the order of their start."""
         with self._lock:
             self._read()
             chapters = [*self._kept, self._recent]
             return sorted(itertools.chain(*(chapter.spans for chapter in chapters)), key=lambda span: span.start)
 
     def samples(self) -> list[Sample]:
-        """All samples of the device's memory that are kept, in order."""
+        """All kept samples of device memory, in order."""
         with self._lock:
             return list(itertools.chain(*(chapter.samples for chapter in (*self._kept, self._recent))))
 
     def _read(self) -> None:
-        """Device spans whose work has ended become spans."""
+        """Converts device spans whose work has completed."""
         for _ in range(len(self._unread)):
             span = self._unread.popleft()
             if not span.end.query():
@@ -287,10 +289,10 @@ class Trace:
                 continue
             anchor, at = self._anchors[span.end.device]
             start, end = (at + anchor.elapsed_time(event) / 1e3 for event in (span.begin, span.end))
-            self._recent.spans.append(Span(span.lane, span.label, start, end, span.nbytes))
+            self._recent.spans.append(TraceSpan(span.lane, span.label, start, end, span.nbytes))
 
     def _close_chapter(self, step: Step) -> None:
-        """All spans of the step are known. What reaches into the next one's time stays with that."""
+        """Closes the chapter of a step whose spans are all known. Spans that reach into the next step stay with it."""
         recent = self._recent
         self._kept.append(
             _Chapter(
@@ -306,25 +308,25 @@ class Trace:
         )
         while len(self._kept) > self._keep:
             gone = self._kept.popleft().step
-            assert gone is not None, "a chapter is kept when its step has ended"
-            self._let_go(gone)
+            assert gone is not None, "kept chapters belong to steps that have ended"
+            self._drop_spans(gone)
 
-    def _let_go(self, step: Step) -> None:
-        """The step's spans are gone, and its figures are kept if its turn has come."""
+    def _drop_spans(self, step: Step) -> None:
+        """Keeps the figures of every nth step whose spans are dropped."""
         note = self._notes.pop(step.number, None)
         while self._notes and (first := next(iter(self._notes.values()))).at < step.start:
-            del self._notes[first.step]  # of what was no step, or came after its step had gone
+            del self._notes[first.step]  # a note without a step, or one that came too late
         if self._gone % self._every == 0:
             self._older.append((step, note))
         self._gone += 1
-        if len(self._older) > _FIGURES:
+        if len(self._older) > _MAX_OLD_STEPS:
             self._older = self._older[::2]
             self._every *= 2
 
     def _memory(self) -> tuple[int, int]:
-        """Allocated now, and at most since the statistics were reset.
+        """Bytes allocated now, and their peak since the statistics were reset.
 
-        Not `torch.accelerator.memory_stats`, which asks the same and then sorts it, for most of the time it takes.
+        `torch.accelerator.memory_stats` returns the same, but spends most of its time sorting the result.
         """
         now = peak = 0
         for device in self._anchors:
@@ -333,7 +335,7 @@ class Trace:
         return now, peak
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file whole or not at all."""
+        """Writes the trace to a file, atomically."""
         rows = {name: row for row, name in enumerate(self._lanes)}
         facts = {**self.facts, "began": self._began_at}
         rank = facts.get("rank", 0)
@@ -346,7 +348,7 @@ class Trace:
         for step, kept in steps:
             names = ("number", "micro_batches", "samples", "tokens", "loss", "peak", "busy")
             figures = {**{name: getattr(step, name) for name in names}, "kept": kept}
-            events.append(_event(f"step {step.number}", len(rows), step.start, step.end, _sayable(figures)))
+            events.append(_event(f"step {step.number}", len(rows), step.start, step.end, _json_safe(figures)))
         for span in self.spans():
             args: dict[str, float] = {"bytes": span.nbytes}
             if span.nbytes and span.end > span.start:
@@ -357,12 +359,12 @@ class Trace:
             events.append({**what, "ts": sample.at * 1e6, "args": {"allocated": sample.nbytes}})
         for note in self.notes():
             told = {"ph": "i", "s": "g", "tid": 0, "name": note.label}
-            events.append({**told, "ts": note.at * 1e6, "args": _sayable(note.values)})
+            events.append({**told, "ts": note.at * 1e6, "args": _json_safe(note.values)})
         if self._every > 1:
             facts["thinned"] = {"every": self._every, "steps": self._gone + len(self._kept) + len(self._ended)}
         for event in events:
             event["pid"] = rank
-        about = {"ferryman": {str(rank): _sayable(facts)}}
+        about = {"ferryman": {str(rank): _json_safe(facts)}}
         content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
         with replacing_file(path) as file:
             file.write_text(json.dumps(content, allow_nan=False))
@@ -373,18 +375,18 @@ def _event(name: str, row: int, start: float, end: float, args: Mapping[str, Any
     return {**what, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
 
 
-def _with_busy(step: Step, spans: Iterable[Span]) -> Step:
-    lanes: dict[str, list[Span]] = {}
+def _with_busy(step: Step, spans: Iterable[TraceSpan]) -> Step:
+    lanes: dict[str, list[TraceSpan]] = {}
     for span in spans:
         if span.end > step.start and span.start < step.end:
             lanes.setdefault(span.lane, []).append(span)
     return replace(step, busy={lane: busy_time(found, step.start, step.end) for lane, found in lanes.items()})
 
 
-def _sayable(value: Any) -> Any:
-    """JSON knows no inf and no NaN: they are written as texts, which `float` reads."""
+def _json_safe(value: Any) -> Any:
+    """Replaces inf and NaN, which JSON does not have, by strings that `float` can read."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: _sayable(item) for key, item in value.items()}
-    return [_sayable(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _json_safe(item) for key, item in value.items()}
+    return [_json_safe(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""A device as the checks see it: what it can do, and what it tells about itself."""
+"""The device under test: what it supports and what it reports about itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ferryman.runtime.device_name import device_name
 
 
 class Accelerator:
-    """A device, which may be the host itself. A *simulated* one has a link that can be set and a race detector."""
+    """A device, possibly the CPU. A *simulated* device has a configurable link and a race detector."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -32,22 +32,22 @@ class Accelerator:
             torch.accelerator.synchronize(self.device)
 
     def stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Within, kernels are launched on a stream of its own."""
+        """Context in which kernels are launched on a separate stream."""
         return contextlib.nullcontext() if self.is_host else torch.Stream(self.device)
 
     def lacks(self, precision: str) -> str | None:
-        """Why this device cannot train in a precision; None if it can."""
+        """Why the device cannot train in this precision; None if it can."""
         try:
             x = torch.ones(8, 8, dtype=PRECISIONS[precision], device=self.device, requires_grad=True)
             torch.nn.functional.layer_norm(x @ x, (8,)).softmax(-1).sum().backward()
             self.synchronize()
         except (RuntimeError, TypeError, NotImplementedError) as error:
-            return f"the device has no {precision}: {error}".splitlines()[0]
+            return f"the device does not support {precision}: {error}".splitlines()[0]
         return None
 
     @functools.cached_property
     def is_fast(self) -> bool:
-        """Whether models must be large for a step to take longer than its launches."""
+        """Whether the device is so fast that small models would measure kernel launches only."""
         if self.is_host or self.is_simulated:
             return False
         square = torch.ones(1024, 1024, device=self.device)
@@ -63,16 +63,16 @@ class Accelerator:
     # Memory.
 
     def lacks_memory_figures(self) -> str | None:
-        """Why its use of memory cannot be measured; None if it can."""
+        """Why the use of device memory cannot be measured; None if it can."""
         if self.is_host:
-            return "the device is the host itself, and units are used where they are"
+            return "the device is the CPU, and units are used in place"
         try:
             torch.accelerator.reset_peak_memory_stats(self.device)
             there = torch.empty(2**20, dtype=torch.uint8, device=self.device)
             peak = torch.accelerator.max_memory_allocated(self.device)
         except (RuntimeError, NotImplementedError, AttributeError) as error:
-            return f"the device does not tell how much memory is in use: {error}".splitlines()[0]
-        return None if peak >= there.nbytes else "the device does not tell how much memory is in use"
+            return f"the device does not report its use of memory: {error}".splitlines()[0]
+        return None if peak >= there.nbytes else "the device does not report its use of memory"
 
     def memory(self) -> int:
         """Bytes in use now."""
@@ -87,14 +87,14 @@ class Accelerator:
         self.synchronize()
         return torch.accelerator.max_memory_allocated(self.device)
 
-    # What a simulated one has.
+    # Simulated devices.
 
     def strict(self) -> contextlib.AbstractContextManager[Any]:
-        """Within, a race raises, where the device has a detector."""
+        """Context in which a race raises an exception, if the device has a race detector."""
         return self._module.strict() if self.is_simulated else contextlib.nullcontext()
 
     def races(self) -> list[str]:
-        """Found since they were last forgotten."""
+        """The races detected since the last call of `forget_races`."""
         return self._module.races() if self.is_simulated else []
 
     def forget_races(self) -> None:
@@ -103,7 +103,7 @@ class Accelerator:
             self._module.clear_races()
 
     def link(self, **changes: float) -> contextlib.AbstractContextManager[None]:
-        """Within, the link is so (`h2d`, `d2h`: bytes a second, `delay`: seconds); only where it can be set."""
-        assert self.is_simulated, "a real link is what it is"
+        """Context with another link (`h2d`, `d2h`: bytes per second, `delay`: seconds). Simulated devices only."""
+        assert self.is_simulated, "the rate of a real link cannot be set"
         link: contextlib.AbstractContextManager[None] = self._module.link(self.device, **changes)
         return link

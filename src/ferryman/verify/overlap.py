@@ -1,7 +1,7 @@
-"""Overlap: copies run beside compute, and both ways over the link at once; on bare lanes, and in a step.
+"""Overlap checks: copies overlap with compute and with copies in the other direction, on bare lanes and in a step.
 
-These are measurements: of each the best of some rounds counts, since whatever else the machine does only adds to it;
-limits are generous, and what does not show at once is tried again.
+These are measurements. The best of several rounds counts, since other load on the machine can only make it slower;
+limits are generous, and a check that fails is tried again.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from ferryman.engine import Engine
 from ferryman.observe.trace import Trace, busy_time
 from ferryman.runtime.lanes import Lanes
 from ferryman.runtime.pinned import PinnedMemory
-from ferryman.verify.bench import Bench
-from ferryman.verify.models import Batch, Transformer, batch, build
-from ferryman.verify.result import Check, Figures, Outcome, Verdict
+from ferryman.verify.context import CheckContext
+from ferryman.verify.result import Check, Measurements, Outcome, Verdict
+from ferryman.verify.small_models import Batch, Transformer, batch, build
 
-# Perfect overlap of two lanes that take equally long is 0.5, none is 1.
-_OVERLAPS = 0.85
-_DUPLEX = 0.1  # of the time that the less busy direction takes
-_BOUND = 0.75  # of the sum: a lane that is so long leaves nothing to be shown
+# Time at once relative to the sum of the times alone: 0.5 is perfect overlap of two equally long lanes, 1 is none.
+_MAX_RATIO = 0.85
+_MIN_DUPLEX = 0.1  # of the time of the less busy direction
+_DOMINANT = 0.75  # of the sum: beside a lane that takes this long, overlap cannot be shown
 _TRIES = 3
 
 _SECONDS = 0.04  # of a bare copy, and of kernels beside it, on a simulated device
-_SIMULATED_BYTES = 2**20  # small, so that simulated copies take next to none of the CPU
+_SIMULATED_BYTES = 2**20  # small, so that simulated copies need little CPU time
 _BYTES = 2**27  # of a bare copy, on a real link
 _MICRO_BATCHES, _LENGTH = 4, 64
 
 
-def checks(bench: Bench) -> Iterator[Check]:
-    rounds = 3 if bench.quick else 7
+def checks(context: CheckContext) -> Iterator[Check]:
+    rounds = 3 if context.quick else 7
     for name, compared, measure in (
-        ("link", f"copies in and out at once against one after the other: at most {_OVERLAPS}", _link),
-        ("link and compute", f"copies and kernels at once against one after the other: at most {_OVERLAPS}", _beside),
+        ("link", f"copies in and out at once against one after the other: at most {_MAX_RATIO}", _link),
+        ("link and compute", f"copies and kernels at once against one after the other: at most {_MAX_RATIO}", _beside),
         (
             "step",
-            f"a step against the sum of its lanes, each alone: at most {_OVERLAPS}; fetches and flushes at once: at "
-            f"least {_DUPLEX} of the lesser",
-            lambda bench, rounds: _Steps(bench, rounds).judge(),
+            f"a step against the sum of its lanes, each alone: at most {_MAX_RATIO}; fetches and flushes at once: at "
+            f"least {_MIN_DUPLEX} of the shorter",
+            lambda context, rounds: _Steps(context, rounds).judge(),
         ),
     ):
-        yield Check("overlap", name, compared, functools.partial(_at_last, measure, bench, rounds))
+        yield Check("overlap", name, compared, functools.partial(_at_last, measure, context, rounds))
 
 
-def _at_last(measure: Callable[[Bench, int], Verdict], bench: Bench, rounds: int) -> Verdict:
-    """The first that is ok, of a few; if none is, one that has failed."""
-    if bench.accelerator.is_host:
-        return Verdict.skipped("the device is the host itself, and units are used where they are")
+def _at_last(measure: Callable[[CheckContext, int], Verdict], context: CheckContext, rounds: int) -> Verdict:
+    """Tries a measurement several times. Returns the first verdict that is OK, else one that has failed."""
+    if context.accelerator.is_host:
+        return Verdict.skipped("the device is the CPU, and units are used in place")
     verdicts: list[Verdict] = []
     while len(verdicts) < _TRIES:
-        verdicts.append(measure(bench, rounds))
+        verdicts.append(measure(context, rounds))
         if verdicts[-1].outcome is Outcome.OK:
             return verdicts[-1]
     return next((verdict for verdict in verdicts if verdict.outcome is Outcome.FAILED), verdicts[-1])
@@ -66,38 +66,38 @@ def _at_last(measure: Callable[[Bench, int], Verdict], bench: Bench, rounds: int
 # Bare lanes.
 
 
-def _link(bench: Bench, rounds: int) -> Verdict:
-    with _Bare(bench) as bare:
+def _link(context: CheckContext, rounds: int) -> Verdict:
+    with _Bare(context) as bare:
         seconds = bare.best([("in",), ("out",), ("in", "out")], rounds)
     ratio = seconds[2] / (seconds[0] + seconds[1])
-    figures: Figures = dict(zip(("in", "out", "at once"), map(_ms, seconds), strict=True))
+    figures: Measurements = dict(zip(("in", "out", "at once"), map(_ms, seconds), strict=True))
     figures["of the sum"] = round(ratio, 2)
-    if ratio > _OVERLAPS:
+    if ratio > _MAX_RATIO:
         return Verdict.inconclusive("this link carries one direction at a time, or the machine is busy", figures)
     return Verdict.ok(figures)
 
 
-def _beside(bench: Bench, rounds: int) -> Verdict:
-    with _Bare(bench) as bare:
+def _beside(context: CheckContext, rounds: int) -> Verdict:
+    with _Bare(context) as bare:
         bare.calibrate()
         seconds = bare.best([("in", "out"), ("compute",), ("compute", "in", "out")], rounds)
     ratio = seconds[2] / (seconds[0] + seconds[1])
-    figures: Figures = dict(zip(("copies", "kernels", "at once"), map(_ms, seconds), strict=True))
+    figures: Measurements = dict(zip(("copies", "kernels", "at once"), map(_ms, seconds), strict=True))
     figures["of the sum"] = round(ratio, 2)
-    if max(seconds[:2]) > _BOUND * sum(seconds[:2]):
-        return Verdict.inconclusive("one takes so long that the other hardly counts", figures)
-    if ratio > _OVERLAPS:
-        return Verdict.failed("copies do not run beside kernels on this device", figures)
+    if max(seconds[:2]) > _DOMINANT * sum(seconds[:2]):
+        return Verdict.inconclusive("one takes so much longer than the other that overlap cannot be shown", figures)
+    if ratio > _MAX_RATIO:
+        return Verdict.failed("copies do not overlap with kernels on this device", figures)
     return Verdict.ok(figures)
 
 
 class _Bare:
-    """Copies each way and kernels, on lanes of their own, without an engine."""
+    """Copies in both directions and kernels, each on a lane of its own, without an engine."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._accelerator = bench.accelerator
+    def __init__(self, context: CheckContext) -> None:
+        self._accelerator = context.accelerator
         self.nbytes = _SIMULATED_BYTES if self._accelerator.is_simulated else _BYTES
-        self._times = 1  # that a matrix is multiplied
+        self._times = 1  # matrix products per piece of work
 
     def __enter__(self) -> _Bare:
         device = self._accelerator.device
@@ -126,7 +126,7 @@ class _Bare:
         self._stack.close()
 
     def calibrate(self) -> None:
-        """Has kernels take about as long as copies; a simulated device's are repeated for as long as it takes."""
+        """Makes kernels take about as long as copies. (On a simulated device they run for a fixed time.)"""
         if self._accelerator.is_simulated:
             return
         wanted = self.best([("in", "out")], 1)[0]
@@ -135,7 +135,7 @@ class _Bare:
             self._times *= 2
 
     def best(self, together: Sequence[tuple[str, ...]], rounds: int) -> list[float]:
-        """Seconds of what is run together, one after the other in every round; the first is not counted."""
+        """The best time in seconds of each combination; every round runs all of them, and the first is not counted."""
         taken = [[self._run(names) for names in together] for _ in range(rounds + 1)]
         return [min(column) for column in zip(*taken[1:], strict=True)]
 
@@ -159,18 +159,18 @@ class _Bare:
 
 class _Step(NamedTuple):
     seconds: float
-    compute: float  # of all visits
+    compute: float  # seconds of all visits
     bytes_in: int
     bytes_out: int
-    duplex: float  # of the time that the less busy direction takes, the part in which the other is busy too
+    duplex: float  # share of the less busy direction's time in which the other direction is busy, too
 
 
 class _Steps:
     """Steps of a model whose fetches take about as long as its compute."""
 
-    def __init__(self, bench: Bench, rounds: int) -> None:
-        self._accelerator, self._rounds = bench.accelerator, rounds
-        self._bench = bench
+    def __init__(self, context: CheckContext, rounds: int) -> None:
+        self._accelerator, self._rounds = context.accelerator, rounds
+        self._context = context
         self._samples = _MICRO_BATCHES
 
     def judge(self) -> Verdict:
@@ -185,22 +185,24 @@ class _Steps:
         took = min(step.seconds for step in steps)
         lanes = min(computes), steps[-1].bytes_in / rates[0], steps[-1].bytes_out / rates[1]
         duplex, ratio = statistics.median(step.duplex for step in steps), took / sum(lanes)
-        figures: Figures = dict(zip(("compute", "in", "out"), map(_ms, lanes), strict=True))
+        figures: Measurements = dict(zip(("compute", "in", "out"), map(_ms, lanes), strict=True))
         figures |= {"step": _ms(took), "of the longest": round(took / max(lanes), 2), "of the sum": round(ratio, 2)}
         figures["both ways"] = round(duplex, 2)
-        if max(lanes) > _BOUND * sum(lanes):
-            return Verdict.inconclusive("one lane takes so long that the others hardly count", figures)
-        if ratio > _OVERLAPS:
-            return Verdict.failed("a step takes as long as its lanes one after the other", figures)
-        if duplex < _DUPLEX and _link(self._bench, self._rounds).outcome is not Outcome.OK:
+        if max(lanes) > _DOMINANT * sum(lanes):
+            return Verdict.inconclusive(
+                "one lane takes so much longer than the others that overlap cannot be shown", figures
+            )
+        if ratio > _MAX_RATIO:
+            return Verdict.failed("a step takes almost as long as its lanes one after the other", figures)
+        if duplex < _MIN_DUPLEX and _link(self._context, self._rounds).outcome is not Outcome.OK:
             return Verdict.inconclusive("this link carries one direction at a time, or the machine is busy", figures)
-        if duplex < _DUPLEX:
-            return Verdict.failed("in a step, one way over the link waits for the other", figures)
+        if duplex < _MIN_DUPLEX:
+            return Verdict.failed("in a step, one direction of the link waits for the other", figures)
         return Verdict.ok(figures)
 
     @contextlib.contextmanager
     def _engine(self, *, held: bool) -> Iterator[tuple[Engine, Trace]]:
-        """`held`: nothing is fetched, so that compute is alone but for gradients on their way out."""
+        """With `held`, nothing is fetched, so compute overlaps with nothing but gradients on their way out."""
         trace, width = Trace(), 1024 if self._accelerator.is_fast else 96
         model = build(lambda: Transformer(4, width, tied=False, length=_LENGTH))
         with Engine(model, device=self._accelerator.device, held=held, stash="device", trace=trace) as engine:
@@ -229,8 +231,8 @@ class _Steps:
         )
 
     def _rates(self, alone: Engine, trace: Trace, bytes_in: int) -> tuple[float, float]:
-        """Of the link alone, in and out. A simulated one is set such that fetches take as long as compute; for a real
-        one batches are made so large that compute takes as long as they do."""
+        """The rates of the link alone, in and out. A simulated link is set so that fetches take as long as compute; on
+        a real one, the batch is made so large that compute takes as long as fetches."""
 
         def compute() -> float:
             return min(self._step(alone, trace).compute for _ in range(3))
@@ -238,7 +240,7 @@ class _Steps:
         if self._accelerator.is_simulated:
             rate = bytes_in / compute()
             return rate, rate
-        with _Bare(self._bench) as bare:
+        with _Bare(self._context) as bare:
             seconds = bare.best([("in",), ("out",)], self._rounds)
         rates = bare.nbytes / seconds[0], bare.nbytes / seconds[1]
         for _ in range(4):
@@ -247,7 +249,7 @@ class _Steps:
             if samples == self._samples:
                 break
             self._samples = samples
-            self._step(alone, trace)  # of another size: the first one allocates
+            self._step(alone, trace)  # warm-up: the first step of a new size allocates
         return rates
 
     @property

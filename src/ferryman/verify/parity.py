@@ -1,4 +1,4 @@
-"""Parity: a step equals plain PyTorch with the same micro-batches, on the same device, in every mode."""
+"""Parity checks: in every mode, a step equals plain PyTorch with the same micro-batches on the same device."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import torch
 from torch import nn
 
 from ferryman.engine import Engine
-from ferryman.verify import models
-from ferryman.verify.bench import SUBGROUP, Bench, apart, distance, largest
+from ferryman.verify import small_models
+from ferryman.verify.context import SUBGROUP, CheckContext, apart, distance, largest
 from ferryman.verify.reference import MICRO_BATCHES, Tensors, Trained, adamw
-from ferryman.verify.result import Check, Figures, Verdict
+from ferryman.verify.result import Check, Measurements, Verdict
 
-# Terms of a tied tensor's gradient are added up in another order; so is all where the device does not repeat itself.
-_TIED = 1e-6  # of the largest gradient
+# The terms of a tied tensor's gradient are summed in another order.
+_TIED_TOLERANCE = 1e-6  # relative to the largest gradient
 
 
 class _Limits(NamedTuple):
-    """How far apart results may be where they are not equal bit by bit."""
+    """Tolerances where results are not bitwise equal."""
 
-    losses: float  # after the first step, since weights are then apart by a rounding or two
-    weights: float  # of the way that training has moved them
-    # Where the device does not repeat itself.
-    unsteady_gradients: float  # of the largest
+    losses: float  # after the first step, since weights then differ by rounding
+    weights: float  # relative to the distance that training has moved them
+    # On devices where plain PyTorch is not reproducible.
+    unsteady_gradients: float  # relative to the largest gradient
     unsteady_weights: float
 
 
-# Host kernels and torch's round Adam's square root differently in the last bits. Now and then that tips a narrow weight
-# to the next value, and the gradients of all later steps with it.
+# Host kernels round Adam's square root differently than torch in the last bits. Occasionally that moves a bf16 or fp16
+# weight to its neighbouring value, and changes the gradients of all later steps.
 _LIMITS = {
     "fp32": _Limits(1e-5, 1e-5, 1e-5, 1e-3),
     "bf16": _Limits(2e-3, 1e-2, 2e-2, 5e-2),
@@ -40,7 +40,7 @@ _LIMITS = {
 }
 
 
-class Case(NamedTuple):
+class ParityCase(NamedTuple):
     name: str
     make: Callable[[], nn.Module]
     options: dict[str, Any]
@@ -50,82 +50,80 @@ class Case(NamedTuple):
         return str(self.options.get("precision", "fp32"))
 
 
-def checks(bench: Bench) -> Iterator[Check]:
-    steps = len(bench.batches)
+def checks(context: CheckContext) -> Iterator[Check]:
+    steps = len(context.batches)
     compared = f"losses, gradients, weights after {steps} steps against plain PyTorch"
-    for case in _cases(bench):
-        yield Check("parity", case.name, compared, lambda case=case: _compare(bench, case))  # type: ignore[misc]
-    compared = (
-        "weights after 3 steps, saved and loaded after the second, against those of a run that went on: same bits"
-    )
-    yield Check("parity", "checkpoint", compared, lambda: _resume(bench))
+    for case in _cases(context):
+        yield Check("parity", case.name, compared, lambda case=case: _compare(context, case))  # type: ignore[misc]
+    compared = "weights after 3 steps, saved and loaded after the second, against an uninterrupted run: same bits"
+    yield Check("parity", "checkpoint", compared, lambda: _resume(context))
 
 
-def _cases(bench: Bench) -> Iterator[Case]:
-    """Each mode at least once; `quick` leaves out what differs least from the others."""
+def _cases(context: CheckContext) -> Iterator[ParityCase]:
+    """Every mode at least once; `quick` leaves out those most similar to others."""
     relayed: dict[str, Any] = {"updates": "host"}
-    yield Case("eager", models.tied, relayed | {"stash": "device"})
-    yield Case("deferred, clipped", models.tied, relayed | {"max_grad_norm": 0.3})
-    if not bench.accelerator.is_host:
+    yield ParityCase("eager", small_models.tied, relayed | {"stash": "device"})
+    yield ParityCase("deferred, clipped", small_models.tied, relayed | {"max_grad_norm": 0.3})
+    if not context.accelerator.is_host:
         shared: dict[str, Any] = {"subgroup": SUBGROUP}
         held, clipped = shared | {"held": True}, {"max_grad_norm": 0.3}
-        yield Case("stash on the host", models.tied, relayed | {"stash": "host"})
-        yield Case("stride:2, relayed", models.tied, shared | {"updates": "stride:2"})
-        yield Case("static:0.5, held, clipped", models.tied, held | clipped | {"updates": "static:0.5"})
-        yield Case("auto, relayed, clipped", models.tied, shared | clipped | {"updates": "auto"})
-        if not bench.quick:
-            yield Case("host, held", models.tied, held | {"updates": "host"})
-            yield Case("stride:2, held, clipped", models.tied, held | clipped | {"updates": "stride:2"})
-            yield Case("static:0.5, relayed", models.tied, shared | {"updates": "static:0.5"})
-            yield Case("auto, held", models.tied, held | {"updates": "auto"})
-            yield Case("bf16, stride:2, clipped", models.untied, shared | clipped | _in("bf16", "stride:2"))
-            yield Case("fp16, static:0.5, held", models.untied, held | _in("fp16", "static:0.5"))
-    yield Case("bf16", models.untied, _in("bf16", "host"))
-    yield Case("fp16", models.untied, _in("fp16", "host"))
-    if not bench.quick:
-        yield Case("GPT-2 of transformers", models.gpt2, {})
-        yield Case("Llama of transformers", models.llama, {})
+        yield ParityCase("stash on the host", small_models.tied, relayed | {"stash": "host"})
+        yield ParityCase("stride:2, relayed", small_models.tied, shared | {"updates": "stride:2"})
+        yield ParityCase("static:0.5, held, clipped", small_models.tied, held | clipped | {"updates": "static:0.5"})
+        yield ParityCase("auto, relayed, clipped", small_models.tied, shared | clipped | {"updates": "auto"})
+        if not context.quick:
+            yield ParityCase("host, held", small_models.tied, held | {"updates": "host"})
+            yield ParityCase("stride:2, held, clipped", small_models.tied, held | clipped | {"updates": "stride:2"})
+            yield ParityCase("static:0.5, relayed", small_models.tied, shared | {"updates": "static:0.5"})
+            yield ParityCase("auto, held", small_models.tied, held | {"updates": "auto"})
+            yield ParityCase("bf16, stride:2, clipped", small_models.untied, shared | clipped | _in("bf16", "stride:2"))
+            yield ParityCase("fp16, static:0.5, held", small_models.untied, held | _in("fp16", "static:0.5"))
+    yield ParityCase("bf16", small_models.untied, _in("bf16", "host"))
+    yield ParityCase("fp16", small_models.untied, _in("fp16", "host"))
+    if not context.quick:
+        yield ParityCase("GPT-2 of transformers", small_models.gpt2, {})
+        yield ParityCase("Llama of transformers", small_models.llama, {})
 
 
 def _in(precision: str, updates: str) -> dict[str, Any]:
     return {"precision": precision, "updates": updates}
 
 
-def _compare(bench: Bench, case: Case) -> Verdict:
-    if (lacking := bench.accelerator.lacks(case.precision)) is not None:
+def _compare(context: CheckContext, case: ParityCase) -> Verdict:
+    if (lacking := context.accelerator.lacks(case.precision)) is not None:
         return Verdict.skipped(lacking)
-    if case.make in (models.gpt2, models.llama) and not models.has_transformers():
+    if case.make in (small_models.gpt2, small_models.llama) and not small_models.has_transformers():
         return Verdict.skipped("transformers is not installed")
-    model = models.build(case.make)
-    tied, start = models.tied_names(model), _values(model)
-    with Engine(model, adamw(model), device=bench.device, **case.options) as engine:
+    model = small_models.build(case.make)
+    tied, start = small_models.tied_names(model), _values(model)
+    with Engine(model, adamw(model), device=context.device, **case.options) as engine:
         scale = engine.loss_scale
-        ours = train(engine, model, bench)
+        ours = train(engine, model, context)
         stats = engine.stats()
         if engine.loss_scale != scale:
-            return Verdict.inconclusive(f"in {case.precision} gradients overflowed, and steps were passed over", {})
-    ours = replace(ours, weights=_values(model))  # in float32, now that the masters are back
-    theirs = bench.reference(case.make, case.precision, case.options.get("max_grad_norm"), scale)
-    figures, wrong = _judge(ours, theirs, start, tied, _LIMITS[case.precision], repeats=bench.repeats)
+            return Verdict.inconclusive(f"gradients overflowed in {case.precision}, and steps were skipped", {})
+    ours = replace(ours, weights=_values(model))  # closing the engine restored the float32 masters
+    theirs = context.reference(case.make, case.precision, case.options.get("max_grad_norm"), scale)
+    figures, wrong = _judge(ours, theirs, start, tied, _LIMITS[case.precision], repeats=context.repeats)
     policy = case.options.get("updates", "auto")
-    if stats is not None and policy != "host" and not bench.accelerator.is_host:
+    if stats is not None and policy != "host" and not context.accelerator.is_host:
         figures["on device"] = f"{stats.device_share:.0%}"
         if not stats.device_share and policy != "auto":
-            wrong.append(f"updates={policy!r} had nothing updated on the device")
+            wrong.append(f"updates={policy!r} updated nothing on the device")
     return Verdict.failed("; ".join(wrong), figures) if wrong else Verdict.ok(figures)
 
 
-def _resume(bench: Bench) -> Verdict:
-    """Random numbers go on as well, so nothing is seeded after the save."""
+def _resume(context: CheckContext) -> Verdict:
+    """Random states are part of the checkpoint, so nothing is seeded after the save."""
     options: dict[str, Any] = {"updates": "static:0.5", "subgroup": SUBGROUP, "max_grad_norm": 0.3}
-    if bench.accelerator.is_host:
+    if context.accelerator.is_host:
         options = {"max_grad_norm": 0.3}
-    *before, last = bench.batches[:3]
+    *before, last = context.batches[:3]
     found = []
     with tempfile.TemporaryDirectory() as directory:
         for resumed in (False, True):
-            model = models.build(models.tied)
-            with Engine(model, adamw(model), device=bench.device, **options) as engine:
+            model = small_models.build(small_models.tied)
+            with Engine(model, adamw(model), device=context.device, **options) as engine:
                 if resumed:
                     torch.manual_seed(1)
                     engine.load(Path(directory, "checkpoint"))
@@ -138,20 +136,20 @@ def _resume(bench: Bench) -> Verdict:
                 engine.step(last, MICRO_BATCHES)
             found.append(_values(model))
     off = distance(*found) / distance(saved, found[0])
-    figures: Figures = {"weights": "bitwise" if off == 0 else off}
-    if off > (0 if bench.repeats else _LIMITS["fp32"].unsteady_weights):
-        return Verdict.failed("the run that was resumed went another way", figures)
+    figures: Measurements = {"weights": "bitwise" if off == 0 else off}
+    if off > (0 if context.repeats else _LIMITS["fp32"].unsteady_weights):
+        return Verdict.failed("the resumed run differs from the uninterrupted one", figures)
     return Verdict.ok(figures)
 
 
-def train(engine: Engine, model: nn.Module, bench: Bench) -> Trained:
-    """As the reference does: gradients of the first batch, then a step with each."""
+def train(engine: Engine, model: nn.Module, context: CheckContext) -> Trained:
+    """Does what the reference does: gradients of the first batch, then one step with each batch."""
     torch.manual_seed(0)
-    engine.forward_backward(bench.batches[0], MICRO_BATCHES)
+    engine.forward_backward(context.batches[0], MICRO_BATCHES)
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     engine.zero_grad()
     losses = []
-    for seed, batch in enumerate(bench.batches):
+    for seed, batch in enumerate(context.batches):
         torch.manual_seed(seed)
         losses.append(float(engine.step(batch, MICRO_BATCHES)))
     engine.wait()
@@ -164,8 +162,8 @@ def _values(model: nn.Module) -> Tensors:
 
 def _judge(
     ours: Trained, theirs: Trained, start: Tensors, tied: set[str], limits: _Limits, *, repeats: bool
-) -> tuple[Figures, list[str]]:
-    """What was seen, and what of it is too much."""
+) -> tuple[Measurements, list[str]]:
+    """The measured differences, and a message for each that exceeds its tolerance."""
     whole = largest(theirs.gradients)
     alike = {name: value for name, value in theirs.gradients.items() if name not in tied}
     gradients = apart({name: value for name, value in ours.gradients.items() if name not in tied}, alike) / whole
@@ -176,13 +174,13 @@ def _judge(
     first = abs(ours.losses[0] - theirs.losses[0])
     losses = max(abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True))
     weights = distance(ours.weights, theirs.weights) / distance(start, theirs.weights)
-    figures: Figures = {"gradients": "bitwise" if gradients == 0 else gradients}
+    figures: Measurements = {"gradients": "bitwise" if gradients == 0 else gradients}
     if tied:
         figures["tied"] = shared
     figures |= {"loss": "bitwise" if losses == 0 else losses, "weights": weights}
     found = [
         ("gradients", gradients, 0.0 if repeats else limits.unsteady_gradients),
-        ("gradients of tied tensors", shared, _TIED if repeats else limits.unsteady_gradients),
+        ("gradients of tied tensors", shared, _TIED_TOLERANCE if repeats else limits.unsteady_gradients),
         ("the first loss", first, 0.0 if repeats else limits.losses),
         ("losses", losses, limits.losses),
         ("weights", weights, limits.weights if repeats else limits.unsteady_weights),

@@ -1,4 +1,4 @@
-"""Races: with any lane late, results stay what they were; and without one of the waits they do not."""
+"""Race checks: delaying any lane does not change the result; leaving out one of the waits does (the control)."""
 
 from __future__ import annotations
 
@@ -13,51 +13,52 @@ from torch import nn
 from ferryman.engine import Engine
 from ferryman.runtime.marks import Mark
 from ferryman.server.gradient_checks import NonFiniteError
-from ferryman.verify import models
-from ferryman.verify.bench import SUBGROUP, Bench, distance
+from ferryman.verify import small_models
+from ferryman.verify.context import SUBGROUP, CheckContext, distance
 from ferryman.verify.delays import Delays, replaced
-from ferryman.verify.reference import MICRO_BATCHES, Plain, Tensors, adamw
-from ferryman.verify.result import Check, Figures, Outcome, Verdict
+from ferryman.verify.reference import MICRO_BATCHES, PlainTraining, Tensors, adamw
+from ferryman.verify.result import Check, Measurements, Outcome, Verdict
 
-_BATCHES = [models.features(seed) for seed in range(2)]
-_TRIES = 1, 4, 16  # times the delay: a busy machine may hide what a control should show
+_BATCHES = [small_models.features(seed) for seed in range(2)]
+_CONTROL_DELAYS = 1, 4, 16  # times the usual delay, tried in turn: a busy machine may hide a missing wait
 
-# Of the weights' norm, where the device does not repeat itself: results that are the same, and that are not.
-_SAME, _OTHER = 1e-5, 1e-4
-_PLAIN = 1e-5  # that a run may be off plain PyTorch: waits might always be missing, with the same wrong result
+# Differences relative to the norm of the weights, for devices where plain PyTorch is not reproducible.
+_SAME, _DIFFERENT = 1e-5, 1e-4
+# Allowed difference from plain PyTorch: a wait that is always missing would give the same wrong result every time.
+_PLAIN_TOLERANCE = 1e-5
 
 Without = Callable[[Engine], contextlib.AbstractContextManager[None]]
 
 
-class Case(NamedTuple):
-    late: Collection[str]  # lanes
-    wait: str  # that the control leaves out
+class RaceCase(NamedTuple):
+    late: Collection[str]  # lanes to delay
+    wait: str  # the wait that the control leaves out
     without: Without
     held: bool = False
 
 
-def checks(bench: Bench) -> Iterator[Check]:
-    runs = _Runs(bench)
-    rounds = 1 if bench.quick else 2
-    cases = _ON_HOST if bench.accelerator.is_host else _CASES if bench.quick else _CASES | _HELD
+def checks(context: CheckContext) -> Iterator[Check]:
+    runs = _Runs(context)
+    rounds = 1 if context.quick else 2
+    cases = _ON_HOST if context.accelerator.is_host else _CASES if context.quick else _CASES | _HELD
     for name, case in cases.items():
         late = " and ".join(case.late)
         compared = (
-            f"{len(_BATCHES)} steps with {late} late, {rounds} x, against none late: same bits; and plain PyTorch"
+            f"{len(_BATCHES)} steps with {late} delayed, {rounds} x, against no delay: same bits; and plain PyTorch"
         )
         yield Check("races", name, compared, lambda case=case: runs.check(case, rounds))  # type: ignore[misc]
 
 
 class _Runs:
-    """Runs of one model, that are compared with one another."""
+    """Runs of one model that are compared with one another."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-        self._accelerator = bench.accelerator
+    def __init__(self, context: CheckContext) -> None:
+        self._context = context
+        self._accelerator = context.accelerator
         self._undelayed: dict[bool, Tensors] = {}  # by whether weights are held
         self._delays: Delays | None = None
 
-    def check(self, case: Case, rounds: int) -> Verdict:
+    def check(self, case: RaceCase, rounds: int) -> Verdict:
         if self._delays is None:
             self._delays = Delays(self._accelerator)
         if case.held not in self._undelayed:
@@ -69,26 +70,26 @@ class _Runs:
             with self._engine(case) as (engine, model), self._delays.late(engine, case.late):
                 off = max(off, self._off(case, self._train(engine, model)))
         shown = self._control(case)
-        figures: Figures = {
+        figures: Measurements = {
             "late": "bitwise" if off == 0 else off,
             "plain": plain,
             f"control, no wait for {case.wait}": shown or "same",
         }
-        if off > (0 if self._bench.repeats else _SAME):
-            return Verdict.failed(f"weights changed by {off:.1e} of their norm when lanes were late", figures)
-        if plain > _PLAIN:
-            return Verdict.failed(f"weights are off plain PyTorch's by {plain:.1e} of their norm, late or not", figures)
+        if off > (0 if self._context.repeats else _SAME):
+            return Verdict.failed(f"weights changed by {off:.1e} of their norm when lanes were delayed", figures)
+        if plain > _PLAIN_TOLERANCE:
+            return Verdict.failed(f"weights differ from plain PyTorch by {plain:.1e} of their norm", figures)
         if shown is None:
             return Verdict.inconclusive(
-                "the control, with a wait left out, gave the same: delays do nothing here, and so this shows nothing",
+                "leaving out a wait (the control) did not change the result, so the check proves nothing here",
                 figures,
             )
         return Verdict(Outcome.OK, figures)
 
-    def _control(self, case: Case) -> str | None:
-        """What is seen without one of the waits; None if nothing."""
+    def _control(self, case: RaceCase) -> str | None:
+        """How leaving out one of the waits shows; None if it does not."""
         assert self._delays is not None
-        for times in _TRIES:
+        for times in _CONTROL_DELAYS:
             try:
                 with (
                     self._engine(case) as (engine, model),
@@ -104,23 +105,23 @@ class _Runs:
                 return "a race"
             finally:
                 self._accelerator.forget_races()
-            if off > (0 if self._bench.repeats else _OTHER):
+            if off > (0 if self._context.repeats else _DIFFERENT):
                 return f"{off:.1e}"
         return None
 
     @contextlib.contextmanager
-    def _engine(self, case: Case) -> Iterator[tuple[Engine, nn.Module]]:
-        model = models.build(models.Stack)
-        # Who updates what must not depend on time.
+    def _engine(self, case: RaceCase) -> Iterator[tuple[Engine, nn.Module]]:
+        model = small_models.build(small_models.Stack)
+        # A fixed policy: which subgroups the device updates must not depend on time.
         options: dict[str, Any] = {"updates": "stride:2", "subgroup": SUBGROUP, "stash": "host", "held": case.held}
         if self._accelerator.is_host:
             options = {"updates": "host"}
-        engine = Engine(model, adamw(model), device=self._bench.device, **options)
+        engine = Engine(model, adamw(model), device=self._context.device, **options)
         try:
             yield engine, model
         except BaseException:
             self._accelerator.forget_races()
-            with contextlib.suppress(RuntimeError):  # another race, that nobody has seen yet
+            with contextlib.suppress(RuntimeError):  # another race that has not been reported yet
                 engine.close()
             raise
         engine.close()
@@ -132,22 +133,22 @@ class _Runs:
         engine.wait()
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    def _off(self, case: Case, weights: Tensors) -> float:
+    def _off(self, case: RaceCase, weights: Tensors) -> float:
         return _relative(weights, self._undelayed[case.held])
 
-    def _off_plain(self, case: Case) -> float:
+    def _off_plain(self, case: RaceCase) -> float:
         return _relative(self._undelayed[case.held], self._plain)
 
     @functools.cached_property
     def _plain(self) -> Tensors:
-        return Plain(models.build(models.Stack), self._bench.device).train(_BATCHES).weights
+        return PlainTraining(small_models.build(small_models.Stack), self._context.device).train(_BATCHES).weights
 
 
 def _relative(weights: Tensors, others: Tensors) -> float:
     return distance(weights, others) / distance({name: torch.zeros_like(x) for name, x in others.items()}, others)
 
 
-# Each leaves one wait out.
+# Controls: each leaves out one wait.
 
 
 def _without_fetched_weights(engine: Engine) -> contextlib.AbstractContextManager[None]:
@@ -197,13 +198,13 @@ def _without_host(engine: Engine) -> contextlib.AbstractContextManager[None]:
     return replaced(weights, "refresh", lambda unit, runs, after: real(unit, runs, h2d.here()))
 
 
-_ON_HOST = {"updates late": Case(["host"], "updates before weights are used", _without_updates)}
+_ON_HOST = {"updates late": RaceCase(["host"], "updates before weights are used", _without_updates)}
 _CASES = {
-    "weights late": Case(["h2d"], "weights", _without_fetched_weights),
-    "compute late": Case(["compute"], "a free slot", _without_free_slots),
-    "gradients late": Case(["d2h"], "a flushed slot", _without_flushes),
-    "state late": Case(["state in", "state out"], "state", _without_state),
-    "stash late": Case(["stash in", "stash out"], "the stash", _without_stash),
-    "updates late": Case(["host"], "updates before a fetch", _without_updates),
+    "weights late": RaceCase(["h2d"], "weights", _without_fetched_weights),
+    "compute late": RaceCase(["compute"], "a free slot", _without_free_slots),
+    "gradients late": RaceCase(["d2h"], "a flushed slot", _without_flushes),
+    "state late": RaceCase(["state in", "state out"], "state", _without_state),
+    "stash late": RaceCase(["stash in", "stash out"], "the stash", _without_stash),
+    "updates late": RaceCase(["host"], "updates before a fetch", _without_updates),
 }
-_HELD = {"updates late, held": Case(["host"], "updates before weights return", _without_host, held=True)}
+_HELD = {"updates late, held": RaceCase(["host"], "updates before weights return", _without_host, held=True)}

@@ -1,4 +1,4 @@
-"""The reference: plain PyTorch, with everything on the device, and micro-batches one after the other."""
+"""The reference: plain PyTorch gradient accumulation, with everything on the device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ferryman.model.precision import PRECISIONS
-from ferryman.verify.models import Batch
+from ferryman.verify.small_models import Batch
 
-RATE = 1e-3
+LEARNING_RATE = 1e-3
 MICRO_BATCHES = 2
 
 Tensors = dict[str, torch.Tensor]
@@ -20,21 +20,21 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Trained:
-    """What training has given, on the host."""
+    """The results of training, on the host."""
 
     losses: list[float]
-    gradients: Tensors  # of the first batch, before anything was updated
-    weights: Tensors  # in the end, in float32
+    gradients: Tensors  # of the first batch, before the first update
+    weights: Tensors  # after the last update, in float32
 
 
 def adamw(model: nn.Module | Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Its epsilon is large, so that a gradient that is nearly zero does not make a difference in the last bit large."""
+    """AdamW with a large epsilon, so that differences in the last bit of tiny gradients are not amplified."""
     parameters = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
-    return torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.1, eps=1e-4)
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1, eps=1e-4)
 
 
-class Plain:
-    """A copy of a model, whole on the device."""
+class PlainTraining:
+    """Trains a copy of the model that is entirely on the device."""
 
     def __init__(self, model: nn.Module, device: torch.device, limit: float | None = None) -> None:
         self._model = copy.deepcopy(model).to(device)
@@ -46,7 +46,7 @@ class Plain:
         return list(self._model.parameters())
 
     def train(self, batches: Sequence[Batch], scale: float = 1.0) -> Trained:
-        """`scale`: of the losses, where the precision needs one."""
+        """`scale` is the loss scale, for precisions that need one."""
         self._backward(batches[0], 0, scale)
         gradients = self._gradients()
         self._forget()
@@ -58,7 +58,7 @@ class Plain:
         return Trained(losses, gradients, self._weights())
 
     def _backward(self, batch: Batch, seed: int, scale: float) -> float:
-        """Each micro-batch has random numbers of its own, seeded as the engine does."""
+        """Runs all micro-batches, each seeded as the engine does; returns the loss."""
         torch.manual_seed(seed)
         first = int(torch.randint(0, 2**62, ()).item())
         total = torch.zeros((), device=self._device)
@@ -73,7 +73,7 @@ class Plain:
         return float(total) / scale
 
     def _after_backward(self, scale: float) -> None:
-        """Of one micro-batch; autograd adds gradients up."""
+        """Called after each micro-batch; here autograd accumulates the gradients."""
 
     def _gradients(self) -> Tensors:
         return {name: p.grad.cpu().clone() for name, p in self._model.named_parameters() if p.grad is not None}
@@ -90,8 +90,8 @@ class Plain:
         return {name: p.detach().cpu().clone() for name, p in self._model.named_parameters()}
 
 
-class Narrow(Plain):
-    """Computes in a narrow dtype; adds gradients up in float32 and updates float32 masters, as is usual."""
+class MixedPrecisionTraining(PlainTraining):
+    """Computes in a narrow dtype, accumulates gradients in float32 and updates float32 master weights."""
 
     def __init__(self, model: nn.Module, device: torch.device, precision: str, limit: float | None = None) -> None:
         self._dtype = PRECISIONS[precision]
@@ -134,5 +134,5 @@ class Narrow(Plain):
 
 
 def _nearest(values: torch.Tensor) -> torch.Tensor:
-    """In bfloat16 as the server rounds to it: ties away from zero."""
+    """Rounds to bfloat16 as the server does: to nearest, ties away from zero."""
     return ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)

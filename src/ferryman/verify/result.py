@@ -1,4 +1,4 @@
-"""What a check has found."""
+"""A check and its result."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-Figures = dict[str, float | int | str]
+Measurements = dict[str, float | int | str]
 
 
 class Outcome(StrEnum):
     OK = "ok"
     FAILED = "FAILED"
-    INCONCLUSIVE = "inconclusive"  # nothing was wrong, and nothing was shown either
+    INCONCLUSIVE = "inconclusive"  # nothing was wrong, but nothing was proven either
     SKIPPED = "skipped"
 
 
 @dataclass(frozen=True)
 class Verdict:
     outcome: Outcome
-    figures: Figures = field(default_factory=dict)
-    reason: str = ""  # why it is not ok
+    figures: Measurements = field(default_factory=dict)
+    reason: str = ""  # why the outcome is not OK
 
     @staticmethod
-    def ok(figures: Figures) -> Verdict:
+    def ok(figures: Measurements) -> Verdict:
         return Verdict(Outcome.OK, figures)
 
     @staticmethod
-    def failed(reason: str, figures: Figures) -> Verdict:
+    def failed(reason: str, figures: Measurements) -> Verdict:
         return Verdict(Outcome.FAILED, figures, reason)
 
     @staticmethod
-    def inconclusive(reason: str, figures: Figures) -> Verdict:
+    def inconclusive(reason: str, figures: Measurements) -> Verdict:
         return Verdict(Outcome.INCONCLUSIVE, figures, reason)
 
     @staticmethod
@@ -45,7 +45,7 @@ class Check(NamedTuple):
 
     group: str
     name: str
-    compared: str  # what with what, and when it is ok
+    compared: str  # what is compared with what, and the tolerance
     run: Callable[[], Verdict]
 
 

@@ -1,4 +1,4 @@
-"""A user's own model, as `ferryman verify --model my_module:make` names it."""
+"""The user's own model, given by `ferryman verify --model my_module:make`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ferryman.model.units import hint
 from ferryman.plan.batch import samples_in
 from ferryman.training.user_code import Loss, model_loss
 
-_MOST = 4  # micro-batches
+_MAX_MICRO_BATCHES = 4
 _CONTRACT = "it must return (model, batch) or (model, batch, loss)"
 
 
-class Made(NamedTuple):
-    """What one call of the user's function has returned."""
+class ModelAndBatch(NamedTuple):
+    """The return value of the user's function."""
 
     model: nn.Module
     batch: Any
@@ -30,18 +30,18 @@ class Made(NamedTuple):
 
 
 class UserModel:
-    """Calls the function `my_module:make`. Every check gets a model of its own, with the same weights as the others."""
+    """Calls the function `my_module:make`. Every check gets its own model, all with the same initial weights."""
 
     def __init__(self, place: str) -> None:
         self._place = place
         self._make = _find(place)
-        self._first: Made | None = self._call()  # a mistake in it shows before any check begins
+        self._first: ModelAndBatch | None = self._call()  # raises here if the function is wrong, before any check
 
-    def make(self) -> Made:
+    def make(self) -> ModelAndBatch:
         made, self._first = self._first or self._call(), None
         return made
 
-    def _call(self) -> Made:
+    def _call(self) -> ModelAndBatch:
         seed_all(0)
         found = self._make()
         about = f"--model {self._place}: {_CONTRACT}"
@@ -62,32 +62,32 @@ class UserModel:
                 f"{about}, where the loss is a function of the model and a micro-batch; its loss is a "
                 f"{type(loss).__name__}"
             )
-        return Made(model, batch, loss)
+        return ModelAndBatch(model, batch, loss)
 
 
 def seed_all(seed: int) -> None:
-    """The global generators, as the engine seeds them for a micro-batch."""
+    """Seeds the global random generators as the engine does for a micro-batch."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def micro_batches(batch: Any) -> int:
-    """As many as a check makes of the batch: four, or fewer where it has fewer samples; a list is taken as it is."""
+    """The number of micro-batches that checks use: the entries of a list; else at most four, by samples."""
     if isinstance(batch, list):
         return len(batch)
     samples = samples_in(batch) or 1
-    length = -(-samples // _MOST)
+    length = -(-samples // _MAX_MICRO_BATCHES)
     return -(-samples // length)
 
 
 def _find(place: str) -> Callable[[], Any]:
     name, _, function = place.partition(":")
     if not (name and function):
-        raise ValueError(f"--model {place}: a module and a function in it are required, such as my_module:make")
+        raise ValueError(f"--model {place}: must name a module and a function in it, such as my_module:make")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)  # as `python` does; the command's own path begins elsewhere
+        sys.path.insert(0, here)  # as `python` does; the path of an installed command does not start here
     try:
         module = importlib.import_module(name)
     except Exception as error:

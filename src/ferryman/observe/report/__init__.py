@@ -1,4 +1,4 @@
-"""One self-contained HTML file from a trace: `recording.py` reads it, `figures.py` counts, `page.py` writes."""
+"""Turns a trace into one self-contained HTML file."""
 
 from ferryman.observe.report.page import write_report
 

@@ -1,8 +1,8 @@
-// Lines over the steps.
+// Line charts over the steps.
 
 /**
- * A chart of one or more lines. `lines`: [{name, values, colour, dashed, area}], one value or null for each of `numbers`.
- * `show` writes a value. A click chooses a step.
+ * A chart of one or more lines. `lines`: [{name, values, colour, dashed, area}], with a value or null for each of
+ * `numbers`, the step numbers. `show` formats a value. A click selects a step.
  */
 function lineChart(title, numbers, lines, { show, low = null, high = null, choose = () => {} }) {
   const canvas = make("canvas", { role: "img" });
@@ -88,7 +88,7 @@ function minmax(values) {
 function disc(context, x, y, radius) {
   context.beginPath(); context.arc(x, y, radius, 0, 7); context.fill();
 }
-/** Points to draw: where several share a pixel, their lowest and their highest. */
+/** The points to draw: where several fall on one pixel, only the lowest and the highest. */
 function thin(numbers, values, x, y) {
   const points = [];
   let pixel = null, low = 0, high = 0;

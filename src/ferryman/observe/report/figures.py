@@ -1,7 +1,7 @@
-"""The figures of a recording: where each step's time went, and what bounds it.
+"""Computes the figures of a recording: how the time of each step was spent, and what bounds it.
 
-A step is bounded by a *resource*: lanes that share one count together. Fetches, stashes and optimizer state that come
-in all cross the same link, so their lanes are one resource, busy while any of them is.
+A step is bounded by a *resource*. Lanes that share a resource count together: weights, stash and optimizer state all
+come in over the same link, so their lanes are one resource, which is busy while any of them is.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ferryman.observe.report.recording import Recording
-from ferryman.observe.trace import Span, Step, busy_time
+from ferryman.observe.trace import Step, TraceSpan, busy_time
 
-# By resource, its lanes; in the order in which they are shown.
+# The lanes of each resource, in the order in which the report shows them.
 RESOURCES = {
     "compute": ("compute",),
     "link in": ("h2d", "stash in", "state in"),
@@ -25,10 +25,10 @@ RESOURCES = {
     "other ranks": ("exchange", "share"),
 }
 
-# Busy with what others do, too: an exchange lasts until all ranks have come to it.
+# An exchange lasts until all ranks have joined, so this resource includes waiting for other ranks.
 _TOGETHER = "other ranks"
 
-# By kind of work, the first word of its label; visits have their direction at the end.
+# The kind of work by the first word of its label. (Labels of visits end with their direction.)
 _KINDS = {
     "fetch": "weights",
     "flush": "gradients",
@@ -46,15 +46,15 @@ _KINDS = {
 }
 _VISITS = ("forward", "turn", "backward")
 
-# A resource that is busy for this share of the time bounds it; with less, lanes wait for one another.
+# A resource that is busy for this share of the time bounds it; if none is, lanes wait for one another.
 BOUND = 0.75
-# The others wait for a rank if each of them waits for so much more of the time than it does; with less, it is chance.
+# A rank is the slowest if each other rank spends this much more of the time waiting; smaller differences are chance.
 _CLEARLY = 0.1
 
 
 def kind_of(label: str) -> str:
-    """What sort of work it is: forward, turn, backward, weights, gradients, stash, state, update, look, exchange,
-    share, other."""
+    """The kind of work of a label: forward, turn, backward, weights, gradients, stash, state, update, look, exchange,
+    share or other."""
     if label.startswith("visit "):
         return next((visit for visit in _VISITS if label.endswith(f"({visit})")), "forward")
     if label.startswith("fetch gradients "):
@@ -63,22 +63,22 @@ def kind_of(label: str) -> str:
 
 
 def resource_of(lane: str) -> str:
-    """The lane's own name, if it shares none."""
+    """The resource of a lane; the lane's own name if it belongs to none."""
     return next((resource for resource, lanes in RESOURCES.items() if lane in lanes), lane)
 
 
 @dataclass(frozen=True)
-class Lane:
-    """Of one lane, within one step."""
+class LaneFigures:
+    """The use of one lane in one step."""
 
-    busy: float
-    kinds: Mapping[str, float]  # seconds
+    busy: float  # seconds
+    kinds: Mapping[str, float]  # seconds, by kind of work
     nbytes: int
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A part of a step, or all of it, with the seconds in which each resource was busy."""
+class Interval:
+    """A step or a phase of it, with the seconds in which each resource was busy."""
 
     name: str
     start: float
@@ -91,45 +91,45 @@ class Stretch:
 
     @property
     def share(self) -> float:
-        """Of the stretch's time, in which the busiest resource was."""
+        """The share of the time in which the busiest resource was busy."""
         return max(self.busy.values(), default=0.0) / (self.end - self.start) if self.end > self.start else 0.0
 
     @property
     def bound(self) -> str | None:
-        """The resource that bounds it, if one does."""
+        """The resource that bounds the interval, if one does."""
         return self.busiest if self.share >= BOUND else None
 
 
 @dataclass(frozen=True)
 class Account:
-    """Where the time of a step went whose spans are kept."""
+    """How the time of a step was spent, for a step whose spans are kept."""
 
     step: Step
-    lanes: Mapping[str, Lane]
-    whole: Stretch
-    phases: Sequence[Stretch]
+    lanes: Mapping[str, LaneFigures]
+    whole: Interval
+    phases: Sequence[Interval]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one rank."""
+    """The figures of one rank."""
 
     recording: Recording
     accounts: Sequence[Account]
     typical: Account  # of a step of median length
-    seconds: float | None  # of a step, the median but for the first
-    tokens_rate: float | None  # a second, likewise
+    seconds: float | None  # median step time, without the first step
+    tokens_rate: float | None  # per second, likewise
     samples_rate: float | None
     peak: int | None  # bytes, over all steps
 
 
 def figures_of(recording: Recording) -> Figures:
     steps = [step for i, step in enumerate(recording.steps) if i in recording.kept]
-    if not steps:  # a trace of something else than steps: all of it is shown as one
+    if not steps:  # a trace without steps is shown as one step
         ends = max(span.end for span in recording.spans)
         steps = [Step(0, recording.spans[0].start, ends, 0, None, None, None, None, {})]
     accounts = [_account(step, spans) for step, spans in zip(steps, _by_step(steps, recording.spans), strict=True)]
-    warm = recording.steps[1:] or recording.steps  # the first step allocates and learns
+    warm = recording.steps[1:] or recording.steps  # without the first step, which includes trials and allocations
     by_length = sorted(accounts[1:] or accounts, key=lambda account: account.step.seconds)
     return Figures(
         recording,
@@ -147,9 +147,9 @@ def _median(values: Iterable[float]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _by_step(steps: Sequence[Step], spans: Sequence[Span]) -> list[list[Span]]:
-    """The spans that are at least partly within each step; steps are in order and apart."""
-    found: list[list[Span]] = [[] for _ in steps]
+def _by_step(steps: Sequence[Step], spans: Sequence[TraceSpan]) -> list[list[TraceSpan]]:
+    """The spans that overlap with each step. Steps are in order and do not overlap."""
+    found: list[list[TraceSpan]] = [[] for _ in steps]
     ends = [step.end for step in steps]
     for span in spans:
         for i in range(bisect.bisect_right(ends, span.start), len(steps)):
@@ -159,56 +159,57 @@ def _by_step(steps: Sequence[Step], spans: Sequence[Span]) -> list[list[Span]]:
     return found
 
 
-def _account(step: Step, spans: Sequence[Span]) -> Account:
-    lanes: dict[str, list[Span]] = {}
+def _account(step: Step, spans: Sequence[TraceSpan]) -> Account:
+    lanes: dict[str, list[TraceSpan]] = {}
     for span in spans:
         lanes.setdefault(span.lane, []).append(span)
     return Account(
         step,
         {name: _lane(step, found) for name, found in lanes.items()},
-        _stretch("step", step.start, step.end, spans),
+        _interval("step", step.start, step.end, spans),
         _phases(step, spans),
     )
 
 
-def _lane(step: Step, spans: Sequence[Span]) -> Lane:
+def _lane(step: Step, spans: Sequence[TraceSpan]) -> LaneFigures:
     kinds: dict[str, float] = {}
     for span in spans:
         kind = kind_of(span.label)
         kinds[kind] = kinds.get(kind, 0.0) + min(span.end, step.end) - max(span.start, step.start)
-    # What reaches over an end counts where it began.
+    # The bytes of a span that reaches into another step count where it began.
     nbytes = sum(span.nbytes for span in spans if span.start >= step.start)
-    return Lane(busy_time(spans, step.start, step.end), kinds, nbytes)
+    return LaneFigures(busy_time(spans, step.start, step.end), kinds, nbytes)
 
 
-def _phases(step: Step, spans: Sequence[Span]) -> list[Stretch]:
-    """The forward ends where the turn begins; after the last visit gradients land, and the step is seen to be good."""
+def _phases(step: Step, spans: Sequence[TraceSpan]) -> list[Interval]:
+    """The phases of a step: the forward ends where the turn begins, the backward with the last visit. After that,
+    gradients arrive on the host and are checked."""
     visits = [span for span in spans if span.label.startswith("visit ") and span.start >= step.start]
     turned = [span.start for span in visits if kind_of(span.label) != "forward"]
     if not turned:
         return []
     last = min(max(span.end for span in visits), step.end)
     return [
-        _stretch("forward", step.start, turned[0], spans),
-        _stretch("backward", turned[0], last, spans),
-        _stretch("finish", last, step.end, spans),
+        _interval("forward", step.start, turned[0], spans),
+        _interval("backward", turned[0], last, spans),
+        _interval("finish", last, step.end, spans),
     ]
 
 
-def _stretch(name: str, start: float, end: float, spans: Sequence[Span]) -> Stretch:
-    resources: dict[str, list[Span]] = {}
+def _interval(name: str, start: float, end: float, spans: Sequence[TraceSpan]) -> Interval:
+    resources: dict[str, list[TraceSpan]] = {}
     for span in spans:
         if span.end > start and span.start < end:
             resources.setdefault(resource_of(span.lane), []).append(span)
     order = [*RESOURCES, *sorted(resources.keys() - RESOURCES.keys())]
-    return Stretch(name, start, end, {r: busy_time(resources[r], start, end) for r in order if r in resources})
+    return Interval(name, start, end, {r: busy_time(resources[r], start, end) for r in order if r in resources})
 
 
 def slowest(figures: Sequence[Figures]) -> Figures | None:
-    """The rank that the others wait for, if there is one: who comes last waits least, over all steps but the first."""
+    """The rank that the others wait for, if there is one: the one that spends least time waiting in exchanges."""
 
     def waited(of: Figures) -> float:
-        """As a share of the time."""
+        """The share of the time spent in exchanges, without the first step."""
         wholes = [account.whole for account in of.accounts[1:] or of.accounts]
         seconds = sum(whole.end - whole.start for whole in wholes)
         return sum(whole.busy.get(_TOGETHER, 0.0) for whole in wholes) / seconds if seconds > 0 else 0.0
@@ -219,7 +220,7 @@ def slowest(figures: Sequence[Figures]) -> Figures | None:
 
 
 def together(figures: Sequence[Figures]) -> dict[str, Any]:
-    """Of all ranks: what they do in a second, the highest peak, and who is slowest."""
+    """Figures over all ranks: throughput, the highest memory peak and the slowest rank."""
     rates = {
         "tokens_per_second": [of.tokens_rate for of in figures],
         "samples_per_second": [of.samples_rate for of in figures],
@@ -233,13 +234,13 @@ def together(figures: Sequence[Figures]) -> dict[str, Any]:
 
 
 def _sum(rates: Iterable[float | None]) -> float | None:
-    """None if none is known; a rank may have had no data."""
+    """The sum of the known rates; None if no rate is known. A rank without data has none."""
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known else None
 
 
 def summary(figures: Sequence[Figures]) -> dict[str, Any]:
-    """What `--json` prints: everything but the spans, as JSON can say it. Times are seconds."""
+    """The JSON document of `ferryman report --json`: everything but the spans. Times are in seconds."""
     return {**together(figures), "ranks": [_rank(of) for of in figures]}
 
 
@@ -262,7 +263,7 @@ def _rank(of: Figures) -> dict[str, Any]:
 
 
 def step_figures(step: Step, updates: Mapping[str, Any] | None) -> dict[str, Any]:
-    loss = None if step.loss is None or step.loss - step.loss != 0 else step.loss  # JSON knows no inf and no NaN
+    loss = None if step.loss is None or step.loss - step.loss != 0 else step.loss  # JSON has no inf and NaN
     return {
         "number": step.number,
         "seconds": step.seconds,

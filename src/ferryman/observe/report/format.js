@@ -1,24 +1,24 @@
-// Numbers as people read them, elements, colours, the theme.
+// Formatting of numbers, creation of elements, colours and the theme.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const RANKS = DATA.ranks;
 const byId = (id) => document.getElementById(id);
 
 const KINDS = {
-  forward: "forward", turn: "turn, forward and backward", backward: "backward, with its forward again",
+  forward: "forward", turn: "turn (forward and backward)", backward: "backward (with recomputation)",
   weights: "weights in", gradients: "gradients", stash: "stash", state: "optimizer state", update: "update",
-  look: "norm and checks", exchange: "exchange of gradients, with the wait for others", share: "updated weights, until all ranks have them",
+  look: "norms and checks", exchange: "gradient exchange (with waiting for other ranks)", share: "updated weights to all ranks",
   other: "other",
 };
 const LANES = {
-  compute: "visits of units", h2d: "weights to the device", "stash in": "stash, back to the device",
-  "state in": "optimizer state for updates there", d2h: "gradients to the host", "stash out": "stash, to the host",
-  "state out": "what was updated, to the host", update: "updates on the device", look: "norms on the device",
-  host: "updates and norms on the host", checks: "are gradients finite",
+  compute: "visits of units", h2d: "weights to the device", "stash in": "stash back to the device",
+  "state in": "optimizer state to the device", d2h: "gradients to the host", "stash out": "stash to the host",
+  "state out": "updated state to the host", update: "updates on the device", look: "norms on the device",
+  host: "updates and norms on the host", checks: "checks for inf and NaN",
   exchange: "gradients to the ranks that own them", share: "updated weights to all ranks",
 };
 
-/** Digits enough for three that count, and no more. */
+/** At least three significant digits. */
 function digits(value) {
   const size = Math.abs(value);
   return value.toFixed(size >= 100 || size === 0 ? 0 : size >= 10 ? 1 : 2);
@@ -41,7 +41,7 @@ function showMicro(micro) {
 }
 const showSeconds = (seconds) => showMicro(seconds * 1e6);
 
-/** An element; texts become text nodes, so nothing in a trace is ever taken as markup. */
+/** Creates an element. Strings become text nodes, so text from a trace is never interpreted as markup. */
 function make(tag, attributes, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
@@ -53,19 +53,19 @@ function make(tag, attributes, ...children) {
 }
 
 let palette = null;
-/** A colour of the theme, by the name of its variable. */
+/** A colour of the theme, by the name of its CSS variable. */
 function colour(name) {
   if (palette === null) palette = {};
   if (!(name in palette)) palette[name] = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   return palette[name];
 }
-/** Ink that can be read on a colour. */
+/** A text colour that is readable on this background. */
 function inkOn(hex) {
   const [r, g, b] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255).map((c) => (c <= 0.04 ? c / 12.9 : ((c + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.26 ? "#10202e" : "#ffffff";
 }
 
-const painters = []; // all that draws on a canvas, to be called again when theme or size change
+const painters = []; // functions that draw on a canvas, called again when the theme or the size changes
 function repaint() {
   for (const paint of painters) paint();
 }
@@ -78,7 +78,7 @@ function setTheme(theme) {
 {
   const dark = matchMedia("(prefers-color-scheme: dark)");
   let chosen = null;
-  try { chosen = localStorage.getItem("ferryman-theme"); } catch { /* a file's page may have no storage */ }
+  try { chosen = localStorage.getItem("ferryman-theme"); } catch { /* pages opened from a file may have no storage */ }
   setTheme(chosen || (dark.matches ? "dark" : "light"));
   dark.addEventListener("change", () => { if (!chosen) setTheme(dark.matches ? "dark" : "light"); });
   byId("theme").addEventListener("click", () => {
@@ -88,7 +88,7 @@ function setTheme(theme) {
   });
 }
 
-/** Sizes a canvas to its place, in device pixels; returns its context and its size in CSS pixels. */
+/** Resizes a canvas to its parent, in device pixels; returns its context and its size in CSS pixels. */
 function canvasOf(canvas, height) {
   const width = Math.max(60, canvas.parentElement.clientWidth), ratio = devicePixelRatio || 1;
   canvas.style.height = `${height}px`;

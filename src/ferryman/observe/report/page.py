@@ -1,4 +1,4 @@
-"""The page: figures and spans, put into one HTML file that needs nothing else."""
+"""Writes the figures and spans of a recording as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ferryman.runtime.files import replacing_file
 
 _SCRIPTS = ("format.js", "charts.js", "timeline.js", "sections.js")
 
-# Of an update's figures, those that the page shows.
+# The figures of updates that the page shows.
 _UPDATES = ("device_share", "bytes_in", "bytes_out", "host_waited", "device_waited", "predicted_rate", "achieved_rate")
 
 
@@ -38,16 +38,16 @@ def write_report(
     *,
     overwrite: bool = False,
 ) -> list[Figures]:
-    """Writes the report of a trace file, whole or not at all; returns the figures, of each rank.
+    """Writes the report of a trace file, atomically; returns the figures of each rank.
 
-    Of several ranks, the first one's file will do where the others' are beside it (`trace_path`); or all of them.
+    With several ranks, give the file of the first rank, beside which the others are found (`trace_path`), or all files.
     """
     traces = [trace] if isinstance(trace, str | os.PathLike) else list(trace)
     path = Path(target)
     if path.exists() and not overwrite:
-        raise ValueError(f"{path} is there already; overwrite=True (--force) replaces it, or choose another name")
+        raise ValueError(f"{path} already exists; use overwrite=True (--force) to replace it, or choose another name")
     if not path.parent.is_dir():
-        raise ValueError(f"there is no directory {path.parent} to write {path.name} into; make it first")
+        raise ValueError(f"the directory {path.parent} for {path.name} does not exist; create it first")
     figures = [figures_of(recording) for recording in read(*traces)]
     with replacing_file(path) as file:
         file.write_text(render(figures, Path(traces[0]).name), encoding="utf-8")
@@ -55,7 +55,7 @@ def write_report(
 
 
 def render(figures: Sequence[Figures], name: str) -> str:
-    """The page's text."""
+    """The HTML text of the report."""
     files = resources.files("ferryman.observe.report")
 
     def asset(file: str) -> str:
@@ -63,7 +63,7 @@ def render(figures: Sequence[Figures], name: str) -> str:
 
     origin = min(min(of.recording.spans[0].start, of.accounts[0].step.start) for of in figures)
     content = {"name": name, "together": together(figures), "ranks": [_rank(of, origin) for of in figures]}
-    # Within a script element nothing but "<" could end it.
+    # Escape "<", so that the data cannot end its script element.
     data = json.dumps(content, allow_nan=False, separators=(",", ":"))
     parts = {
         "title": html.escape(f"{name}: ferryman report"),
@@ -71,11 +71,11 @@ def render(figures: Sequence[Figures], name: str) -> str:
         "script": "\n".join(asset(script) for script in _SCRIPTS),
         "data": data.replace("<", "\\u003c"),
     }
-    return re.sub(r"{{(\w+)}}", lambda mark: parts[mark[1]], asset("page.html"))  # in one go: parts may hold marks
+    return re.sub(r"{{(\w+)}}", lambda mark: parts[mark[1]], asset("page.html"))  # in one pass: parts may contain marks
 
 
 def _rank(of: Figures, origin: float) -> dict[str, Any]:
-    """Times are microseconds from the origin."""
+    """The data of one rank for the page. Times are microseconds since `origin`."""
     recording = of.recording
     labels: dict[str, int] = {}
     lanes = _lanes(recording, labels, origin)
@@ -101,7 +101,7 @@ def _rank(of: Figures, origin: float) -> dict[str, Any]:
 
 
 def _lanes(recording: Recording, labels: dict[str, int], origin: float) -> list[dict[str, Any]]:
-    """By column, as that is a third of the size; numbers each label."""
+    """The spans of each lane, as columns (a third of the size of rows). Numbers the labels in `labels`."""
     lanes = {
         name: {"name": name, "resource": resource_of(name), "start": [], "length": [], "label": [], "bytes": []}
         for name in sorted(recording.lanes, key=_place)
@@ -116,7 +116,7 @@ def _lanes(recording: Recording, labels: dict[str, int], origin: float) -> list[
 
 
 def _place(lane: str) -> tuple[int, int]:
-    """Lanes that share a resource are together."""
+    """Sort key that puts lanes of one resource together."""
     resource = resource_of(lane)
     if resource not in RESOURCES:
         return len(RESOURCES), 0
@@ -124,21 +124,21 @@ def _place(lane: str) -> tuple[int, int]:
 
 
 def _units(labels: Iterable[str]) -> dict[str, str]:
-    """The units that visits name, the longest first, each with what is left without what all of them begin with."""
+    """The units named in the labels of visits, longest name first, each without the prefix that all of them share."""
     units = {text.removeprefix("visit ").rpartition(" (")[0] for text in labels if text.startswith("visit ")}
     first, last = (min(units).split("."), max(units).split(".")) if units else ([], [])
     shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first[:-1], last[:-1], strict=False))
-    common = "".join(f"{part}." for part, _ in shared)  # what the first and the last in order share, all share
+    common = "".join(f"{part}." for part, _ in shared)  # a prefix of the first and the last name is shared by all
     return {unit: unit.removeprefix(common) for unit in sorted(units, key=len, reverse=True) if unit}
 
 
 def _short(label: str, units: Mapping[str, str]) -> str:
-    """The unit that the label names; the label itself where it names none."""
+    """The short name of the unit in a label; the label itself if it names none."""
     return next((short for unit, short in units.items() if unit in label), label)
 
 
 def _steps(recording: Recording) -> dict[str, list[Any]]:
-    """All steps, by column."""
+    """The figures of all steps, as columns."""
     steps = recording.steps
     updates = [recording.updates.get(step.number, {}) for step in steps]
     return {

@@ -1,4 +1,4 @@
-"""Trace files, read: for each rank its lanes, spans, steps, memory and facts."""
+"""Reads trace files: the lanes, spans, steps, memory samples and facts of each rank."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ferryman.observe.trace import Sample, Span, Step, trace_path
+from ferryman.observe.trace import Sample, Step, TraceSpan, trace_path
 
-_UPDATES = "updates of step "  # as the server names its notes
+_UPDATES = "updates of step "  # prefix of the server's notes
 
 
 @dataclass
 class Recording:
-    """What one rank has recorded. Times are seconds."""
+    """What one rank recorded. Times are in seconds."""
 
     rank: int
     facts: Mapping[str, Any]
     lanes: list[str] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)  # in order of their start
+    spans: list[TraceSpan] = field(default_factory=list)  # in order of their start
     samples: list[Sample] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    kept: set[int] = field(default_factory=set)  # positions in `steps` of those whose spans are there
+    kept: set[int] = field(default_factory=set)  # indices in `steps` of the steps that have spans
     updates: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by the step's number
 
     def ran_with(self, other: Recording) -> bool:
-        """Whether both are of the same run: as many ranks, at the same time."""
+        """Whether both belong to the same run: the same number of ranks, at the same time."""
         if self.facts.get("ranks") != other.facts.get("ranks"):
             return False
         (low, high), (begin, end) = self._times(), other._times()
@@ -40,17 +40,16 @@ class Recording:
         return began + self.spans[0].start, began + max(span.end for span in self.spans)
 
     def shift(self, seconds: float) -> None:
-        """To another rank's time."""
+        """Moves all times by this many seconds."""
         self.spans = [span._replace(start=span.start + seconds, end=span.end + seconds) for span in self.spans]
         self.samples = [sample._replace(at=sample.at + seconds) for sample in self.samples]
         self.steps = [replace(step, start=step.start + seconds, end=step.end + seconds) for step in self.steps]
 
 
 def read(*paths: str | os.PathLike[str]) -> list[Recording]:
-    """One recording for each rank, with times on one axis; a ValueError that says what is wrong with a file, if it is
-    no trace of ours.
+    """Reads one recording per rank, on a common time axis. Raises a ValueError if a file is not a trace of ferryman.
 
-    Beside the first rank's trace those of the others are looked for, by their names, unless several are given.
+    If only the first rank's file is given, the files of the other ranks are found beside it by their names.
     """
     if len(paths) == 1:
         return _in_order(_with_others(Path(paths[0])))
@@ -58,7 +57,7 @@ def read(*paths: str | os.PathLike[str]) -> list[Recording]:
 
 
 def _with_others(path: Path) -> list[tuple[Path, Recording]]:
-    """Of the same run: what was left there by another one has another time, or another number of ranks."""
+    """The recordings in this file and in those of the other ranks beside it. Files left by other runs are ignored."""
     found = [(path, recording) for recording in _read(path)]
     lead = found[0][1]
     for rank in range(1, lead.facts.get("ranks", 1) if len(found) == 1 and lead.rank == 0 else 0):
@@ -69,11 +68,11 @@ def _with_others(path: Path) -> list[tuple[Path, Recording]]:
 
 
 def _in_order(found: list[tuple[Path, Recording]]) -> list[Recording]:
-    """By rank, all on the axis of the first."""
+    """Sorts recordings by rank and moves them to the time axis of the first."""
     found = sorted(found, key=lambda pair: pair[1].rank)
     for (path, one), (other, two) in itertools.pairwise(found):
         if one.rank == two.rank:
-            raise ValueError(f"{path} and {other} are both of rank {one.rank}; give one trace for each rank of a run")
+            raise ValueError(f"{path} and {other} both belong to rank {one.rank}; give one trace for each rank")
     recordings = [recording for _, recording in found]
     began = recordings[0].facts.get("began")
     for recording in recordings[1:]:
@@ -86,11 +85,11 @@ def _read(source: Path) -> list[Recording]:
     content = _load(source)
     events = content.get("traceEvents") if isinstance(content, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise ValueError(f"{source} is JSON, but no trace: 'traceEvents' is missing. {_HOW}")
+        raise ValueError(f"{source} is JSON, but not a trace: 'traceEvents' is missing. {_HOW}")
     names = [(e.get("pid"), e.get("args")) for e in events if e.get("ph") == "M" and e.get("name") == "process_name"]
     ranks = sorted(pid for pid, args in names if args == {"name": "ferryman"})
     if not ranks:
-        raise ValueError(f"{source} is a trace, but not one of ferryman's. {_HOW}")
+        raise ValueError(f"{source} is a trace, but was not recorded by ferryman. {_HOW}")
     facts = (content.get("otherData") or {}).get("ferryman") or {}
     try:
         recordings = [
@@ -100,7 +99,7 @@ def _read(source: Path) -> list[Recording]:
         raise ValueError(f"{source} is damaged: {type(error).__name__} {error} in one of its events. {_HOW}") from error
     ran = [recording for recording in recordings if recording.spans]
     if not ran:
-        raise ValueError(f"{source} is empty: nothing ran while it was recorded. {_HOW}")
+        raise ValueError(f"{source} is empty: no work ran while it was recorded. {_HOW}")
     return ran
 
 
@@ -113,9 +112,9 @@ def _load(source: Path) -> Any:
     except FileNotFoundError:
         raise ValueError(f"there is no file {source}. {_HOW}") from None
     except IsADirectoryError:
-        raise ValueError(f"{source} is a directory; a trace is a file in it, such as {source / 'trace.json'}") from None
+        raise ValueError(f"{source} is a directory; give a trace file, such as {source / 'trace.json'}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{source} is not a trace: it is not even text. {_HOW}") from None
+        raise ValueError(f"{source} is not a trace: it is not a text file. {_HOW}") from None
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -135,7 +134,7 @@ def _recording(rank: int, facts: Mapping[str, Any], events: list[dict[str, Any]]
             case "X":
                 start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
                 nbytes = event["args"].get("bytes", 0)
-                recording.spans.append(Span(rows[event["tid"]], event["name"], start, start + seconds, nbytes))
+                recording.spans.append(TraceSpan(rows[event["tid"]], event["name"], start, start + seconds, nbytes))
             case "C":
                 recording.samples.append(Sample(event["ts"] / 1e6, event["args"]["allocated"]))
             case "i" if event["name"].startswith(_UPDATES):

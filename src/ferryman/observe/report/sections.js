@@ -1,7 +1,7 @@
-// Everything around the timeline: title, headline, where the time went, the updates, the course of the run.
+// The sections around the timeline: title, headline, where the time went, updates, and charts over the steps.
 
 const lead = RANKS[0], facts = lead.facts, plan = facts.plan || {};
-const highestPeak = DATA.together.device_peak; // of all ranks
+const highestPeak = DATA.together.device_peak; // over all ranks
 
 // Title.
 
@@ -15,16 +15,16 @@ const highestPeak = DATA.together.device_peak; // of all ranks
     facts.precision && facts.precision.length ? facts.precision.join(", ") : null,
     facts.optimizer || null,
     plan.units ? `${plan.units} units, ${plan.held ? "held on the device" : "relayed"}` : null,
-    plan.updates ? `updates ${plan.updates}, ${plan.deferred ? "deferred" : "eager"}` : null,
+    plan.updates ? `updates: ${plan.updates}, ${plan.deferred ? "deferred" : "eager"}` : null,
     facts.trained < facts.parameters ? `${showCount(facts.trained)} trained` : null,
   ];
   byId("facts").append(...[where].filter(Boolean), ...parts.filter(Boolean).map((part) => make("span", {}, part)));
-  byId("footer").textContent = `From ${DATA.name}, recorded with ferryman${facts.version ? ` ${facts.version}` : ""}. The trace itself opens in ui.perfetto.dev.`;
+  byId("footer").textContent = `Made from ${DATA.name}, recorded with ferryman${facts.version ? ` ${facts.version}` : ""}. The trace can also be opened in ui.perfetto.dev.`;
 }
 
 // Headline.
 
-const RESOURCE_NAMES = { compute: "compute", "link in": "link in", "link out": "link out", "device updates": "updates on the device", host: "host", "other ranks": "rank exchange" };
+const RESOURCE_NAMES = { compute: "compute", "link in": "link in", "link out": "link out", "device updates": "updates on the device", host: "host", "other ranks": "exchange between ranks" };
 const resourceName = (resource) => RESOURCE_NAMES[resource] || resource;
 
 function figure(name, value, unit, more, share = null) {
@@ -36,31 +36,31 @@ function figure(name, value, unit, more, share = null) {
 {
   const typical = lead.accounts[lead.typical], { busiest, share, bound } = typical.whole;
   const count = lead.steps.number.length;
-  const thinned = facts.thinned ? `; of ${facts.thinned.steps} steps in all, older ones thinned to one in ${facts.thinned.every}` : "";
+  const thinned = facts.thinned ? `; of ${facts.thinned.steps} steps in total, every ${facts.thinned.every}th of the older ones` : "";
   const [time, unit] = lead.seconds === null ? ["–", ""] : showSeconds(lead.seconds).split(" ");
   const all = DATA.together;
   const rate = all.tokens_per_second !== null ? ["tokens", all.tokens_per_second] : all.samples_per_second !== null ? ["samples", all.samples_per_second] : null;
-  const several = RANKS.length > 1 ? "of rank 0, " : "";
+  const several = RANKS.length > 1 ? "rank 0: " : "";
   const inStep = (name) => RANKS.reduce((sum, rank) => sum + (rank.accounts[rank.typical][name] || 0), 0);
-  const peak = highestPeak === null ? ["–", "", facts.device === "cpu" ? "on the CPU the device is the host" : "was not recorded"]
-    : [...showBytes(highestPeak).split(" "), budget ? `${showPercent(highestPeak / budget)} of the budget of ${showBytes(budget)}` : "no budget was set"];
+  const peak = highestPeak === null ? ["–", "", facts.device === "cpu" ? "the device is the CPU" : "not recorded"]
+    : [...showBytes(highestPeak).split(" "), budget ? `${showPercent(highestPeak / budget)} of the budget of ${showBytes(budget)}` : "no budget"];
   const beyond = highestPeak !== null && budget && highestPeak > budget
-    ? make("div", { class: "tag", role: "alert" }, `Warning: ${showBytes(highestPeak - budget)} above the budget. Tensors that your own code keeps on the device count here, too.`) : null;
+    ? make("div", { class: "tag", role: "alert" }, `Warning: ${showBytes(highestPeak - budget)} above the budget. The peak includes tensors that your own code keeps on the device.`) : null;
   byId("headline").append(
-    figure("Step time", time, unit, lead.seconds === null ? "no steps were recorded" : `median of ${count} step${count === 1 ? "" : "s"}${count > 1 ? ", without the first" : ""}${thinned}`),
+    figure("Step time", time, unit, lead.seconds === null ? "no steps recorded" : `median of ${count} step${count === 1 ? "" : "s"}${count > 1 ? ", without the first" : ""}${thinned}`),
     figure("Throughput", rate ? digits(rate[1]) : "–", rate ? `${rate[0]}/s` : "", rate
-      ? `${showCount(inStep(rate[0]))} ${rate[0]} a step, ${inStep("micro_batches")} micro-batch${inStep("micro_batches") === 1 ? "" : "es"}${RANKS.length > 1 ? ", all ranks" : ""}` : "samples are not known"),
-    figure(RANKS.length > 1 ? "Device memory, highest peak" : "Device memory, peak", peak[0], peak[1], make("span", {}, peak[2], beyond), highestPeak !== null && budget ? highestPeak / budget : null),
+      ? `${showCount(inStep(rate[0]))} ${rate[0]} per step, ${inStep("micro_batches")} micro-batch${inStep("micro_batches") === 1 ? "" : "es"}${RANKS.length > 1 ? ", all ranks" : ""}` : "number of samples unknown"),
+    figure(RANKS.length > 1 ? "Highest device memory peak" : "Device memory peak", peak[0], peak[1], make("span", {}, peak[2], beyond), highestPeak !== null && budget ? highestPeak / budget : null),
     figure(bound ? "Bounded by" : "Busiest", busiest ? resourceName(busiest) : "–", "", busiest
-      ? `${several}busy for ${showPercent(share)} of the ${lead.has_steps ? "step" : "trace"}${bound ? "" : "; nothing fills it"}${besides()}` : "nothing ran", busiest ? share : null),
+      ? `${several}busy for ${showPercent(share)} of the ${lead.has_steps ? "step" : "trace"}${bound ? "" : "; no resource is busy all the time"}${besides()}` : "no work recorded", busiest ? share : null),
   );
-  /** Of the rank that the others wait for, if they do. */
+  /** A sentence about the rank that the others wait for, if there is one. */
   function besides() {
     const slow = RANKS.find((rank) => rank.rank === all.slowest_rank);
     if (!slow) return "";
-    if (slow === lead) return "; the others wait for it";
+    if (slow === lead) return "; the other ranks wait for it";
     const { busiest: what, share: much } = slow.accounts[slow.typical].whole;
-    return `; the others wait for rank ${slow.rank}: ${resourceName(what)} ${showPercent(much)}`;
+    return `; the other ranks wait for rank ${slow.rank} (${resourceName(what)} ${showPercent(much)})`;
   }
 }
 
@@ -91,7 +91,7 @@ byId("previous").addEventListener("click", () => choose(chosen - 1));
 byId("next").addEventListener("click", () => choose(chosen + 1));
 if (!lead.has_steps) byId("reset").textContent = "Reset";
 
-// Legend, and what is missing of the memory.
+// Legend, and a message where there are no memory samples.
 
 function legend(entries) {
   return entries.map(([name, text]) => make("li", {}, make("i", { style: { background: `var(--${name})` } }), text));
@@ -103,7 +103,7 @@ function legend(entries) {
     memoryCanvas.hidden = true;
     byId("memory-missing").hidden = false;
     byId("memory-missing").textContent = facts.device === "cpu"
-      ? "None to show: on the CPU the device is the host." : "This trace has no samples of it.";
+      ? "Not shown: the device is the CPU." : "This trace has no samples of device memory.";
   } else {
     memoryCanvas.setAttribute("role", "img");
     memoryCanvas.setAttribute("aria-label", `Device memory over time; peak ${showBytes(highestPeak || 0)}${budget ? `, budget ${showBytes(budget)}` : ""}`);
@@ -113,26 +113,26 @@ if (account && highestPeak) {
   const inks = { "weight slots": "weights", "gradient slots": "gradients", residents: "stash", "update staging": "update",
     "state on the device": "state", "gradients on the device": "look" };
   const parts = Object.entries(account).map(([name, bytes]) => [inks[name] || "other", name, bytes]).filter(([, , bytes]) => bytes);
-  parts.push(["forward", "micro-batches, at the peak", Math.max(0, highestPeak - fixed)]);
+  parts.push(["forward", "micro-batches at the peak", Math.max(0, highestPeak - fixed)]);
   const whole = Math.max(budget || 0, highestPeak);
   const strip = make("div", { class: "strip" }, ...parts.map(([ink, name, bytes]) =>
     make("i", { title: name, style: { width: `${(bytes / whole) * 100}%`, background: `var(--${ink})` } })));
   const entries = legend(parts.map(([ink, name, bytes]) => [ink, `${name} ${showBytes(bytes)}`]));
   if (budget > highestPeak) entries.push(...legend([["row", `free ${showBytes(budget - highestPeak)}`]]));
-  byId("holds").append(make("div", { class: "holds" }, make("h3", {}, "What fills it"), strip, make("ul", { class: "legend" }, ...entries)));
+  byId("holds").append(make("div", { class: "holds" }, make("h3", {}, "What takes the memory"), strip, make("ul", { class: "legend" }, ...entries)));
 }
 
 // Where the time went.
 
 const ADVICE = {
-  compute: "The link and the host keep up: only less work, a lower precision or a faster device would shorten it.",
-  "link in": "What comes in does not keep up with compute. More micro-batches a step make each fetch serve more work; more device memory keeps more units there; bf16 halves the bytes.",
-  "link out": "What goes out does not keep up. More micro-batches a step make each flush serve more work; more device memory keeps the stash on the device; bf16 halves the bytes.",
-  "device updates": "Updates on the device are the slowest part: another policy (updates=\"host\", \"stride:K\") would leave more of them to the host.",
-  "other ranks": "It exchanges gradients with other ranks, or waits for them: look whether another rank has more to do. If none has, more micro-batches a step make each exchange serve more work, and bf16 halves the bytes.",
-  host: "The host's updates do not keep up. updates=\"auto\" lets the device take part; more host threads, or more micro-batches a step, help too.",
+  compute: "The link and the host keep up: only less work, a lower precision or a faster device would make the step shorter.",
+  "link in": "Copies to the device do not keep up with compute. With more micro-batches per step each fetch serves more work; with more device memory more units stay there; bf16 halves the bytes.",
+  "link out": "Copies to the host do not keep up with compute. With more micro-batches per step each flush serves more work; with more device memory the stash stays on the device; bf16 halves the bytes.",
+  "device updates": "Updates on the device are the slowest part: another policy (updates=\"host\" or \"stride:K\") leaves more of them to the host.",
+  "other ranks": "This rank exchanges gradients with other ranks or waits for them: check whether another rank has more work. If none has, use more micro-batches per step, so that each exchange serves more work, or bf16, which halves the bytes.",
+  host: "Updates on the host do not keep up. updates=\"auto\" lets the device share them; more host threads or more micro-batches per step also help.",
 };
-const WAITING = "No resource fills the step: lanes wait for one another. Look for gaps in the compute lane, and for what ends where they end.";
+const WAITING = "No resource is busy all the time: lanes wait for one another. Look for gaps in the compute lane, and for the work in another lane that ends where a gap ends.";
 
 function showWhere() {
   const target = byId("where");
@@ -143,16 +143,16 @@ function showWhere() {
     const what = [verdict(account), phases(account), make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Lanes" }, table(rank, account))];
     const slow = rank.rank === DATA.together.slowest_rank;
     if (RANKS.length === 1) target.append(...what);
-    else target.append(make("details", rank === lead || slow ? { open: "" } : {}, make("summary", {}, `rank ${rank.rank}${slow ? ", for which the others wait" : ""}`), ...what));
+    else target.append(make("details", rank === lead || slow ? { open: "" } : {}, make("summary", {}, `rank ${rank.rank}${slow ? ", which the other ranks wait for" : ""}`), ...what));
   }
 }
 function verdict(account) {
   const { busiest, share, bound, start, end } = account.whole;
-  if (!busiest) return make("p", { class: "verdict" }, "Nothing ran.");
+  if (!busiest) return make("p", { class: "verdict" }, "No work was recorded.");
   const what = lead.has_steps ? `step ${account.number}` : "the trace";
   const name = resourceName(busiest);
   return make("p", { class: "verdict" },
-    make("b", {}, `${name[0].toUpperCase()}${name.slice(1)} ${bound ? "bounds" : "is busiest in"} ${what}`),
+    make("b", {}, `${name[0].toUpperCase()}${name.slice(1)} ${bound ? "bounds" : "is the busiest resource of"} ${what}`),
     `: it is busy for ${showPercent(share)} of ${showMicro(end - start)}. `, bound ? ADVICE[busiest] || "" : WAITING);
 }
 function phases(account) {
@@ -163,7 +163,7 @@ function phases(account) {
     const length = phase.end - phase.start, background = `var(--${inks[phase.name]})`;
     if (length <= 0) continue;
     const who = phase.bound ? `bounded by ${resourceName(phase.bound)}, ${showPercent(phase.share)}`
-      : phase.busiest ? `${resourceName(phase.busiest)} ${showPercent(phase.share)}, nothing fills it` : "nothing runs";
+      : phase.busiest ? `${resourceName(phase.busiest)} ${showPercent(phase.share)}, not bounded` : "no work";
     strip.append(make("i", { title: phase.name, style: { background, flex: `${length} 1 0` } }));
     list.append(make("li", {}, make("i", { style: { background } }), make("b", {}, phase.name), ` ${showMicro(length)}, ${who}`));
   }
@@ -171,7 +171,7 @@ function phases(account) {
 }
 function table(rank, account) {
   const length = (account.whole.end - account.whole.start) / 1e6;
-  const head = make("tr", {}, ...[["lane"], ["what", "about"], ["busy, by kind of work; the rest is idle", "use"], ["busy", "number"], ["share", "number"], ["moved", "number"], ["rate", "number"]]
+  const head = make("tr", {}, ...[["lane"], ["contents", "about"], ["busy time by kind of work", "use"], ["busy", "number"], ["share", "number"], ["transferred", "number"], ["rate", "number"]]
     .map(([text, kind]) => make("th", { scope: "col", class: kind || "" }, text)));
   const body = [];
   let before = null;
@@ -200,31 +200,31 @@ const splitNote = make("p", { class: "verdict" });
 function showSplitOf() {
   const s = lead.steps, i = s.number.indexOf(lead.accounts[chosen].number);
   if (i < 0 || s.device_share[i] === null) {
-    splitNote.textContent = "The updates of this step are not in the trace: it was saved before they were over.";
+    splitNote.textContent = "The updates of this step are not in the trace: it was saved before they were complete.";
     return;
   }
   const late = s.host_waited[i] > s.device_waited[i] ? "the device" : "the host";
   splitNote.replaceChildren(
     make("b", {}, `${showPercent(s.device_share[i])} on the device, ${showPercent(1 - s.device_share[i])} on the host`),
-    ` in step ${s.number[i]} (updates=${s.policy[i]}). ${showTraffic(s.bytes_in[i])} came in for it and ${showTraffic(s.bytes_out[i])} went out; `,
-    s.device_share[i] > 0 && s.device_share[i] < 1 ? `${late} was last, by ${showSeconds(Math.max(s.host_waited[i], s.device_waited[i]))}.` : `all by ${late}.`,
+    ` in step ${s.number[i]} (updates=${s.policy[i]}). For the updates, ${showTraffic(s.bytes_in[i])} came in and ${showTraffic(s.bytes_out[i])} went out; `,
+    s.device_share[i] > 0 && s.device_share[i] < 1 ? `${late} finished last, ${showSeconds(Math.max(s.host_waited[i], s.device_waited[i]))} after the other.` : `all by ${late}.`,
   );
 }
 {
   const s = lead.steps;
   if (!s.number.length || s.device_share.every((share) => share === null)) {
-    byId("split").append(make("p", { class: "missing" }, facts.optimizer === null ? "The engine had no optimizer, and so updated nothing."
-      : "This trace has no updates: no step was recorded to its end."));
+    byId("split").append(make("p", { class: "missing" }, facts.optimizer === null ? "The engine had no optimizer, so nothing was updated."
+      : "This trace has no updates: no step was recorded completely."));
   } else {
     const rates = [{ name: "achieved", values: s.achieved_rate, colour: "accent" }, { name: "predicted", values: s.predicted_rate, colour: "soft", dashed: true }];
     byId("split").append(splitNote, make("div", { class: "pair" },
-      lineChart("Updated on the device", s.number, [{ name: "device", values: s.device_share, colour: "update", area: true }],
+      lineChart("Share updated on the device", s.number, [{ name: "device", values: s.device_share, colour: "update", area: true }],
         { show: showPercent, low: 0, high: 1, choose: chooseNumber }),
-      lineChart("Update rate, parameters a second", s.number, rates.filter((line) => line.values.some((value) => value !== null)), { show: showCount, low: 0, choose: chooseNumber })));
+      lineChart("Update rate (parameters per second)", s.number, rates.filter((line) => line.values.some((value) => value !== null)), { show: showCount, low: 0, choose: chooseNumber })));
   }
 }
 
-// The course of the run.
+// Charts over the steps.
 
 {
   const s = lead.steps;
@@ -232,7 +232,7 @@ function showSplitOf() {
   else {
     if (s.loss.some((loss) => loss !== null)) {
       const lost = s.loss.filter((loss) => loss === null).length;
-      byId("course").append(lineChart(lost ? `Loss (in ${lost} steps it was not finite)` : "Loss", s.number, [{ name: "loss", values: s.loss, colour: "accent" }], { show: (loss) => loss.toPrecision(4), choose: chooseNumber }));
+      byId("course").append(lineChart(lost ? `Loss (not finite in ${lost} steps)` : "Loss", s.number, [{ name: "loss", values: s.loss, colour: "accent" }], { show: (loss) => loss.toPrecision(4), choose: chooseNumber }));
     } else byId("course").append(make("p", { class: "missing" }, "The losses of these steps are not in the trace."));
     byId("course").append(lineChart("Step time", s.number, [{ name: "step time", values: s.seconds, colour: "weights", area: true }], { show: showSeconds, low: 0, choose: chooseNumber }));
   }

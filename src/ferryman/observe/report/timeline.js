@@ -1,4 +1,4 @@
-// The lanes of a step over time, and the device's memory beneath on the same axis. Times are microseconds.
+// The lanes of a step over time, and below them device memory on the same axis. Times are in microseconds.
 
 const ROW = 25, ROW_GAP = 3, GROUP_GAP = 9, AXIS = 28, MEMORY = 150;
 const plots = byId("plots"), lanesCanvas = byId("lanes"), memoryCanvas = byId("memory");
@@ -14,7 +14,7 @@ RANKS.forEach((rank, place) => {
   });
 });
 
-const reach = { from: Infinity, to: -Infinity }; // of all that is there
+const reach = { from: Infinity, to: -Infinity }; // the time range of the whole trace
 for (const rank of RANKS) {
   for (const { start, length } of rank.lanes) {
     reach.from = Math.min(reach.from, start[0]);
@@ -26,10 +26,10 @@ for (const rank of RANKS) {
   }
 }
 const view = { from: 0, to: 1 };
-let chosen = RANKS[0].typical; // the step: its place among the accounts of the first rank
-let pointed = null; // {row, index}: the piece of work under the pointer, or chosen with keys
-let cursor = null; // a moment
-let selection = null; // two moments, while a stretch is being selected
+let chosen = RANKS[0].typical; // the selected step, as an index into the accounts of the first rank
+let pointed = null; // {row, index}: the piece of work under the pointer, or selected with the keyboard
+let cursor = null; // a time
+let selection = null; // two times, while a range is being selected
 let gutter = 120, plotWidth = 1;
 
 const accountOf = (rank) => rank.accounts.find((account) => account.number === RANKS[0].accounts[chosen].number);
@@ -37,7 +37,7 @@ const xOf = (time) => gutter + ((time - view.from) / (view.to - view.from)) * pl
 const timeAt = (x) => view.from + ((x - gutter) / plotWidth) * (view.to - view.from);
 const stepStart = () => RANKS[0].accounts[chosen].whole.start;
 
-/** The last piece of work of a lane that begins at or before a moment; -1 if there is none. */
+/** The last piece of work of a lane that begins at or before a time; -1 if there is none. */
 function lastBefore(lane, time) {
   let low = 0, high = lane.start.length;
   while (low < high) {
@@ -67,7 +67,7 @@ function wholeStep() {
 }
 
 let due = false;
-/** Once for each frame, however often it is asked for. */
+/** Draws at most once per frame. */
 function paintTimeline() {
   if (due) return;
   due = true;
@@ -92,7 +92,7 @@ function paintAxis(context, width, height) {
   }
 }
 
-/** Where steps begin, and where each goes from one phase to the next. */
+/** Lines where steps begin, and where a step goes from one phase to the next. */
 function paintSteps(context, height) {
   RANKS[0].accounts.forEach((account) => {
     const { start, end } = account.whole;
@@ -148,7 +148,7 @@ function paintName(context, { rank, lane, top, heads }, i) {
   if (!narrow) context.fillText(showPercent(share), gutter - 10, top + ROW / 2 + 0.5);
 }
 
-/** Work that is narrower than a pixel is drawn once for the pixel, so that any number of spans is quick. */
+/** Spans narrower than a pixel are drawn once per pixel, so that drawing any number of spans is fast. */
 function paintWork(context, { rank, lane, top }) {
   let drawn = -1;
   const first = Math.max(0, lastBefore(lane, view.from));
@@ -184,7 +184,7 @@ function paintWork(context, { rank, lane, top }) {
 }
 
 const widths = new Map();
-/** The first of the texts for which there is room. */
+/** The first of the texts that fits. */
 function fit(context, texts, room) {
   return texts.find((text) => {
     if (!widths.has(text)) widths.set(text, context.measureText(text).width);
@@ -214,12 +214,12 @@ const account = (RANKS[0].facts.plan || {}).account;
 const fixed = account ? Object.values(account).reduce((sum, part) => sum + part, 0) : null;
 
 const DASHES = { solid: [], dashed: [6, 4], dotted: [2, 3] };
-/** What the level is compared with. */
+/** Horizontal lines that memory is compared with. */
 function levels() {
   return [
     { name: "budget", bytes: budget, ink: "warn", dash: "solid" },
     { name: RANKS.length > 1 ? "highest peak of the step" : "peak of the step", bytes: Math.max(...RANKS.map((rank) => (accountOf(rank) || {}).peak || 0)), ink: "accent", dash: "dashed" },
-    { name: "always there", bytes: fixed, ink: "soft", dash: "dotted" },
+    { name: "always allocated", bytes: fixed, ink: "soft", dash: "dotted" },
   ].filter(({ bytes }) => bytes);
 }
 
@@ -255,7 +255,7 @@ function paintMemory() {
   context.restore();
 }
 
-/** One rank's memory is an area; several are lines, each in its colour. */
+/** With one rank, memory is an area; with several, each rank has a line of its own colour. */
 const LEVEL_INKS = ["turn", "weights", "state", "exchange", "gradients", "stash"];
 const levelInk = (place) => LEVEL_INKS[place % LEVEL_INKS.length];
 
@@ -281,7 +281,7 @@ function paintLevel(context, { at, bytes }, y, ink) {
   context.strokeStyle = colour(ink); context.lineWidth = 1.5; context.stroke(); context.lineWidth = 1;
 }
 
-// What the pointer and the keys do.
+// Pointer and keyboard.
 
 function workAt(x, y) {
   const row = rows.findIndex(({ top }) => y >= top && y < top + ROW);
@@ -368,7 +368,7 @@ lanesCanvas.addEventListener("dblclick", () => {
   lookAt(start - length * 0.2, start + length * 1.2);
 });
 
-let wheeled = -Infinity; // when the wheel last turned outside: the page that is being scrolled goes on
+let wheeled = -Infinity; // when the wheel last turned outside: a page that is being scrolled keeps scrolling
 addEventListener("wheel", (event) => { if (!event.target.closest || !event.target.closest("#plots canvas")) wheeled = event.timeStamp; }, { passive: true });
 plots.addEventListener("wheel", (event) => {
   if (event.target.tagName !== "CANVAS") return;
@@ -380,7 +380,7 @@ plots.addEventListener("wheel", (event) => {
   else zoom(Math.exp(Math.max(-0.6, Math.min(0.6, event.deltaY * size * 0.0025))), timeAt(Math.max(gutter, x)));
 }, { passive: false });
 
-/** By keys: another lane, or another piece of work in it; what is out of sight is brought there. */
+/** Keyboard: selects another lane or another piece of work, and scrolls it into view. */
 function point(down, along) {
   const row = pointed === null ? 0 : Math.min(rows.length - 1, Math.max(0, pointed.row + down)), { lane } = rows[row];
   const start = pointed === null ? view.from : rows[pointed.row].lane.start[pointed.index];

@@ -1,11 +1,11 @@
-"""The output directory of a run: its settings, metrics, checkpoints, trace and report.
+"""The output directory of a training run:
 
 run/run.json           all settings
-    checkpoints/       a series of them, `step-00000120/`
-    metrics.jsonl      a line for each step and evaluation
-    tokens.bin         the text as tokens, if it was text
-    trace.json         what ran when, in the last steps
-    report.html        to look at
+    checkpoints/       a series of checkpoints, such as `step-00000120/`
+    metrics.jsonl      one line for each step and evaluation
+    tokens.bin         the tokenized text, if --data is text
+    trace.json         the timeline of the last steps
+    report.html        the report made from the trace
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import shutil
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,20 +24,21 @@ from typing import Any
 import ferryman
 from ferryman.checkpoint.directory import last_saved, locked, series, step_of
 from ferryman.cli.options import FIXED, LENGTHS, Options, flag
+from ferryman.distributed.ranks import Ranks
 from ferryman.runtime.files import replacing_file
 
 _SETTINGS = "run.json"
-_AGENTS = "agents"  # in it: those of the job that trains there, or did last; see job.py
+_AGENTS = "agents"  # key in it: the torchrun agents of the last job that trained there
 
 
-class Run:
-    """A directory that this run alone writes to."""
+class RunDirectory:
+    """The files of one run. No other run writes to this directory."""
 
     def __init__(self, directory: Path, *, is_new: bool, was_there: bool = True, agents: Sequence[str] = ()) -> None:
         self.directory = directory
         self._agents = agents
         self.is_new = is_new
-        self._was_there = was_there  # the directory itself
+        self._was_there = was_there  # whether the directory itself existed before
         self.checkpoints = directory / "checkpoints"
         self.metrics = directory / "metrics.jsonl"
         self.tokens = directory / "tokens.bin"
@@ -46,13 +49,15 @@ class Run:
         return bool(series(self.checkpoints))
 
     def checkpoint(self, step: int | None) -> Path:
-        """That of a step, or the newest."""
+        """The checkpoint of a step, or the newest one if `step` is None."""
         found = {step_of(path): path for path in series(self.checkpoints)}
         if step is None:
             return list(found.values())[-1]
         if step not in found:
-            there = ", ".join(map(str, sorted(found))) or "none at all"
-            raise ValueError(f"--from-step {step}: there is no checkpoint of it in {self.checkpoints}, but {there}")
+            there = (
+                f"there are checkpoints of steps {', '.join(map(str, sorted(found)))}" if found else "there are none"
+            )
+            raise ValueError(f"--from-step {step}: no checkpoint of this step in {self.checkpoints}; {there}")
         return found[step]
 
     def write_settings(self, options: Options) -> None:
@@ -60,7 +65,7 @@ class Run:
         _replace(self.directory / _SETTINGS, json.dumps(content, indent=2) + "\n")
 
     def begin_metrics(self, step: int) -> None:
-        """Lines of steps after this one are dropped: they come again."""
+        """Drops the lines of later steps, which will be made again."""
         lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
         _replace(self.metrics, "".join(f"{line}\n" for line in lines if _step_of(line) <= step))
 
@@ -70,7 +75,7 @@ class Run:
                 file.write(to_line(event) + "\n")
 
     def discard(self) -> None:
-        """A new run came to nothing before its first step; as if it had not been."""
+        """Removes what a new run has written, because it failed before its first step."""
         if not self.is_new:
             return
         for entry in self.directory.iterdir():
@@ -79,35 +84,51 @@ class Run:
             self.directory.rmdir()
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Within, no other process can train here."""
+        """Context in which no other process can train in this directory."""
         return locked(
             self.directory / ".lock",
             f"--output {self.directory}: another process is training there; wait for it, or choose another directory",
         )
 
 
-def new_run(options: Options, agents: Sequence[str] = ()) -> tuple[Options, Run]:
-    """In a directory that is not there yet, or is empty."""
+def new_run(options: Options, agents: Sequence[str] = ()) -> tuple[Options, RunDirectory]:
+    """Creates the directory of a new run, which must not exist yet or must be empty."""
     directory = _directory(options)
     if options.from_step is not None:
-        raise ValueError("--from-step goes on with a run that is there, so it needs --resume")
+        raise ValueError("--from-step resumes an existing run, so it needs --resume")
     if options.model is None:
-        raise ValueError("MODEL is missing: a directory or config.json of transformers, or gpt:small")
+        raise ValueError("MODEL is missing: a transformers directory or config.json, or gpt:small")
     if not options.data:
-        raise ValueError("--data is missing: text files, token files or directories of them")
+        raise ValueError("--data is missing: text files, token files or directories that contain them")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"--output {directory}: {_what_is_in(directory)}")
     was_there = directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
-    run = Run(directory, is_new=True, was_there=was_there, agents=agents)
+    run = RunDirectory(directory, is_new=True, was_there=was_there, agents=agents)
     run.write_settings(options)
     return options, run
 
 
-def restarted(given: Options, explicit: set[str], agents: Sequence[str]) -> tuple[Options, set[str]]:
-    """What it takes to go on where this very job has been before it was started again; else what was given.
+def torchrun_agents(ranks: Ranks) -> list[str]:
+    """Identifies the torchrun processes (one per host) that started the ranks; empty without torchrun.
 
-    A --from-step is behind it once something was saved since.
+    An agent outlives restarts of its ranks, and no two jobs share one.
+    """
+    mine = None
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        mine = f"{socket.gethostname()}/{os.getppid()}/{_start_time(os.getppid())}"
+    return sorted({agent for agent in ranks.tell("starting", mine) if agent is not None})
+
+
+def _start_time(process: int) -> str:
+    """In clock ticks since boot. It tells processes apart whose ids were reused."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def restarted(given: Options, explicit: set[str], agents: Sequence[str]) -> tuple[Options, set[str]]:
+    """Options to resume with, if torchrun has restarted this job; otherwise the options as given.
+
+    After a restart, --from-step is ignored once the job has saved a later checkpoint.
     """
     file = _directory(given) / _SETTINGS
     if not (agents and file.is_file() and _has_agent(file, agents)):
@@ -118,19 +139,24 @@ def restarted(given: Options, explicit: set[str], agents: Sequence[str]) -> tupl
     return dataclasses.replace(given, resume=True), explicit
 
 
-def resumed_run(given: Options, explicit: set[str], agents: Sequence[str] = ()) -> tuple[Options, Run, list[str]]:
-    """With the settings it was begun with, but for those that are given now; and what differs, in words."""
+def resumed_run(
+    given: Options, explicit: set[str], agents: Sequence[str] = ()
+) -> tuple[Options, RunDirectory, list[str]]:
+    """Opens an existing run. Its recorded settings apply, except for those given now.
+
+    Returns the options, the directory and a sentence for each setting that has changed.
+    """
     directory = _directory(given)
     file = directory / _SETTINGS
     if not file.is_file():
         found = _what_is_in(directory, advice=False) if directory.exists() else "there is no such directory"
-        raise ValueError(f"--resume --output {directory}: no run to resume, {found}")
+        raise ValueError(f"--resume --output {directory}: there is no run to resume: {found}")
     try:
         recorded = Options.from_json(json.loads(file.read_text())["options"], output=directory)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{file} is damaged, and the run cannot be resumed from it: {error!r}") from error
     now = {name: getattr(given, name) for name in (*explicit, "json", "quiet")}
-    if explicit & set(LENGTHS):  # one of them replaces whichever it was
+    if explicit & set(LENGTHS):  # a new length replaces the recorded one, whichever option it was
         now = {**dict.fromkeys(LENGTHS), **now}
     options = Options.from_json(recorded.to_json(), **{**now, "output": directory, "resume": True})
     before, after = recorded.to_json(), options.to_json()
@@ -138,21 +164,21 @@ def resumed_run(given: Options, explicit: set[str], agents: Sequence[str] = ()) 
     for name in different:
         if name in FIXED:
             raise ValueError(
-                f"{flag(name)} {_show(after[name])}: the run was begun with {_show(before[name])}, and where it is in "
-                "the data depends on it. Leave it out, or begin another run"
+                f"{flag(name)} {_show(after[name])}: the run was started with {_show(before[name])}, and its position "
+                "in the data depends on this option. Leave it out, or start a new run"
             )
     return (
         options,
-        Run(directory, is_new=False, agents=agents),
+        RunDirectory(directory, is_new=False, agents=agents),
         [
-            f"{flag(name) if name != 'model' else 'MODEL'} is {_show(after[name])} now, was {_show(before[name])}"
+            f"{flag(name) if name != 'model' else 'MODEL'} is now {_show(after[name])}, was {_show(before[name])}"
             for name in different
         ],
     )
 
 
 def to_line(event: Mapping[str, Any]) -> str:
-    """As JSON, which knows no inf and no NaN: they are null."""
+    """An event as one line of JSON. Inf and NaN, which JSON does not have, become null."""
     return json.dumps(
         {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in event.items()}
     )
@@ -161,7 +187,7 @@ def to_line(event: Mapping[str, Any]) -> str:
 def _has_agent(settings: Path, agents: Sequence[str]) -> bool:
     try:
         return not set(agents).isdisjoint(json.loads(settings.read_text())[_AGENTS])
-    except (ValueError, TypeError, KeyError):  # damaged, or from before there were any
+    except (ValueError, TypeError, KeyError):  # damaged, or written without agents
         return False
 
 
@@ -176,12 +202,12 @@ def _what_is_in(directory: Path, *, advice: bool = True) -> str:
         return "it is a file; give a directory"
     names = sorted(entry.name for entry in directory.iterdir())
     if _SETTINGS in names:
-        mend = "; go on with it (--resume), or choose another name" if advice else ""
+        remedy = "; resume it (--resume), or choose another directory" if advice else ""
         saved = series(directory / "checkpoints")
-        return f"it holds a run already ({saved[-1].name if saved else 'without a checkpoint'}){mend}"
+        return f"it already holds a run ({saved[-1].name if saved else 'without a checkpoint'}){remedy}"
     some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    mend = "; nothing is overwritten, so choose another name" if advice else ""
-    return f"it holds {some or 'nothing'}{mend}"
+    remedy = "; existing files are never overwritten, so choose another directory" if advice else ""
+    return f"it holds {some or 'nothing'}{remedy}"
 
 
 def _show(value: Any) -> str:
@@ -193,7 +219,7 @@ def _show(value: Any) -> str:
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):  # cut short, when the process was killed
+    except (ValueError, TypeError, KeyError):  # truncated, because the process was killed
         return math.inf
 
 

@@ -1,4 +1,4 @@
-"""The model of a user: the checks of its first steps, and parity with plain PyTorch."""
+"""Checks of the user's own model: recomputation, interleaving, cutting, and parity with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from ferryman.exactness.survey import Survey
 from ferryman.exactness.user_state import Policy
 from ferryman.plan.batch import parts_of, samples_in
 from ferryman.training.user_code import to_device
-from ferryman.verify.bench import Bench, apart, distance, largest
+from ferryman.verify.context import CheckContext, apart, distance, largest
 from ferryman.verify.reference import Tensors, adamw
-from ferryman.verify.result import Check, Figures, Verdict
-from ferryman.verify.user_model import Made, UserModel, micro_batches, seed_all
+from ferryman.verify.result import Check, Measurements, Verdict
+from ferryman.verify.user_model import ModelAndBatch, UserModel, micro_batches, seed_all
 
 _STEPS = 3
-_NORM = 1.0  # to which gradients are clipped
-_NAMES = 3  # that a row shows of each kind
+_MAX_GRAD_NORM = 1.0
+_MAX_NAMES = 3  # that a row shows of each kind of variable
 
-# How far apart results may be: sums of a unit's calls are added up in another order, and kernels may choose another
-# order for another number of samples.
-_LOSSES = 1e-5  # of the loss
-_GRADIENTS = 1e-5  # of the largest gradient
-_WEIGHTS = 1e-3  # of the way that training has moved them
-_BUFFERS = 1e-4  # of the largest element
-_PAIRS = 4  # of samples, whose losses are compared with their own
-_CUT = 1e-4  # of the loss
-_NARROW_CUT = 2e-2  # the same where parameters are narrower than float32
+# Tolerances. Gradients of several calls are summed in another order than in plain PyTorch, and kernels may sum in
+# another order for another number of samples.
+_LOSS_TOLERANCE = 1e-5  # relative to the loss
+_GRADIENT_TOLERANCE = 1e-5  # relative to the largest gradient
+_WEIGHT_TOLERANCE = 1e-3  # relative to the distance that training has moved the weights
+_BUFFER_TOLERANCE = 1e-4  # relative to the largest element
+_MAX_PAIRS = 4  # of samples, whose common loss is compared with the mean of their losses
+_CUT_TOLERANCE = 1e-4  # relative to the loss
+_NARROW_CUT_TOLERANCE = 2e-2  # the same where parameters are narrower than float32
 
 
-def checks(bench: Bench, user: UserModel) -> Iterator[Check]:
-    """In order: a check has nothing to show where an earlier one was refused."""
-    rows = _Rows(bench, user)
-    compared = "outputs of units that run again in the backward against those of their first run: same checksums"
+def checks(context: CheckContext, user: UserModel) -> Iterator[Check]:
+    """The checks, in order: where the engine refuses the model in one check, later ones are skipped."""
+    rows = _ModelChecks(context, user)
+    compared = "outputs of units that are recomputed in the backward against those of the forward: same checksums"
     yield Check("model", "second runs", compared, rows.second_runs)
-    compared = "losses, gradients and state of micro-batches that take turns against one after the other"
+    compared = "losses, gradients and state of interleaved micro-batches against one micro-batch after the other"
     yield Check("model", "taking turns", compared, rows.taking_turns)
-    compared = "the loss of two samples against the mean of their own, in evaluation mode"
+    compared = "the loss of two samples together against the mean of their own losses, in evaluation mode"
     yield Check("model", "cutting", compared, rows.cutting)
     compared = f"losses, gradients, weights and buffers of {_STEPS} steps against plain PyTorch"
     yield Check("model", "parity", compared, rows.parity)
 
 
 class _Trained(NamedTuple):
-    """What training has given, on the host."""
+    """The results of training, on the host."""
 
     losses: list[float]
     gradients: Tensors  # of the first step, before clipping
@@ -58,16 +58,16 @@ class _Trained(NamedTuple):
     buffers: Tensors
 
 
-class _Rows:
-    """Each of its methods is a check."""
+class _ModelChecks:
+    """Each public method is a check."""
 
-    def __init__(self, bench: Bench, user: UserModel) -> None:
-        self._bench = bench
+    def __init__(self, context: CheckContext, user: UserModel) -> None:
+        self._context = context
         self._user = user
-        self._refused = ""  # the first check that the engine refused
+        self._refused = ""  # the first check in which the engine refused the model
 
     def second_runs(self) -> Verdict:
-        """One micro-batch takes turns with nobody."""
+        """Runs one micro-batch, so that only recomputation can go wrong, not interleaving."""
         made = self._user.make()
         try:
             count = micro_batches(made.batch)
@@ -83,8 +83,7 @@ class _Rows:
         made = self._user.make()
         if (count := micro_batches(made.batch)) == 1:
             return Verdict.skipped(
-                "the batch makes one micro-batch, which takes turns with nobody; return a batch of several samples, or "
-                "a list of micro-batches"
+                "the batch gives only one micro-batch; return a batch of several samples, or a list of micro-batches"
             )
         try:
             with self._engine(made) as engine:
@@ -98,13 +97,13 @@ class _Rows:
             return self._skip()
         made = self._user.make()
         if isinstance(made.batch, list) or (samples_in(made.batch) or 1) == 1:
-            return Verdict.skipped("the batch is one that the engine does not cut")
+            return Verdict.skipped("the engine does not cut this batch")
         made.model.eval()
         with self._engine(made):
             return _cut(made)
 
     def parity(self) -> Verdict:
-        """Plain PyTorch first: where that fails, there is nothing to compare with."""
+        """Trains with plain PyTorch first: if that fails, there is nothing to compare with."""
         if self._refused:
             return self._skip()
         made, plain = self._user.make(), self._user.make()
@@ -114,41 +113,41 @@ class _Rows:
             for parameter in plain.model.parameters():
                 parameter.data = parameter.data.float() if parameter.is_floating_point() else parameter.data
         start = _values(plain.model.named_parameters())
-        # Both runs use the same globals and attributes of classes.
+        # Both runs share globals and class attributes, so these are restored in between.
         kinds = {type(module) for module in plain.model.modules()}
         survey = Survey([(plain.loss, "the loss"), *((kind, kind.__name__) for kind in kinds)], thorough=True)
         before = survey.look()
         try:
-            theirs = _train_plainly(plain._replace(batch=made.batch), self._bench.device)
+            theirs = _train_plainly(plain._replace(batch=made.batch), self._context.device)
         except torch.OutOfMemoryError:
-            return Verdict.skipped("the device is too small for plain PyTorch")
+            return Verdict.skipped("the model does not fit on the device with plain PyTorch")
         finally:
             survey.put_back(before)
-            del plain  # and its memory on the device
+            del plain  # frees its device memory
         try:
-            options: dict[str, Any] = {"max_grad_norm": _NORM, "precision": None if wide else "fp32"}
+            options: dict[str, Any] = {"max_grad_norm": _MAX_GRAD_NORM, "precision": None if wide else "fp32"}
             optimizer = adamw([p for p in made.model.parameters() if p.requires_grad])
-            with Engine(made.model, optimizer, device=self._bench.device, loss=made.loss, **options) as engine:
+            with Engine(made.model, optimizer, device=self._context.device, loss=made.loss, **options) as engine:
                 ours = _train(engine, made)
         except ValueError as error:
             return self._refuse("parity", error)
         return _judge(ours, theirs, start)
 
-    def _engine(self, made: Made) -> Engine:
-        return Engine(made.model, device=self._bench.device, loss=made.loss)
+    def _engine(self, made: ModelAndBatch) -> Engine:
+        return Engine(made.model, device=self._context.device, loss=made.loss)
 
     def _refuse(self, row: str, error: ValueError) -> Verdict:
         self._refused = self._refused or row
         return Verdict.failed(str(error), {})
 
     def _skip(self) -> Verdict:
-        return Verdict.skipped(f"the engine has refused the model already: see {self._refused!r}")
+        return Verdict.skipped(f"the engine refused the model in {self._refused!r}")
 
 
-def _variables(engine: Engine) -> Figures:
-    """What of the user's state changes in a step, and how the relay treats it."""
+def _variables(engine: Engine) -> Measurements:
+    """The variables of the user's code that change in a step, by how the relay treats them."""
     relay = engine._parts.relay
-    figures: Figures = {"variables that change": len(relay.state)}
+    figures: Measurements = {"variables that change": len(relay.state)}
     for policy in Policy:
         names = [v.name for v in relay.state.variables if relay.state.policy(v) is policy]
         if names:
@@ -159,15 +158,15 @@ def _variables(engine: Engine) -> Figures:
 
 
 def _shortened(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return f"{len(names)} ({', '.join(names[:_NAMES])}{more})"
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{len(names)} ({', '.join(names[:_MAX_NAMES])}{more})"
 
 
 # Cutting.
 
 
-def _cut(made: Made) -> Verdict:
-    """The model is in evaluation mode and in an engine, which streams it over the device."""
+def _cut(made: ModelAndBatch) -> Verdict:
+    """Compares losses of pairs of samples. The model is in evaluation mode and belongs to an engine."""
 
     def loss_of(part: Any, seed: int = 0) -> float:
         seed_all(seed)
@@ -176,11 +175,11 @@ def _cut(made: Made) -> Verdict:
 
     size = samples_in(made.batch) or 1
     singles = [part.content for part in parts_of(made.batch, size)]
-    pairs = [part.content for part in parts_of(made.batch, -(-size // 2))][: min(_PAIRS, size // 2)]
+    pairs = [part.content for part in parts_of(made.batch, -(-size // 2))][: min(_MAX_PAIRS, size // 2)]
     most = 0.0
     try:
         if loss_of(pairs[0], 0) != loss_of(pairs[0], 1):
-            return Verdict.inconclusive("the loss draws random numbers in evaluation mode too", {})
+            return Verdict.inconclusive("the loss draws random numbers in evaluation mode, too", {})
         for number, pair in enumerate(pairs):
             together = loss_of(pair)
             alone = (loss_of(singles[2 * number]) + loss_of(singles[2 * number + 1])) / 2
@@ -188,28 +187,28 @@ def _cut(made: Made) -> Verdict:
             most = max(most, off) if math.isfinite(off) else math.inf
             if not most <= _cut_tolerance(made.model):
                 return Verdict.failed(
-                    f"the loss of samples {2 * number} and {2 * number + 1} together is {together:.6g}, and the mean "
-                    f"of their own is {alone:.6g}. A batch that is cut into other micro-batches has another loss: "
+                    f"the loss of samples {2 * number} and {2 * number + 1} together is {together:.6g}, but the mean "
+                    f"of their losses is {alone:.6g}. Cutting a batch into other micro-batches changes its loss: "
                     "choose micro_batches= yourself, as in plain gradient accumulation; or use reduction='sum' with a "
-                    "loss that is divided by what the whole batch counts, such as its tokens",
+                    "loss that is divided by a count over the whole batch, such as its tokens",
                     {"off": most},
                 )
     except Exception as error:
         return Verdict.inconclusive(
-            f"the loss of one or two samples does not run without gradients: {type(error).__name__}: {error}", {}
+            f"the loss of one or two samples cannot be computed without gradients: {type(error).__name__}: {error}", {}
         )
     return Verdict.ok({"pairs": len(pairs), "off": most})
 
 
 def _cut_tolerance(model: nn.Module) -> float:
     wide = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())
-    return _CUT if wide else _NARROW_CUT
+    return _CUT_TOLERANCE if wide else _NARROW_CUT_TOLERANCE
 
 
 # Parity.
 
 
-def _train(engine: Engine, made: Made) -> _Trained:
+def _train(engine: Engine, made: ModelAndBatch) -> _Trained:
     losses, gradients, count = [], Tensors(), micro_batches(made.batch)
     for step in range(_STEPS):
         seed_all(step)
@@ -222,8 +221,8 @@ def _train(engine: Engine, made: Made) -> _Trained:
     return _Trained(losses, gradients, _values(made.model.named_parameters()), _values(made.model.named_buffers()))
 
 
-def _train_plainly(made: Made, device: torch.device) -> _Trained:
-    """Micro-batches one after the other, each seeded as the engine does."""
+def _train_plainly(made: ModelAndBatch, device: torch.device) -> _Trained:
+    """Plain gradient accumulation, with each micro-batch seeded as the engine does."""
     model, losses, gradients = made.model.to(device), list[float](), Tensors()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(trained)
@@ -244,7 +243,7 @@ def _train_plainly(made: Made, device: torch.device) -> _Trained:
         losses.append(float(total))
         if not step:
             gradients = _gradients(model)
-        nn.utils.clip_grad_norm_(trained, _NORM)
+        nn.utils.clip_grad_norm_(trained, _MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
     return _Trained(losses, gradients, _values(model.named_parameters()), _values(model.named_buffers()))
@@ -264,18 +263,18 @@ def _judge(ours: _Trained, theirs: _Trained, start: Tensors) -> Verdict:
     weights = distance(ours.weights, theirs.weights) / (distance(start, theirs.weights) or 1.0)
     buffers = max((_off(ours.buffers[name], value) for name, value in theirs.buffers.items()), default=0.0)
     found = [
-        ("losses", losses, _LOSSES),
-        ("gradients", gradients, _GRADIENTS),
-        ("weights", weights, _WEIGHTS),
-        ("buffers", buffers, _BUFFERS),
+        ("losses", losses, _LOSS_TOLERANCE),
+        ("gradients", gradients, _GRADIENT_TOLERANCE),
+        ("weights", weights, _WEIGHT_TOLERANCE),
+        ("buffers", buffers, _BUFFER_TOLERANCE),
     ]
-    figures: Figures = {name: "bitwise" if off == 0 else off for name, off, _ in found}
+    figures: Measurements = {name: "bitwise" if off == 0 else off for name, off, _ in found}
     wrong = [f"{name} off by {off:.1e}, {limit:g} allowed" for name, off, limit in found if not off <= limit]
     return Verdict.failed("; ".join(wrong), figures) if wrong else Verdict.ok(figures)
 
 
 def _off(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """How far apart two buffers are, over the largest element or 1. Masks may hold what is not finite."""
+    """The largest difference of two buffers, relative to the largest element or 1. Masks may contain inf."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return math.inf
     if torch.equal(ours, theirs):

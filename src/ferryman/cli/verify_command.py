@@ -1,4 +1,4 @@
-"""`ferryman verify`: is it right on this machine's device?"""
+"""The command `ferryman verify`: checks that Ferryman works correctly on this machine's device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 import ferryman
-from ferryman.cli.device import find_device
+from ferryman.cli.machine import find_device
 from ferryman.model.units import hint
-from ferryman.verify.bench import Bench
-from ferryman.verify.result import Figures, Outcome, Result
+from ferryman.verify.context import CheckContext
+from ferryman.verify.result import Measurements, Outcome, Result
+from ferryman.verify.suite import GROUPS
+from ferryman.verify.suite import verify as run
 from ferryman.verify.user_model import UserModel
-from ferryman.verify.verify import GROUPS
-from ferryman.verify.verify import verify as run
 
 _COLOURS = {Outcome.OK: "green", Outcome.FAILED: "bold red", Outcome.INCONCLUSIVE: "yellow", Outcome.SKIPPED: "dim"}
 
@@ -27,31 +27,33 @@ _COLOURS = {Outcome.OK: "green", Outcome.FAILED: "bold red", Outcome.INCONCLUSIV
 def verify(
     device: Annotated[
         str | None,
-        typer.Option(help="Such as cuda, cuda:1, cpu or virtual; by default the accelerator that PyTorch reports."),
+        typer.Option(help="The device, such as cuda, cuda:1, cpu or virtual. Default: the accelerator, else the CPU."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer modes and fewer rounds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Check fewer modes, in fewer rounds.")] = False,
     only: Annotated[
-        list[str] | None, typer.Option(help="parity, races, overlap or memory; may be given several times.")
+        list[str] | None,
+        typer.Option(help="Run one group of checks: parity, races, overlap or memory. May be repeated."),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="MODULE:FUNCTION",
-            help="Check your own model: a function that returns (model, batch) or (model, batch, loss), in a module "
-            "that can be imported from the current directory. Other groups run only if --only names them.",
+            help="Check your own model: a function without arguments that returns (model, batch) or (model, batch, "
+            "loss), in a module that can be imported from the current directory. Other groups run only if --only "
+            "names them.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Check Ferryman on this machine's device: parity with plain PyTorch, races, overlap, memory; or your own model.
+    """Check Ferryman on this machine's device: parity with plain PyTorch, races, overlap and memory; or your own model.
 
-    Ends with 0 if everything holds and with 1 if anything fails. docs/verify.md tells what each row means.
+    The exit code is 0 if no check fails and 1 if one does. docs/verify.md explains each row.
 
     \b
     [bold]Examples[/bold]
       ferryman verify                            on the default accelerator
-      ferryman verify --device virtual --quick   without one, in seconds
-      ferryman verify --only races --json        for machines, and for issues
+      ferryman verify --device virtual --quick   on a virtual accelerator, without a GPU
+      ferryman verify --only races --json        one group, as JSON
       ferryman verify --model my_module:make     your own model and loss
     """
     groups = only or ([] if model else list(GROUPS))
@@ -59,12 +61,12 @@ def verify(
         if group not in GROUPS:
             raise ValueError(f"--only {group}: there is no such group of checks{hint(group, GROUPS)}")
     user = None if model is None else UserModel(model)
-    bench = Bench(find_device(device), quick=quick)
-    about = _about(bench)
+    context = CheckContext(find_device(device), quick=quick)
+    about = _about(context)
     console = Console(stderr=as_json)
     console.print(", ".join(str(value) for value in about.values()), highlight=False)
     with console.status("") as status:
-        results = list(run(bench, groups, lambda c: status.update(f"{c.group}: {c.name}"), user))
+        results = list(run(context, groups, lambda c: status.update(f"{c.group}: {c.name}"), user))
     if as_json:
         typer.echo(json.dumps(_report(about, results), indent=2))
     else:
@@ -74,10 +76,10 @@ def verify(
         raise typer.Exit(1)
 
 
-def _about(bench: Bench) -> dict[str, str]:
-    """What a result means nothing without."""
+def _about(context: CheckContext) -> dict[str, str]:
+    """The device and the versions that the results are for."""
     return {
-        "device": bench.accelerator.name,
+        "device": context.accelerator.name,
         "ferryman": f"ferryman {ferryman.__version__}",
         "torch": f"torch {torch.__version__}",
         "python": f"Python {platform.python_version()}",
@@ -124,7 +126,7 @@ def _table(results: list[Result]) -> Table:
     return table
 
 
-def _shown(figures: Figures, reason: str) -> str:
+def _shown(figures: Measurements, reason: str) -> str:
     values = {
         name: f"{value:.1e}" if isinstance(value, float) and value < 1e-2 else value for name, value in figures.items()
     }

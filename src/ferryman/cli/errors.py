@@ -1,4 +1,4 @@
-"""Errors in the words of a command line: the library's exchange_status of Python's, `max_grad_norm=-1.0`."""
+"""Error messages for the command line: `max_grad_norm=-1.0` in a message becomes `--max-grad-norm -1.0`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import shlex
 
 from ferryman.cli.options import ENGINE, flag
 
-MISTAKES = (ValueError, OSError)  # what a user can get wrong
+USER_ERRORS = (ValueError, OSError)  # errors that the user can fix
 
 _NAMES = "|".join((*ENGINE, "micro_batches", "keep", "betas"))
 _VALUE = r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^)]*\)|[-+\w][-+\w./]*(?<![.])|(?=\W|$)"
 _PYTHON = re.compile(rf"(?<![\w:,./-])({_NAMES})=({_VALUE})")
 
-# As they are written, where it is not with their value.
+# Settings that are switches on the command line, without a value.
 _FLAGS = {("held", "True"): "--held", ("held", "False"): "--relayed", ("deferred", "True"): "--deferred"}
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for what was wrong from the start, as for a command line that cannot be read."""
-    return 2 if isinstance(error, MISTAKES) else 1
+    """2 for invalid input, as for a command line that cannot be parsed; 1 for everything else."""
+    return 2 if isinstance(error, USER_ERRORS) else 1
 
 
-def in_words(error: BaseException) -> str:
-    """All that an error says, its notes with it."""
+def message_for(error: BaseException) -> str:
+    """The error's message and its notes, with Python arguments written as command-line options."""
     notes = (str(note).removeprefix("ferryman: ") for note in getattr(error, "__notes__", []))
     parts = (part.rstrip(".") for part in (str(error), *notes))
     return re.sub(r"\bNone\b", "none", _PYTHON.sub(_as_option, ". ".join(parts)))
@@ -33,7 +33,7 @@ def _as_option(found: re.Match[str]) -> str:
     name, value = found.groups()
     if (name, value) in _FLAGS:
         return _FLAGS[name, value]
-    if value.startswith("["):  # each is an option of its own
+    if value.startswith("["):  # a list: the option is repeated for each entry
         items = re.findall(r"[^\s'\",\[\]]+", value)
     else:
         items = [value[1:-1].replace(", ", ",") if value[:1] in ("'", '"', "(") else value]

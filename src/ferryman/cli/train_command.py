@@ -1,4 +1,4 @@
-"""`ferryman train`: trains a causal language model."""
+"""The command `ferryman train`: trains a causal language model."""
 
 from __future__ import annotations
 
@@ -14,52 +14,53 @@ import typer
 from typer.core import TyperCommand
 
 from ferryman.cli.display import open_display, show_error
-from ferryman.cli.job import agents
-from ferryman.cli.loop import DivergedError, Training
+from ferryman.cli.errors import USER_ERRORS, exit_code, message_for
 from ferryman.cli.options import NONE, OPTIONAL, Options, flag, given_as
-from ferryman.cli.run import Run, new_run, restarted, resumed_run
-from ferryman.cli.stop import Interrupt
-from ferryman.cli.words import MISTAKES, exit_code, in_words
+from ferryman.cli.run_directory import RunDirectory, new_run, restarted, resumed_run, torchrun_agents
+from ferryman.cli.signals import InterruptOnSignal
+from ferryman.cli.training_run import DivergedError, TrainingRun
 from ferryman.distributed.ranks import RankError, Ranks
 
 HELP = """
-Trains a causal language model that may be larger than the device.
+Train a causal language model that may be larger than the device's memory.
 
-The built-in byte-level GPT on a folder of text, inside 2 GiB of device memory:
+Train the built-in byte-level GPT on a folder of text, within 2 GiB of device memory:
 
     [bold]ferryman train gpt:medium --data corpus/ --memory 2GiB --output run[/bold]
 
-All weights of a pretrained model, in bf16 with float32 masters:
+Fine-tune all weights of a pretrained model, in bf16 with float32 master weights:
 
     [bold]ferryman train models/llama --data notes.txt --precision bf16 --lr 2e-5 --max-grad-norm 1 -o tuned[/bold]
 
-A new model of any architecture, on tokens made elsewhere:
+Train a new model of any architecture on a file of token ids:
 
     [bold]ferryman train config.json --data tokens.bin --token-dtype uint32 --tokens 1000000000 -o run[/bold]
 
-Ctrl-C, SIGTERM and SIGHUP finish the step, save, and say how to go on; a second Ctrl-C stops at once:
+Ctrl-C, SIGTERM and SIGHUP finish the current step, save a checkpoint and print how to resume; a second Ctrl-C stops at
+once. Resume a run, with the same settings or with others:
 
     [bold]ferryman train --resume --output run[/bold]
     [bold]ferryman train --resume --output run --memory 1GiB --steps 2000[/bold]
     [bold]ferryman train --resume --output run --device cpu --memory none[/bold]
 
-On two devices; after a failure, from the last checkpoint on:
+Train on two devices, and restart from the last checkpoint after a failure:
 
     [bold]torchrun --nproc-per-node 2 --max-restarts 3 --no-python ferryman train gpt:large --data corpus/ -o run[/bold]
 
-Every checkpoint in run/checkpoints loads with transformers' from_pretrained. See also [bold]ferryman plan[/bold].
+transformers' from_pretrained loads every checkpoint in run/checkpoints. [bold]ferryman plan[/bold] tells beforehand
+whether a model fits.
 """
 
 
 class Command(TyperCommand):
-    """With --json, a command line that is refused is an event, too; of several ranks one refuses it aloud."""
+    """Reports an invalid command line as a JSON event with --json, and on one rank only."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            if hasattr(error, "format_message"):  # not --help, which is an exception as well
+            if hasattr(error, "format_message"):  # a usage error; --help raises an exception, too
                 ranks = Ranks()
                 if "--json" in given and ranks.rank == 0:
                     show_error(error.format_message())
@@ -76,9 +77,9 @@ def train(ctx: typer.Context, **values: Any) -> None:
         code = _begin(ranks, given, explicit)
     except Exception as error:
         if given.json and ranks.rank == 0:
-            show_error(in_words(error))
+            show_error(message_for(error))
         is_first = ranks.fail(error)
-        if not is_first and isinstance(error, (*MISTAKES, RankError)):  # the first has said it
+        if not is_first and isinstance(error, (*USER_ERRORS, RankError)):  # another rank has printed it
             raise typer.Exit(exit_code(error)) from error
         raise
     if code:
@@ -86,11 +87,11 @@ def train(ctx: typer.Context, **values: Any) -> None:
 
 
 def _begin(ranks: Ranks, given: Options, explicit: set[str]) -> int:
-    """The first rank looks after the run's directory. What it finds, or refuses, is so on all."""
+    """Opens the run on the first rank, whose options and errors apply to all ranks, and trains."""
     ranks.agree({flag(field.name): str(getattr(given, field.name)) for field in dataclasses.fields(given)})
-    started_by = agents(ranks)
+    started_by = torchrun_agents(ranks)
     with contextlib.ExitStack() as held:
-        opened: list[tuple[Options, Run]] = []
+        opened: list[tuple[Options, RunDirectory]] = []
 
         def open_run() -> list[Any]:
             options, run, notes = _open(given, explicit, started_by)
@@ -102,39 +103,39 @@ def _begin(ranks: Ranks, given: Options, explicit: set[str]) -> int:
         if not opened:
             assert given.output is not None
             options = Options.from_json(recorded, **manner, output=given.output, json=given.json, quiet=given.quiet)
-            opened.append((options, Run(given.output, is_new=False)))
+            opened.append((options, RunDirectory(given.output, is_new=False)))
         options, run = opened[0]
         try:
-            with Interrupt():
+            with InterruptOnSignal():
                 return _train(ranks, options, run, notes)
         except ValueError as error:
             for name in OPTIONAL:
-                told = flag(name) in in_words(error) and name not in explicit and getattr(options, name) is not None
+                told = flag(name) in message_for(error) and name not in explicit and getattr(options, name) is not None
                 if options.resume and told:
-                    error.add_note(f"{flag(name)} is what the run had before; {flag(name)} {NONE} takes it back")
+                    error.add_note(f"{flag(name)} comes from the resumed run; {flag(name)} {NONE} removes it")
             raise
 
 
-def _open(given: Options, explicit: set[str], started_by: list[str]) -> tuple[Options, Run, list[str]]:
+def _open(given: Options, explicit: set[str], started_by: list[str]) -> tuple[Options, RunDirectory, list[str]]:
     now, explicit = restarted(given, explicit, started_by)
     if not now.resume:
         return *new_run(now, started_by), []
     options, run, notes = resumed_run(now, explicit, started_by)
     if now != given:
-        notes.append(f"started again: goes on from what was saved last in {run.directory}")
+        notes.append(f"restarted: resuming from the last checkpoint in {run.directory}")
     return options, run, notes
 
 
-def _train(ranks: Ranks, options: Options, run: Run, notes: list[str]) -> int:
-    """The exit code. Errors name the last checkpoint, and a run that never began leaves nothing behind."""
-    training: Training | None = None
+def _train(ranks: Ranks, options: Options, run: RunDirectory, notes: list[str]) -> int:
+    """Returns the exit code. Errors name the last checkpoint; a run that fails before its first step is removed."""
+    training: TrainingRun | None = None
     leads = ranks.rank == 0
     try:
         with open_display(json=options.json and leads, quiet=options.quiet or not leads) as display:
             for note in notes:
                 display.show({"event": "note", "text": note})
-            training = Training(options, run, display.show, ranks)
-            # What it would say is about its own defaults, in the midst of the display.
+            training = TrainingRun(options, run, display.show, ranks)
+            # Its messages are about its own defaults, and would disturb the display.
             importlib.import_module("transformers").logging.set_verbosity_error()
             training.train()
         return 0
@@ -142,13 +143,13 @@ def _train(ranks: Ranks, options: Options, run: Run, notes: list[str]) -> int:
         if training is None or not training.has_begun:
             run.discard()
             if isinstance(error, ValueError):
-                raise  # a mistake in what was given
+                raise  # invalid input
         if not isinstance(error, ValueError | torch.OutOfMemoryError | OSError | KeyboardInterrupt | RankError):
             raise
         is_first = ranks.fail(error)
         saved = None if training is None else training.last_checkpoint
-        kept = f"The last checkpoint is {saved}; go on from it: {options.command()}" if saved else "Nothing was saved."
-        what = "interrupted" if isinstance(error, KeyboardInterrupt) else in_words(error)
+        kept = f"The last checkpoint is {saved}; resume with: {options.command()}" if saved else "Nothing was saved."
+        what = "interrupted" if isinstance(error, KeyboardInterrupt) else message_for(error)
         told = what if isinstance(error, DivergedError) else f"{what}. {kept}"
         if options.json and leads:
             show_error(told)
@@ -162,6 +163,6 @@ def _is_explicit(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-# The options are written down once, in `Options`; typer reads them from the signature.
+# Options are declared once, in `Options`; typer reads them from the signature.
 _CONTEXT = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
 train.__signature__ = inspect.Signature([_CONTEXT, *inspect.signature(Options).parameters.values()])  # type: ignore[attr-defined]

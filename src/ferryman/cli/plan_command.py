@@ -1,4 +1,4 @@
-"""`ferryman plan`: will it fit, where does each byte go, how long will a step take."""
+"""The command `ferryman plan`: whether a model fits, what takes the memory, and how long a step takes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import nn
 
 from ferryman.cli.advice import advice, assumptions
 from ferryman.cli.defaults import LONGEST, window
-from ferryman.cli.machine import Described, described
-from ferryman.cli.model import Description, describe, sizes
+from ferryman.cli.machine import MachineDescription, describe_machine
+from ferryman.cli.model_argument import ModelSpec, parse_model, sizes
+from ferryman.cli.optimizer import OPTIMIZERS
 from ferryman.cli.options import Deferred, Held, OnNonfinite, Options, Resident, Slots, SubgroupSize, Units, or_none
-from ferryman.cli.rule import RULES
 from ferryman.forecast.estimate import Outlook, Training, look_ahead
 from ferryman.model.units import hint
 from ferryman.plan.forecast import Forecast, Lanes
@@ -31,70 +31,67 @@ from ferryman.training import checks
 EPILOG = """
 [bold]Examples[/bold]
 
-# the built-in GPT on this machine, measured
+# the built-in GPT on this machine, whose rates are measured
 ferryman plan gpt:base
 
-# a model of your own on a machine you do not have; nothing of it is allocated
+# your own model on a machine that you do not have
 ferryman plan path/to/config.json --device-memory 16GiB --host-memory 512GiB --link 12GB/s --device-flops 150TFLOPS
 
-# what changes with more samples in a step, and with clipping
+# more samples per step, and gradient clipping
 ferryman plan gpt:xl --device-memory 2GiB --link 12GB/s --batch 64 --max-grad-norm 1.0
 
-# eight devices on each of four hosts, which share 64 samples out
+# eight devices on each of four hosts, with 64 samples per step
 ferryman plan path/to/config.json --device-memory 80GiB --host-memory 1TiB --link 24GB/s --device-flops 400TFLOPS
     --devices 8 --nodes 4 --network 25GB/s --batch 64
 
-# for a script: exit code 0 if it fits, 1 if not, 2 for bad input
+# in a script: the exit code is 0 if it fits, 1 if it does not, 2 for invalid input
 ferryman plan gpt:xl --device-memory 2GiB --link 12GB/s --json | jq .step.seconds
 """
 
-_WIDTH = 24  # of a bar
+_BAR_WIDTH = 24
 
 
 def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="A directory or config.json of transformers, or gpt:SIZE, the built-in byte-level GPT. "
+            help="A transformers directory or config.json, or gpt:SIZE, the built-in byte-level GPT. "
             f"SIZE is {sizes()}."
         ),
     ],
     device: Annotated[
-        str | None, typer.Option(help="The device to plan for, if it is in this machine, such as cuda, virtual")
+        str | None, typer.Option(help="The device of this machine to plan for, such as cuda or virtual.")
     ] = None,
-    device_memory: Annotated[
-        str | None, typer.Option(help="Memory of the device, or what may be used of it, such as 16GiB")
-    ] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Device memory that may be used, such as 16GiB.")] = None,
     host_memory: Annotated[
-        str | None, typer.Option(help="Memory of the host, such as 512GiB; of a node, if there are several.")
+        str | None, typer.Option(help="Host memory, such as 512GiB; with several nodes, of each node.")
     ] = None,
-    link: Annotated[str | None, typer.Option(help="Rate of the link, in each direction, such as 12GB/s")] = None,
-    link_in: Annotated[str | None, typer.Option(help="The same, host to device only.")] = None,
-    link_out: Annotated[str | None, typer.Option(help="The same, device to host only.")] = None,
+    link: Annotated[str | None, typer.Option(help="Rate of the link in each direction, such as 12GB/s.")] = None,
+    link_in: Annotated[str | None, typer.Option(help="Rate of the link from host to device.")] = None,
+    link_out: Annotated[str | None, typer.Option(help="Rate of the link from device to host.")] = None,
     device_flops: Annotated[
         str | None,
-        typer.Option(help="What the device reaches in matrix products, in the precision, such as 150TFLOPS"),
+        typer.Option(help="Rate that the device reaches in matrix products of this precision, such as 150TFLOPS."),
     ] = None,
     host_updates: Annotated[
         str | None,
         typer.Option(
-            help="Parameters that the host updates with AdamW, such as 900Mparam/s; else this host's, measured."
+            help="Rate at which the host updates parameters with AdamW, such as 900Mparam/s. Default: measured here."
         ),
     ] = None,
     devices: Annotated[
-        int, typer.Option(help="Devices of a node, each with a rank of torchrun; they share --batch out.")
+        int, typer.Option(help="Devices per node, each with one rank of torchrun. --batch is distributed over all.")
     ] = 1,
-    nodes: Annotated[int, typer.Option(help="Hosts, with so many devices each.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Nodes, each with --devices devices.")] = 1,
     loopback: Annotated[
         str | None,
         typer.Option(
-            help="Rate at which ranks of a node exchange gradients, all together, such as 2GB/s; else this host's, "
-            "measured."
+            help="Total rate at which the ranks of a node exchange gradients, such as 2GB/s. Default: measured here."
         ),
     ] = None,
     network: Annotated[
         str | None,
-        typer.Option(help="Rate between --nodes, in each direction, such as 10GB/s or 100Gbit/s."),
+        typer.Option(help="Rate between nodes in each direction, such as 10GB/s or 100Gbit/s."),
     ] = None,
     precision: Annotated[
         str | None, typer.Option(help="Of compute and of the link: fp32, bf16 or fp16; else what the model has.")
@@ -106,7 +103,7 @@ def plan(
     micro_batches: Annotated[
         int | None, typer.Option(help="Parts that a step's batch is cut into; else as few as fit.")
     ] = None,
-    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}.")] = Options.optimizer,
+    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = Options.optimizer,
     max_grad_norm: Annotated[
         float | None,
         typer.Option(help="Clip gradients by their global norm; updates are deferred then.", **or_none(float)),
@@ -124,25 +121,27 @@ def plan(
     subgroup: SubgroupSize = Options.subgroup,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document, and nothing else.")] = False,
 ) -> None:
-    """Tells whether a training will fit, where each byte goes, and what bounds its steps.
+    """Tell whether a training run will fit, what takes the memory, and what bounds the time of a step.
 
-    For this machine, which is measured, or for one that you describe. Nothing of the model is allocated, so half a
-    trillion parameters can be planned on a laptop.
+    Plans for this machine, which is measured, or for one that you describe. The model is not allocated, so models of
+    half a trillion parameters can be planned on a laptop.
     """
-    description = describe(model)
+    description = parse_model(model)
     training = Training(
         batch, window(sequence, description), micro_batches, precision, max_grad_norm, on_nonfinite, deferred,
         units or None, resident or (), stash, slots, held, updates, subgroup,
     )  # fmt: skip
     _check(training, optimizer)
-    given = described(
+    given = describe_machine(
         device, device_memory, host_memory, link, link_in, link_out, device_flops, host_updates, devices, nodes,
         loopback, network, training,
     )  # fmt: skip
     checks.interleave_arguments(True, given.device, slots, held, updates, subgroup)
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # its hints are for who runs the model
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # its hints are about running the model
     built = description.on_meta()
-    outlook = look_ahead(built, RULES[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device)
+    outlook = look_ahead(
+        built, OPTIMIZERS[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device
+    )
     if as_json:
         typer.echo(json.dumps(_document(description, built, training, given, outlook), indent=2))
     else:
@@ -154,7 +153,7 @@ def plan(
             units=units or None, resident=resident or None, slots=slots, held=held, subgroup=subgroup,
         )  # fmt: skip
         if outlook.fits:
-            typer.echo(f"to train so: {_launcher(given.machine.crew)}{asked.new_command()}")
+            typer.echo(f"train with: {_launcher(given.machine.crew)}{asked.new_command()}")
     if not outlook.fits:
         raise typer.Exit(1)
 
@@ -168,16 +167,13 @@ def _launcher(crew: Crew) -> str:
     return f"torchrun {where} --nproc-per-node {crew.devices} --no-python "
 
 
-# What was asked for.
-
-
 def _check(training: Training, optimizer: str) -> None:
     if training.samples < 1:
-        raise ValueError(f"--batch {training.samples}: a step has at least one sample")
+        raise ValueError(f"--batch {training.samples}: must be at least 1")
     if training.micro_batches is not None and training.micro_batches < 1:
-        raise ValueError(f"--micro-batches {training.micro_batches}: a batch is cut into at least one")
-    if optimizer not in RULES:
-        raise ValueError(f"--optimizer {optimizer!r} is none that can be planned for{hint(optimizer, RULES)}")
+        raise ValueError(f"--micro-batches {training.micro_batches}: must be at least 1")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"--optimizer {optimizer!r} is not supported{hint(optimizer, OPTIMIZERS)}")
     checks.update_arguments(
         True, training.precision, training.max_grad_norm, training.on_nonfinite, training.deferred, None
     )
@@ -187,11 +183,11 @@ def _check(training: Training, optimizer: str) -> None:
     )  # fmt: skip
 
 
-# What is said.
+# Output.
 
 
 def _document(
-    description: Description, model: nn.Module, training: Training, given: Described, outlook: Outlook
+    description: ModelSpec, model: nn.Module, training: Training, given: MachineDescription, outlook: Outlook
 ) -> dict[str, Any]:
     machine, found = given.machine, outlook.forecast
     return {
@@ -261,10 +257,10 @@ def _against_one(outlook: Outlook, training: Training, crew: Crew) -> dict[str, 
 
 def _show(
     console: Console,
-    description: Description,
+    description: ModelSpec,
     model: nn.Module,
     training: Training,
-    given: Described,
+    given: MachineDescription,
     outlook: Outlook,
 ) -> None:
     name, parameters = escape(description.name), _count(_parameters(model))
@@ -304,12 +300,12 @@ def _shared_out(training: Training, crew: Crew, outlook: Outlook) -> str:
     devices = _many(crew.devices, "device")
     where = devices if crew.nodes == 1 else f"{crew.nodes} nodes with {devices} each"
     most = "" if outlook.samples * crew.size == training.samples else "at most "
-    return f" on {where}, {most}{outlook.samples} to each,"
+    return f" on {where}, {most}{outlook.samples} per device,"
 
 
-def _way(plan: Plan, given: Described) -> str:
+def _way(plan: Plan, given: MachineDescription) -> str:
     if given.device.type == "cpu":
-        return "used where they are"
+        return "used in place"
     return "held on the device" if plan.held else f"relayed through {_many(plan.weight_slots, 'slot')}"
 
 
@@ -320,13 +316,15 @@ def _account(title: str, account: dict[str, int], memory: int | None) -> Table:
         if nbytes:
             table.add_row(part, show_bytes(nbytes), _bar(nbytes / max(total, memory or 0)))
     of = "" if memory is None else f" of {show_bytes(memory)}"
-    table.add_row("[bold]together[/bold]", f"[bold]{show_bytes(total)}[/bold]{of}")
+    table.add_row("[bold]total[/bold]", f"[bold]{show_bytes(total)}[/bold]{of}")
     table.columns[1].justify = "right"
     return table
 
 
 def _times(found: Forecast) -> Table:
-    table = Table("lane", "forward", "", "backward", "", title="a step", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        "lane", "forward", "", "backward", "", title="time of a step", title_justify="left", box=None, pad_edge=False
+    )
     longest = max((*found.forward.named.values(), *found.backward.named.values())) or 1.0
     for lane in found.forward.named:
         row = [lane]
@@ -339,25 +337,25 @@ def _times(found: Forecast) -> Table:
 
 def _show_step(console: Console, found: Forecast, training: Training, outlook: Outlook) -> None:
     tokens = _tokens(training)
-    rate = f"{tokens / found.seconds:,.0f} tokens/s, {_span(found.seconds * 1e9 / tokens)} for a billion tokens"
+    rate = f"{tokens / found.seconds:,.0f} tokens/s, {_span(found.seconds * 1e9 / tokens)} per billion tokens"
     console.print(
-        f"[bold]{_seconds(found.seconds)} a step[/bold], at least: {rate if found.seconds else 'nothing takes time'}. "
-        f"The forward is bound by [red]{found.forward.bound}[/red], the backward by [red]{found.backward.bound}[/red]. "
-        f"{found.share:.0%} of the updates on the device; "
-        f"{outlook.forward_operations + outlook.backward_operations:.2e} floating-point operations"
+        f"[bold]step time at least {_seconds(found.seconds)}[/bold]{f' ({rate})' if found.seconds else ''}. The "
+        f"forward is bound by [red]{found.forward.bound}[/red], the backward by [red]{found.backward.bound}[/red]. "
+        f"{found.share:.0%} of the updates run on the device; "
+        f"{outlook.forward_operations + outlook.backward_operations:.2e} floating-point operations per step"
     )
 
 
 def _show_speedup(console: Console, training: Training, crew: Crew, outlook: Outlook) -> None:
     if (against := _against_one(outlook, training, crew)) is not None:
         console.print(
-            f"[bold]{against['speedup']:.2f} times one device[/bold], which would take {_seconds(against['seconds'])} "
-            f"for the same batch, {against['tokens_per_second']:,.0f} tokens/s"
-            f"{'' if against['fits'] else ', if it had the memory'}: {against['efficiency']:.0%} of {crew.size} times"
+            f"[bold]{against['speedup']:.2f} times as fast as one device[/bold], which would take "
+            f"{_seconds(against['seconds'])} for the same batch ({against['tokens_per_second']:,.0f} tokens/s)"
+            f"{'' if against['fits'] else ' if it had the memory'}; scaling efficiency {against['efficiency']:.0%}"
         )
 
 
-def _figures(given: Described) -> str:
+def _figures(given: MachineDescription) -> str:
     machine, rates = given.machine, given.machine.rates
     shown = {
         "device memory": None if machine.device_memory is None else show_bytes(machine.device_memory),
@@ -377,7 +375,7 @@ def _bounds(phase: Lanes, lane: str) -> bool:
 
 
 def _bar(share: float, colour: str = "blue") -> str:
-    return f"[{colour}]{'█' * max(1 if share > 0 else 0, round(share * _WIDTH))}[/{colour}]"
+    return f"[{colour}]{'█' * max(1 if share > 0 else 0, round(share * _BAR_WIDTH))}[/{colour}]"
 
 
 def _parameters(model: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""`ferryman doctor`: what this machine has, what it can do, what is wrong with it and how to mend that."""
+"""The command `ferryman doctor`: examines this machine, measures it, and says how to fix what is wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import ferryman
-from ferryman.cli.device import find_device
+from ferryman.cli.machine import find_device
 from ferryman.forecast import measure
 from ferryman.runtime import amx, native
 from ferryman.runtime import host_memory as memory
@@ -33,52 +33,52 @@ from ferryman.runtime.sizes import show_bytes, show_rate
 EPILOG = """
 [bold]Examples[/bold]
 
-[dim]# everything, with a few seconds of measurements[/dim]
+[dim]# examine everything, with a few seconds of measurements[/dim]
 ferryman doctor
 
-[dim]# what is there, without measuring[/dim]
+[dim]# without measurements[/dim]
 ferryman doctor --quick
 
-[dim]# one device; exit code 1 if there is a problem[/dim]
+[dim]# examine one device; exit code 1 if there is a problem[/dim]
 ferryman doctor --device cuda:1
 
-[dim]# for a script[/dim]
+[dim]# use it in a script[/dim]
 ferryman doctor --json | jq '.findings[] | select(.severity == "problem")'
 """
 
 Severity = Literal["ok", "note", "problem"]
 
 _COLOURS: dict[Severity, str] = {"ok": "green", "note": "yellow", "problem": "red"}
-_LITTLE = 4 << 30  # bytes of host memory, or of disk, below which a word is said
-_SLOW_LINK = 6e9  # bytes a second; PCIe 3.0 x16 gives twice as much
-_PINNED = 1 << 26  # bytes, to try
+_LOW_BYTES = 4 << 30  # of host memory or disk: less than this is worth a note
+_SLOW_LINK = 6e9  # bytes per second; PCIe 3.0 x16 gives twice as much
+_PINNED_BYTES = 1 << 26  # how much is pinned as a test
 
 
 @dataclass(frozen=True)
 class Finding:
     what: str
     severity: Severity
-    says: str
-    mend: str = ""  # how, if something is wrong
+    message: str
+    fix: str = ""  # what the user can do about it
 
 
 @dataclass
 class Report:
     facts: dict[str, Any] = field(default_factory=dict)
-    rates: dict[str, float] = field(default_factory=dict)  # a second: bytes, parameters, floating-point operations
+    rates: dict[str, float] = field(default_factory=dict)  # per second: bytes, parameters or floating-point operations
     findings: list[Finding] = field(default_factory=list)
 
-    def find(self, what: str, severity: Severity, says: str, mend: str = "") -> None:
-        self.findings.append(Finding(what, severity, says, mend))
+    def find(self, what: str, severity: Severity, message: str, fix: str = "") -> None:
+        self.findings.append(Finding(what, severity, message, fix))
 
     @contextlib.contextmanager
     def probe(self, what: str) -> Iterator[None]:
-        """A probe that fails is a finding itself."""
+        """Context of one probe. A probe that raises is a finding itself."""
         try:
             yield
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
-            self.find(what, "problem", f"could not be looked at: {type(error).__name__}: {first}", "as it says")
+            self.find(what, "problem", f"could not be examined: {type(error).__name__}: {first}", "see the error")
 
     @property
     def has_problem(self) -> bool:
@@ -87,15 +87,15 @@ class Report:
 
 def doctor(
     device: Annotated[
-        str | None, typer.Option(help="The device to look at; else the accelerator that PyTorch reports.")
+        str | None, typer.Option(help="The device to examine. Default: the accelerator that PyTorch reports.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Do not measure anything.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, and nothing else.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the measurements.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Tells what this machine has and can do, what is wrong, and how to mend it.
+    """Examine this machine: what it has, how fast it is, what is wrong and how to fix it.
 
-    Devices, pinned memory, the compiled host kernels and their instruction set, memory and CPUs with the limits of
-    containers, and measured rates. The exit code is 1 if there is a problem.
+    Checks devices, pinned memory, the compiled host kernels and their instruction set, and memory and CPUs within the
+    limits of the container; and measures rates. The exit code is 1 if there is a problem.
     """
     report = examine(device, quick=quick)
     if as_json:
@@ -116,7 +116,7 @@ def examine(device: str | None = None, *, quick: bool = False) -> Report:
         try:
             here = find_device(device)
         except ValueError as error:
-            report.find("device", "problem", str(error), "leave --device out, or name one that there is")
+            report.find("device", "problem", str(error), "leave --device out, or name an existing device")
         else:
             _device(report, here)
     probes: dict[str, Callable[[Report, torch.device], None]] = {
@@ -147,7 +147,7 @@ def _versions(report: Report) -> None:
     report.facts["system"] = platform.platform()
     if report.facts["versions"]["transformers"] is None:
         report.find(
-            "transformers", "note", "not installed: models by configuration cannot be trained or planned",
+            "transformers", "note", "not installed; `ferryman train` and `ferryman plan` need it",
             "pip install 'ferryman[transformers]'",
         )  # fmt: skip
 
@@ -164,18 +164,18 @@ def _device(report: Report, device: torch.device) -> None:
     report.facts["device"] = str(device)
     report.facts["accelerators"] = 0 if found is None else torch.accelerator.device_count()
     if device.type == "cpu":
-        mend = "install the PyTorch build for your accelerator and its driver (https://pytorch.org/get-started)"
+        fix = "install the PyTorch build for your accelerator, and its driver (https://pytorch.org/get-started)"
         if _version("torch_virtual") is not None:
-            mend += "; to try things out, --device virtual is an accelerator made of the CPU"
-        report.find("device", "note", "PyTorch sees no accelerator: the CPU computes, and nothing is relayed", mend)
+            fix += "; to try things out, use --device virtual, an accelerator that runs on the CPU"
+        report.find("device", "note", "PyTorch reports no accelerator: training runs on the CPU without relaying", fix)
         return
     free, total = torch.accelerator.get_memory_info(device)
     report.facts["device_memory"] = {"free": free, "total": total}
-    report.find("device", "ok", f"{device} with {show_bytes(total)}, of which {show_bytes(free)} are free")
+    report.find("device", "ok", f"{device}: {show_bytes(free)} free of {show_bytes(total)}")
     if free < total / 2:
         report.find(
-            "device memory", "note", f"more than half of {device} is in use already",
-            "see which process has it, or give the engine a budget: memory='...'",
+            "device memory", "note", f"more than half of the memory of {device} is already in use",
+            "find out which process uses it, or give the engine a budget: memory='...'",
         )  # fmt: skip
 
 
@@ -184,13 +184,15 @@ def _native(report: Report, device: torch.device) -> None:
     report.facts["native"] = None if library is None else native.INSTRUCTION_SETS[library.ferryman_best_isa()]
     if library is None:
         report.find(
-            "native kernels", "problem", "not built: torch code updates the weights on the host, half as fast",
-            "install a C++ compiler (g++) and install ferryman again: pip install --force-reinstall ferryman",
+            "native kernels", "problem", "not compiled: updates on the host run in PyTorch code, half as fast",
+            "install a C++ compiler (g++) and reinstall ferryman: pip install --force-reinstall ferryman",
         )  # fmt: skip
     elif report.facts["native"] == "baseline" and platform.machine() == "x86_64":
-        report.find("native kernels", "note", "this CPU has no AVX2, so updates on the host are slow", "none")
+        report.find(
+            "native kernels", "note", "this CPU has no AVX2, so updates on the host are slow", "use a CPU with AVX2"
+        )
     else:
-        report.find("native kernels", "ok", f"loaded, with {report.facts['native']}")
+        report.find("native kernels", "ok", f"loaded ({report.facts['native']})")
 
 
 def _amx(report: Report, device: torch.device) -> None:
@@ -198,13 +200,13 @@ def _amx(report: Report, device: torch.device) -> None:
     works = amx.try_tiles() if advertised else None
     report.facts["amx"] = {"advertised": advertised, "works": works}
     if not advertised:
-        report.find("AMX", "ok", "not advertised by this CPU, and not used")
+        report.find("AMX", "ok", "not supported by this CPU")
     elif works:
         report.find("AMX", "ok", "works")
     else:
         limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA")
         report.find(
-            "AMX", "note", f"advertised, but its instructions fail; ferryman keeps PyTorch off it ({limit})",
+            "AMX", "note", f"advertised, but its instructions fail; ferryman keeps PyTorch from using it ({limit})",
             "in programs that do not import ferryman: export ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16",
         )  # fmt: skip
 
@@ -215,19 +217,19 @@ def _host_memory(report: Report, device: torch.device) -> None:
     swap = _swap()
     report.facts["host_memory"] = {"available": free, "group_limit": limit, "swap_used": swap}
     if free is None:
-        report.find("host memory", "note", "the system does not tell how much is free", "none is needed")
-    elif free < _LITTLE:
+        report.find("host memory", "note", "the system does not report how much is free", "nothing to do")
+    elif free < _LOW_BYTES:
         report.find(
-            "host memory", "note", f"{show_bytes(free)} are free; the model and its optimizer state live there",
-            "end other programs, or raise the container's limit",
+            "host memory", "note", f"{show_bytes(free)} free; it has to hold the model and the optimizer state",
+            "close other programs, or raise the container's limit",
         )  # fmt: skip
     else:
-        of = "" if limit is None else f", within a container's limit of {show_bytes(limit)}"
-        report.find("host memory", "ok", f"{show_bytes(free)} are free{of}")
+        of = "" if limit is None else f" of the container's limit of {show_bytes(limit)}"
+        report.find("host memory", "ok", f"{show_bytes(free)} free{of}")
     if swap is not None and swap > 1 << 28:
         report.find(
-            "swap", "note", f"{show_bytes(swap)} of swap are in use: pinned memory cannot be swapped, all else will be",
-            "free memory, or switch swap off for the training (swapoff -a)",
+            "swap", "note", f"{show_bytes(swap)} of swap in use: memory that is not pinned may be swapped out",
+            "free memory, or disable swap while training (swapoff -a)",
         )  # fmt: skip
 
 
@@ -253,14 +255,14 @@ def _pinned(report: Report, device: torch.device) -> None:
         report.find("pinned memory", "ok", f"not needed without an accelerator (ulimit -l: {shown})")
         return
     try:
-        PinnedMemory(_PINNED, device).close()
+        PinnedMemory(_PINNED_BYTES, device).close()
     except RuntimeError as error:
         report.find(
-            "pinned memory", "problem", f"{show_bytes(_PINNED)} could not be pinned (ulimit -l: {shown}): {error}",
-            "raise the limit: ulimit -l unlimited, or LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1",
+            "pinned memory", "problem", f"{show_bytes(_PINNED_BYTES)} cannot be pinned (ulimit -l: {shown}): {error}",
+            "raise the limit: ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1",
         )  # fmt: skip
     else:
-        report.find("pinned memory", "ok", f"{show_bytes(_PINNED)} could be pinned (ulimit -l: {shown})")
+        report.find("pinned memory", "ok", f"{show_bytes(_PINNED_BYTES)} pinned as a test (ulimit -l: {shown})")
 
 
 def _cpus(report: Report, device: torch.device) -> None:
@@ -270,15 +272,15 @@ def _cpus(report: Report, device: torch.device) -> None:
     report.facts["cpus"] = {"usable": usable, "quota": quota, "OMP_NUM_THREADS": threads}
     if quota is not None and quota < usable:
         report.find(
-            "CPUs", "note", f"{usable} are visible, and the container may use {quota:g}: more threads than that wait",
-            f"host_threads={max(1, int(quota))} in the engine, or raise the limit (docker run --cpus)",
+            "CPUs", "note", f"{usable} visible, but the container is limited to {quota:g}: extra threads would wait",
+            f"set host_threads={max(1, int(quota))} in the engine, or raise the limit (docker run --cpus)",
         )  # fmt: skip
     else:
         report.find("CPUs", "ok", f"{usable} usable")
     if threads is not None and threads.isdigit() and int(threads) < usable:
         report.find(
             "OMP_NUM_THREADS", "note",
-            f"is {threads} for {usable} CPUs: it limits PyTorch's own work, not ferryman's updates",
+            f"{threads} for {usable} CPUs: it limits PyTorch's own operators, not ferryman's updates",
             "unset OMP_NUM_THREADS, unless something else needs it",
         )  # fmt: skip
 
@@ -292,13 +294,13 @@ def _quota() -> float | None:
 def _disk(report: Report, device: torch.device) -> None:
     free = {name: shutil.disk_usage(path).free for name, path in (("here", "."), ("temporary", tempfile.gettempdir()))}
     report.facts["disk_free"] = free
-    if free["here"] < _LITTLE:
+    if free["here"] < _LOW_BYTES:
         report.find(
-            "disk", "note", f"{show_bytes(free['here'])} are free here; a checkpoint takes 12 to 16 bytes a parameter",
+            "disk", "note", f"{show_bytes(free['here'])} free here; a checkpoint takes 12 to 16 bytes per parameter",
             "write checkpoints to another disk",
         )  # fmt: skip
     else:
-        report.find("disk", "ok", f"{show_bytes(free['here'])} are free here")
+        report.find("disk", "ok", f"{show_bytes(free['here'])} free here")
 
 
 def _host_rates(report: Report, device: torch.device) -> None:
@@ -311,37 +313,39 @@ def _compute(report: Report, device: torch.device) -> None:
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         report.rates[f"compute {name}"] = measure.operations(device, dtype)
     wide, narrow = report.rates["compute fp32"], report.rates["compute bf16"]
-    says = f"{show_rate(wide, 'operations')} in fp32, {show_rate(narrow, 'operations')} in bf16"
+    rates = f"{show_rate(wide, 'operations')} in fp32, {show_rate(narrow, 'operations')} in bf16"
     if narrow < wide / 2:
-        report.find("compute", "note", f"{says}: bf16 is slower here", "use precision='fp32' on this device")
+        report.find("compute", "note", f"{rates}: bf16 is slower than fp32", "use precision='fp32' on this device")
     else:
-        report.find("compute", "ok", says)
+        report.find("compute", "ok", rates)
 
 
 def _link(report: Report, device: torch.device) -> None:
     into, out, both = measure.link(device)
     report.rates |= {"link in": into, "link out": out, "link both": both}
-    says = " in, ".join(show_rate(rate, "bytes") for rate in (into, out)) + f" out, {show_rate(both, 'bytes')} together"
+    shown = {"in": into, "out": out, "both directions at once": both}
+    rates = ", ".join(f"{show_rate(rate, 'bytes')} {name}" for name, rate in shown.items())
     if device.type == "virtual":
-        report.find("link", "ok", f"{says}: of a virtual accelerator, whose link is the host's memory")
+        report.find("link", "ok", f"{rates} (virtual accelerator: its link is host memory)")
     elif min(into, out) < _SLOW_LINK:
         report.find(
-            "link", "note", f"{says}: slow for an accelerator",
-            "see that the card has all its lanes (a x16 slot, the right generation), and memory near its CPU",
+            "link", "note", f"{rates}: slow for an accelerator",
+            "check that the card is in a x16 slot of the right PCIe generation, on the NUMA node of its memory",
         )  # fmt: skip
     elif both < 1.2 * max(into, out):
-        report.find("link", "note", f"{says}: the directions do not overlap", "updates='host' crosses the link least")
+        report.find("link", "note", f"{rates}: the directions do not overlap", "updates='host' uses the link least")
     else:
-        report.find("link", "ok", says)
+        report.find("link", "ok", rates)
 
 
 def _show(console: Console, report: Report) -> None:
     versions = report.facts.get("versions", {})
     console.print(", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items()))
-    table = Table("", "", "found", "how to mend it", box=None, pad_edge=False)
+    table = Table("", "", "found", "how to fix it", box=None, pad_edge=False)
     for finding in report.findings:
         mark = f"[{_COLOURS[finding.severity]}]{finding.severity}[/{_COLOURS[finding.severity]}]"
-        table.add_row(mark, finding.what, escape(finding.says), escape(finding.mend))
+        table.add_row(mark, finding.what, escape(finding.message), escape(finding.fix))
     console.print(table)
     problems = sum(finding.severity == "problem" for finding in report.findings)
-    console.print(f"[red]{problems} to mend[/red]" if problems else "[green]nothing is wrong[/green]")
+    found = f"{problems} problem{'' if problems == 1 else 's'} found"
+    console.print(f"[red]{found}[/red]" if problems else "[green]no problems found[/green]")

@@ -1,4 +1,4 @@
-"""Models to try the engine on: one of plain `torch.nn`, and two of transformers where that is installed."""
+"""Small models for the checks: plain `torch.nn` models, and GPT-2 and Llama where transformers is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Output(NamedTuple):
 
 
 class Block(nn.Module):
-    """Attention is written out: fused kernels need not give the same bits twice."""
+    """A transformer block. Attention is written out, because fused kernels may not be deterministic."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A small one, with dropout; its head is tied to the embedding unless told otherwise."""
+    """A small transformer with dropout. By default its head is tied to the embedding."""
 
     def __init__(self, blocks: int = 4, width: int = 64, *, tied: bool = True, length: int = 16) -> None:
         super().__init__()
@@ -67,8 +67,10 @@ class Transformer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks between two layers: more units than the device has slots. It looks nothing up: where waits are
-    left out, numbers are wrong, and an index that is wrong can end a device's process."""
+    """Blocks between two linear layers: more units than the device has slots.
+
+    It has no embedding: in controls that leave out a wait values are wrong, and a wrong index can abort the process.
+    """
 
     def __init__(self, blocks: int = 4, width: int = 64) -> None:
         super().__init__()
@@ -104,7 +106,7 @@ def gpt2() -> nn.Module:
     )
     config._attn_implementation = "eager"  # written out, as in `Block`
     model = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
-    model.loss_type = "ForCausalLM"  # else transformers warns that it takes that one
+    model.loss_type = "ForCausalLM"  # the default; set to avoid a warning of transformers
     return model
 
 
@@ -129,7 +131,7 @@ def has_transformers() -> bool:
 
 
 def build(make: Callable[[], nn.Module]) -> nn.Module:
-    """Always the same weights; the caller's random numbers stay as they are."""
+    """Builds a model with fixed weights, without changing the state of the random generator."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return make().train()
@@ -141,12 +143,12 @@ def batch(seed: int, samples: int = 4, length: int = 16) -> Batch:
 
 
 def features(seed: int, samples: int = 4, length: int = 16, width: int = 64) -> Batch:
-    """For a `Stack`."""
+    """A batch for a `Stack`."""
     return {"x": torch.randn(samples, length, width, generator=torch.Generator().manual_seed(seed))}
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """Parameters that are used in several places, by the name that `named_parameters` gives them."""
+    """Names, as in `named_parameters`, of the parameters that are used in several places."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

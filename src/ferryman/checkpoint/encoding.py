@@ -1,7 +1,7 @@
-"""State as JSON and tensors: nothing that is read back can run code.
+"""Encodes state as JSON and tensors, so that loading it cannot run code.
 
-JSON knows neither tuples nor keys that are not strings, so what is more than a list of plain values is an object with
-one key that says what it is.
+JSON has neither tuples nor keys other than strings, so such values are encoded as an object with one key that names the
+type.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Tensors are put into `tensors`, by their path."""
+    """Encodes a value as JSON. Tensors are added to `tensors` under their path."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(float(value))}
     if value is None or type(value) in (bool, int, float, str):
@@ -34,19 +34,20 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if type(value).__module__ == "numpy":
         if getattr(value, "shape", None) == ():
             return encode(value.item(), path, tensors)
-        with contextlib.suppress(TypeError, ValueError):  # of objects, of strings: it falls through
+        with contextlib.suppress(TypeError, ValueError):  # arrays of objects or strings are refused below
             return {"array": _put(torch.from_numpy(value.copy()), path, tensors)}
-    if isinstance(value, int | float | str):  # a class of its own, such as an enumeration: its value
+    if isinstance(value, int | float | str):  # a subclass, such as an enum: its value
         plain = next(kind for kind in (int, float, str) if isinstance(value, kind))
         return encode(plain(value), path, tensors)
     raise ValueError(
-        f"{path} is a {type(value).__name__}, which cannot be saved: a checkpoint holds numbers, strings, lists, "
-        "tuples, dicts, tensors and arrays, and pickles nothing. Leave it out of state_dict(), or turn it into these"
+        f"{path} is a {type(value).__name__}, which cannot be saved: a checkpoint can hold numbers, strings, lists, "
+        "tuples, dicts, tensors and arrays, and nothing is pickled. Convert it to one of these, or leave it out of "
+        "state_dict()"
     )
 
 
 def _put(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:
-    """Under the path; several things may have the same, such as those of the keys 1 and "1"."""
+    """Adds a tensor under a unique name. Paths may coincide, such as those of the keys 1 and "1"."""
     names = itertools.chain([path], (f"{path}#{number}" for number in itertools.count(2)))
     name = next(name for name in names if name not in tensors)
     tensors[name] = tensor

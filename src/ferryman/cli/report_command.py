@@ -1,4 +1,4 @@
-"""`ferryman report`: what a trace shows, as one HTML file."""
+"""The command `ferryman report`: writes a trace as one HTML file."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ def report(
     trace: Annotated[
         list[Path],
         typer.Argument(
-            help="A trace that an engine recorded, as `Trace.save` writes it; of several ranks, that of the first, "
-            "beside which the others are found, or all of them."
+            help="A trace file written by `Trace.save`. With several ranks, give the file of rank 0 (the others are "
+            "found beside it) or all of them."
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write; the trace's name with .html by default.")
+        Path | None,
+        typer.Option("--output", "-o", help="The file to write. Default: the name of the trace, ending in .html."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
-    open_it: Annotated[bool, typer.Option("--open", help="Show it in a browser.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the figures as JSON; write a file only where -o names one.")
+        bool, typer.Option("--json", help="Print the figures as JSON. A file is written only if -o is given.")
     ] = False,
 ) -> None:
-    """Make a report of a trace: one HTML file that needs nothing else, no network either.
+    """Turn a trace into a report: one self-contained HTML file that can be opened without a network.
 
-    It shows the lanes over time, the device's memory against the budget, which lane bounds a step, who updated the
-    weights, and the loss.
+    It shows the lanes over time, device memory against the budget, the resource that bounds a step, where weights were
+    updated, and the loss.
 
     \b
     [bold]Examples[/bold]
       ferryman report trace.json                    writes trace.html
-      ferryman report trace.json --open             and shows it
+      ferryman report trace.json --open             also opens it in a browser
       ferryman report trace.json -o out.html --force
       ferryman report trace.json --json | jq '.ranks[0].bound'
-      ferryman report trace.json                    with trace.rank1.json and so on, if they are there
       ferryman report node0/trace.json node1/trace.rank1.json
 
     \b
-    A trace is recorded by the engine:
+    `ferryman train` writes a trace. In a loop of your own, the engine records one:
       trace = ferryman.observe.trace.Trace(keep_steps=20)
       engine = ferryman.Engine(model, optimizer, trace=trace)
       ...
@@ -56,7 +56,7 @@ def report(
     target = output or trace[0].with_suffix(".html")
     if as_json and output is None:
         if open_it:
-            raise ValueError("--open shows a file, and --json alone writes none: name one with -o, or leave --json out")
+            raise ValueError("--open needs a file, and --json alone writes none: give -o FILE, or leave --json out")
         figures = [figures_of(recording) for recording in read(*trace)]
     else:
         figures = write_report(trace, target, overwrite=force)
@@ -77,13 +77,13 @@ def report(
 def _together(figures: list[Figures]) -> str:
     found = together(figures)
     slowest = found["slowest_rank"]
-    said = ["no rank is clearly the last" if slowest is None else f"the others wait for rank {slowest}"]
+    said = ["no rank is clearly the slowest" if slowest is None else f"the other ranks wait for rank {slowest}"]
     if found["tokens_per_second"] is not None:
         said.append(f"{found['tokens_per_second']:.4g} tokens/s")
     ranks = figures[0].recording.facts.get("ranks", len(figures))
     if ranks > len(figures):
-        said.append(f"{ranks - len(figures)} of {ranks} ranks left no trace of this run here")
-    return "together: " + "; ".join(said)
+        said.append(f"the traces of {ranks - len(figures)} of {ranks} ranks are missing here")
+    return "all ranks: " + "; ".join(said)
 
 
 def _warning(of: Figures) -> str | None:
@@ -91,20 +91,20 @@ def _warning(of: Figures) -> str | None:
     if of.peak is None or not budget or of.peak <= budget:
         return None
     return (
-        f"warning: the device peak is {show_bytes(of.peak - budget)} above the budget of {show_bytes(budget)}; tensors "
-        "that your own code keeps on the device count here, too"
+        f"warning: the device peak is {show_bytes(of.peak - budget)} above the budget of {show_bytes(budget)}; it "
+        "includes tensors that your own code keeps on the device"
     )
 
 
 def _line(of: Figures, several: bool) -> str:
-    """The headline."""
+    """The most important figures of a rank, in one line."""
     steps, whole = of.recording.steps, of.typical.whole
     parts = [f"{len(steps)} steps" if len(steps) != 1 else "1 step"]
     if thinned := of.recording.facts.get("thinned"):
         every = thinned["every"]
-        parts = [f"{thinned['steps']} steps ({len(steps)} of them recorded, older ones thinned to one in {every})"]
+        parts = [f"{thinned['steps']} steps ({len(steps)} of them recorded, every {every}th of the older ones)"]
     if of.seconds is not None:
-        parts.append(f"{of.seconds * 1e3:.4g} ms a step")
+        parts.append(f"step time {of.seconds * 1e3:.4g} ms")
     if of.tokens_rate is not None:
         parts.append(f"{of.tokens_rate:.4g} tokens/s")
     if of.peak is not None:

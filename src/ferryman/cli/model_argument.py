@@ -1,7 +1,6 @@
-"""The MODEL that commands take: a configuration of transformers, or the built-in byte-level GPT by size.
+"""The MODEL argument of the commands: a transformers configuration, or a size of the built-in byte-level GPT.
 
-Nothing is fetched from a network, no code that comes with a model is run, and nothing of its weights is allocated here:
-the model is built on the meta device.
+Nothing is downloaded, and code that comes with a model is not run.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from torch import nn
 
 from ferryman.checkpoint.pretrained import has_weights
 
-BYTES = 256  # the vocabulary of a model whose tokens are bytes
+BYTE_VOCABULARY = 256  # vocabulary size of a model whose tokens are bytes
 
 _FORM = "gpt:layers=12,width=768,heads=12,context=1024"
 
 
 @dataclass(frozen=True)
-class Gpt:
+class GptSize:
     """A size of the built-in GPT."""
 
     layers: int
@@ -36,50 +35,50 @@ class Gpt:
     @property
     def parameters(self) -> int:
         layer = 12 * self.width**2 + 13 * self.width
-        return self.layers * layer + (BYTES + self.context + 2) * self.width
+        return self.layers * layer + (BYTE_VOCABULARY + self.context + 2) * self.width
 
 
 SIZES = {
-    "tiny": Gpt(layers=2, width=64, heads=2, context=128),
-    "mini": Gpt(layers=4, width=128, heads=4, context=256),
-    "small": Gpt(layers=6, width=256, heads=8, context=512),
-    "medium": Gpt(layers=12, width=384, heads=6, context=512),
-    "base": Gpt(layers=12, width=768, heads=12, context=1024),
-    "large": Gpt(layers=24, width=1024, heads=16, context=1024),
-    "xl": Gpt(layers=36, width=1536, heads=16, context=1024),
+    "tiny": GptSize(layers=2, width=64, heads=2, context=128),
+    "mini": GptSize(layers=4, width=128, heads=4, context=256),
+    "small": GptSize(layers=6, width=256, heads=8, context=512),
+    "medium": GptSize(layers=12, width=384, heads=6, context=512),
+    "base": GptSize(layers=12, width=768, heads=12, context=1024),
+    "large": GptSize(layers=24, width=1024, heads=16, context=1024),
+    "xl": GptSize(layers=36, width=1536, heads=16, context=1024),
 }
 
 
 @dataclass(frozen=True)
-class Description:
-    """What was asked for, before anything is built."""
+class ModelSpec:
+    """The model that MODEL names, before it is built."""
 
     name: str  # as the user wrote it
     config: Any  # a transformers PretrainedConfig
-    weights: Path | None = None  # a directory with pretrained weights, if it has any
-    is_bytes: bool = False  # whether its tokens are bytes, so that it needs no tokenizer
+    weights: Path | None = None  # the directory with pretrained weights, if there are any
+    is_bytes: bool = False  # whether tokens are bytes, so that no tokenizer is needed
 
     def on_meta(self) -> nn.Module:
-        """The model, in training, without memory for its weights."""
+        """The model in training mode, on the meta device: no memory is allocated for its weights."""
         transformers = _transformers()
         with torch.device("meta"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
         return model.train()
 
     def on_host(self) -> nn.Module:
-        """The model, in training, with new weights."""
+        """The model in training mode, with newly initialized weights."""
         model: nn.Module = _transformers().AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
         return model.train()
 
     @property
     def context(self) -> int | None:
-        """The longest sequence that it takes, where its configuration tells."""
+        """The longest sequence that the model accepts; None if its configuration does not say."""
         longest = getattr(self.config, "max_position_embeddings", None)
         return longest if isinstance(longest, int) else None
 
 
-def describe(model: str) -> Description:
-    """From what the user gave as MODEL; a ValueError says what is required, and what was found."""
+def parse_model(model: str) -> ModelSpec:
+    """Reads the MODEL argument. A ValueError says what is required and what was found."""
     if model.startswith("gpt:"):
         return _gpt(model)
     path = Path(model).expanduser()
@@ -87,68 +86,68 @@ def describe(model: str) -> Description:
         near = difflib.get_close_matches(model.removeprefix("gpt"), SIZES, n=1)
         meant = f" (did you mean 'gpt:{near[0]}'?)" if near else ""
         raise ValueError(
-            f"there is no model {model!r}{meant}: MODEL is a directory or a config.json of transformers on this "
-            f"machine, or the built-in GPT: {_known_sizes()}"
+            f"there is no model {model!r}{meant}: MODEL must be a transformers directory or config.json on this "
+            f"machine, or a built-in GPT: {_known_sizes()}"
         )
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:4]) or "nothing"
-        raise ValueError(f"{model!r} has no config.json, so it is no model of transformers; it holds {inside}")
+        raise ValueError(f"{model!r} has no config.json, so it is not a transformers model; it contains {inside}")
     config = _read(file)
     _check_causal(config, file)
-    return Description(model, config, weights=path if path.is_dir() and has_weights(path) else None)
+    return ModelSpec(model, config, weights=path if path.is_dir() and has_weights(path) else None)
 
 
-def _gpt(model: str) -> Description:
+def _gpt(model: str) -> ModelSpec:
     size = model.removeprefix("gpt:")
     gpt = SIZES[size] if size in SIZES else _free_form(model, size)
     config = _transformers().GPT2Config(
-        vocab_size=BYTES,
+        vocab_size=BYTE_VOCABULARY,
         n_layer=gpt.layers,
         n_embd=gpt.width,
         n_head=gpt.heads,
         n_positions=gpt.context,
-        # No dropout: what is trained on bytes sees each of them about once.
+        # No dropout: training from scratch sees each byte about once.
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         bos_token_id=0,
         eos_token_id=0,
     )
-    return Description(model, config, is_bytes=True)
+    return ModelSpec(model, config, is_bytes=True)
 
 
-def _free_form(model: str, text: str) -> Gpt:
+def _free_form(model: str, text: str) -> GptSize:
     if "=" not in text:
         near = difflib.get_close_matches(text, SIZES, n=1)
         meant = f" (did you mean 'gpt:{near[0]}'?)" if near else ""
-        raise ValueError(f"{model!r} is no size of the built-in GPT{meant}; there are {_known_sizes()}")
-    names = [field.name for field in dataclasses.fields(Gpt)]
+        raise ValueError(f"{model!r} is not a size of the built-in GPT{meant}; there are {_known_sizes()}")
+    names = [field.name for field in dataclasses.fields(GptSize)]
     given: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             meant = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(f"{model!r}: {name!r}{meant} is none of {', '.join(names)}; write it like {_FORM}")
+            raise ValueError(f"{model!r}: {name!r} is not one of {', '.join(names)}{meant}; the form is {_FORM}")
         if name in given:
             raise ValueError(f"{model!r}: {name!r} is given twice")
         if not (value.isascii() and value.isdigit() and int(value) > 0):
-            raise ValueError(f"{model!r}: {name}={value!r} must be a whole number above 0; write it like {_FORM}")
+            raise ValueError(f"{model!r}: {name}={value!r} must be a positive integer; the form is {_FORM}")
         given[name] = int(value)
     missing = [name for name in names if name not in given]
     if missing:
-        raise ValueError(f"{model!r}: {' and '.join(missing)} must be given, too; write it like {_FORM}")
-    gpt = Gpt(**given)
+        raise ValueError(f"{model!r}: {' and '.join(missing)} must be given as well; the form is {_FORM}")
+    gpt = GptSize(**given)
     if gpt.width % gpt.heads:
         raise ValueError(
-            f"{model!r}: width={gpt.width} cannot be shared by heads={gpt.heads}; it must be a multiple of it"
+            f"{model!r}: width={gpt.width} is not divisible by heads={gpt.heads}; it must be a multiple of it"
         )
     return gpt
 
 
 def sizes() -> str:
-    """For help."""
+    """The sizes of the built-in GPT, for help texts."""
     told = ", ".join(f"{name} {gpt.parameters / 1e6:.1f}" for name, gpt in SIZES.items())
     return f"{told} (million parameters), or any other as {_FORM}"
 
@@ -163,34 +162,34 @@ def _read(file: Path) -> Any:
     except (ValueError, OSError) as error:
         raise ValueError(f"{str(file)!r} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict) or "model_type" not in content:
-        raise ValueError(f"{str(file)!r} has no 'model_type', so it is no configuration of transformers")
+        raise ValueError(f"{str(file)!r} has no 'model_type', so it is not a transformers configuration")
     transformers = _transformers()
     kinds: dict[str, Any] = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
     kind = content["model_type"]
     if kind not in kinds:
         near = difflib.get_close_matches(str(kind), kinds, n=1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
-        own = " It brings code of its own, which is not run." if "auto_map" in content else ""
+        own = ". It comes with its own code, which is not run" if "auto_map" in content else ""
         raise ValueError(
-            f"{str(file)!r} is of the model_type {kind!r}, which transformers {transformers.__version__} does not "
-            f"have{meant}{own}"
+            f"{str(file)!r} has the model_type {kind!r}, which transformers {transformers.__version__} does not "
+            f"know{meant}{own}"
         )
     try:
-        # From the file itself: a directory's name could be taken for a model's on the hub.
+        # By the path of the file: a directory's name could be mistaken for a model on the hub.
         return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a configuration's own checks raise what they like
+    except Exception as error:  # a configuration's own checks can raise anything
         raise ValueError(f"transformers cannot use {str(file)!r}: {error}") from error
 
 
 def _check_causal(config: Any, file: Path) -> None:
     kinds = _transformers()
-    # Some that fill in masked tokens can also be told to predict the next one; as they are, they see what follows.
+    # Masked language models can be configured as decoders; otherwise they attend to later tokens as well.
     sees_all = type(config) in kinds.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     if type(config) not in kinds.MODEL_FOR_CAUSAL_LM_MAPPING or sees_all:
         made_for = " and ".join(config.architectures or []) or type(config).__name__
         raise ValueError(
-            f"{str(file)!r} is a {config.model_type!r} ({made_for}), and what is required is a causal language model: "
-            "one that predicts the next token, such as 'gpt2', 'llama', 'mistral' or 'qwen3'"
+            f"{str(file)!r} is a {config.model_type!r} ({made_for}); a causal language model is required, which "
+            "predicts the next token, such as 'gpt2', 'llama', 'mistral' or 'qwen3'"
         )
 
 
@@ -199,7 +198,6 @@ def _transformers() -> Any:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ValueError(
-            "models by name and by configuration need transformers, which is not installed: "
-            "pip install 'ferryman[transformers]'"
+            "this command needs transformers, which is not installed: pip install 'ferryman[transformers]'"
         ) from error
     return transformers

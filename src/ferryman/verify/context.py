@@ -1,4 +1,4 @@
-"""What the checks share: the device, how thorough they are, and references that several are held to."""
+"""What all checks share: the device, how thorough to be, and reference results of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from ferryman.verify.accelerator import Accelerator
-from ferryman.verify.models import Batch, batch, build, untied
-from ferryman.verify.reference import Narrow, Plain, Tensors, Trained
+from ferryman.verify.reference import MixedPrecisionTraining, PlainTraining, Tensors, Trained
+from ferryman.verify.small_models import Batch, batch, build, untied
 
-SUBGROUP = 16384  # parameters: a block of the models here has three or four
+SUBGROUP = 16384  # parameters; a block of the small models has three or four subgroups
 
 
-class Bench:
+class CheckContext:
     def __init__(self, device: torch.device, *, quick: bool) -> None:
         self.accelerator = Accelerator(device)
         self.device = device
@@ -25,7 +25,7 @@ class Bench:
         self._references: dict[tuple[Callable[[], nn.Module], str, float | None], Trained] = {}
 
     def reference(self, make: Callable[[], nn.Module], precision: str, limit: float | None, scale: float) -> Trained:
-        """What plain PyTorch makes of a model, on the same device."""
+        """The results of training a model with plain PyTorch on the same device."""
         key = make, precision, limit
         if key not in self._references:
             self._references[key] = self._plain(make, precision, limit).train(self.batches, scale)
@@ -33,7 +33,7 @@ class Bench:
 
     @functools.cached_property
     def repeats(self) -> bool:
-        """Whether plain PyTorch gives the same bits twice on this device, on two streams; then so must the engine."""
+        """Whether plain PyTorch is bitwise reproducible on this device, on two streams. If so, the engine must be."""
         first = self._plain(untied, "fp32", None).train(self.batches)
         again = self._plain(untied, "fp32", None)
         self.accelerator.synchronize()
@@ -42,15 +42,15 @@ class Bench:
             self.accelerator.synchronize()
         return first.losses == second.losses and apart(first.gradients, second.gradients) == 0
 
-    def _plain(self, make: Callable[[], nn.Module], precision: str, limit: float | None) -> Plain:
+    def _plain(self, make: Callable[[], nn.Module], precision: str, limit: float | None) -> PlainTraining:
         model = build(make)
         if precision == "fp32":
-            return Plain(model, self.device, limit)
-        return Narrow(model, self.device, precision, limit)
+            return PlainTraining(model, self.device, limit)
+        return MixedPrecisionTraining(model, self.device, precision, limit)
 
 
 def apart(ours: Tensors, theirs: Tensors) -> float:
-    """The largest difference; inf where something is missing or not a number."""
+    """The largest difference of any element; inf if a tensor is missing or a value is not finite."""
     if ours.keys() != theirs.keys():
         return math.inf
     differences = [float((ours[name].double() - value.double()).abs().max()) for name, value in theirs.items()]
@@ -62,7 +62,7 @@ def largest(tensors: Tensors) -> float:
 
 
 def distance(ours: Tensors, theirs: Tensors) -> float:
-    """The norm of the difference."""
+    """The norm of the difference; inf if it is not finite."""
     squares = (float((ours[name].double() - value.double()).square().sum()) for name, value in theirs.items())
     found = math.sqrt(sum(squares))
     return found if math.isfinite(found) else math.inf

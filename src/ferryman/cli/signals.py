@@ -1,4 +1,4 @@
-"""Being asked to stop: by Ctrl-C, or by whoever runs the machine."""
+"""Signals that stop a training run: SIGINT (Ctrl-C), SIGTERM and SIGHUP."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-CLOSED = "a closed output"
-_REASONS = (*(number.name for number in _SIGNALS), CLOSED)
+OUTPUT_CLOSED = "a closed output"
+_REASONS = (*(number.name for number in _SIGNALS), OUTPUT_CLOSED)
 
 
-class _Hearing:
-    """Within, signals are heard by `_note`. SIGHUP only where it is not ignored, as it is under nohup."""
+class _SignalHandlers:
+    """Context manager that handles signals with `_note`. SIGHUP stays ignored where it is, as under nohup."""
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -36,35 +36,35 @@ class _Hearing:
         raise NotImplementedError
 
 
-class Interrupt(_Hearing):
-    """Within, each of them interrupts at once, as Ctrl-C does, so that whoever writes a file cleans up."""
+class InterruptOnSignal(_SignalHandlers):
+    """Within this context every signal raises KeyboardInterrupt, so that files being written are cleaned up."""
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-class Stop(_Hearing):
-    """Within, they are noted, for a loop to stop where it can; a second SIGINT interrupts at once.
+class StopRequest(_SignalHandlers):
+    """Within this context a signal is recorded in `asked`, and the training loop stops after the current step.
 
-    The engine holds a SIGINT back until nothing is half done in its step, and hands it on to here then.
+    A second SIGINT raises KeyboardInterrupt at once. During a step, the engine delays SIGINT until its state is
+    consistent, and passes it on to this handler then.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: str | None = None  # by which signal
+        self.asked: str | None = None  # the reason to stop: the name of the signal
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.asked == "SIGINT":
             raise KeyboardInterrupt
         self.asked = signal.Signals(number).name
 
-    # As a number, for ranks to compare.
-
     @property
     def code(self) -> int:
+        """The reason as a number, which ranks exchange; 0 if there is none."""
         return 0 if self.asked is None else 1 + _REASONS.index(self.asked)
 
     @staticmethod
     def reason(codes: Iterable[float]) -> str | None:
-        """Of the first rank that was asked."""
+        """The reason of the first rank that was asked to stop; None if none was."""
         return next((_REASONS[int(code) - 1] for code in codes if code), None)

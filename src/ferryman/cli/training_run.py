@@ -1,4 +1,4 @@
-"""A training run: the loop of `ferryman train`, and an example of how the library is used."""
+"""The training loop of `ferryman train`, which is also an example of how to use the library."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from ferryman.checkpoint.contents import Files, Stateful
 from ferryman.checkpoint.directory import series, step_of
 from ferryman.checkpoint.manifest import is_whole
 from ferryman.checkpoint.stream import DamagedError
-from ferryman.cli.batch import check_batch
-from ferryman.cli.corpus import Corpus, open_corpus
+from ferryman.cli.corpus import Corpus, check_batch, open_corpus
 from ferryman.cli.defaults import budget
-from ferryman.cli.device import find_device
-from ferryman.cli.model import Description, describe
+from ferryman.cli.machine import find_device
+from ferryman.cli.model_argument import ModelSpec, parse_model
+from ferryman.cli.optimizer import make_optimizer, set_learning_rate
 from ferryman.cli.options import LENGTHS, Options, flag
-from ferryman.cli.rule import make_optimizer, set_rate
-from ferryman.cli.run import Run
-from ferryman.cli.stop import CLOSED, Stop
+from ferryman.cli.run_directory import RunDirectory
+from ferryman.cli.signals import OUTPUT_CLOSED, StopRequest
 from ferryman.data.windows import Windows
 from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
@@ -32,50 +31,50 @@ from ferryman.observe.report.page import write_report
 from ferryman.observe.trace import Trace, trace_path
 from ferryman.plan.batch import portion
 
-Tell = Callable[[Mapping[str, Any]], None]  # hears of every event; see `display.py`
+EventHandler = Callable[[Mapping[str, Any]], None]  # called with every event; see `display.py`
 
-_TRACED = 20  # steps, the last ones, that a trace has in full
-_SEED = 2**63 - 1  # the highest that torch takes
-_PROMPT = 32  # tokens from which a sample goes on
+_TRACED_STEPS = 20  # the trace keeps the lanes of this many steps, the last ones
+_MAX_SEED = 2**63 - 1  # the largest that torch accepts
+_PROMPT_TOKENS = 32  # that a generated sample continues
 
 
 class DivergedError(ValueError):
-    """The weights are of no use any more."""
+    """The loss is not finite any more."""
 
 
-class Training:
+class TrainingRun:
     """One run of `ferryman train`, from its options to its last checkpoint."""
 
-    def __init__(self, options: Options, run: Run, tell: Tell, ranks: Ranks) -> None:
+    def __init__(self, options: Options, run: RunDirectory, tell: EventHandler, ranks: Ranks) -> None:
         assert options.model is not None
         self._ranks = ranks
-        self._leads = self._ranks.rank == 0  # and so tells, and writes what is one for all
+        self._leads = self._ranks.rank == 0  # the first rank shows progress and writes the files of the run
         self.options = options
         self.run = run
         self._tell = tell
-        self._stop = Stop()
-        self.description = describe(options.model)
-        # What can be seen at a glance is checked before text becomes tokens, which may take long.
+        self._stop = StopRequest()
+        self.description = parse_model(options.model)
+        # Cheap checks come first: tokenizing text may take long.
         _check_numbers(options)
         self.device = find_device(options.device, self._ranks.place)
         self.budget = _least(self._ranks.tell("looking for memory", budget(self.device, options.memory)))
         self.corpus = self._open_corpus()
         check_batch(options, self.description, self.corpus, self.device, self._ranks)
-        self.steps = 0  # in all; known when it is known how many there have been
+        self.steps = 0  # in total; set when a checkpoint has told how many were made before
         self.last_checkpoint: Path | None = None
-        self.has_begun = False  # whether anything is there that was not before
+        self.has_begun = False  # whether a step has been made
         self._is_accepted = False
-        self.trace = Trace(keep_steps=_TRACED) if options.trace else None
+        self.trace = Trace(keep_steps=_TRACED_STEPS) if options.trace else None
         self._loss = math.nan
-        self._good = 0  # the last step whose weights gave a finite loss
-        self._tokens = 0  # since it was started, or resumed
-        self._pace: float | None = None  # seconds that a step takes, smoothed
-        self._agreed: str | None = None  # by all ranks: why to stop
-        self._peak: int | None = None  # the highest of all ranks, in the last step
-        self._pieces: list[int] = []  # micro-batches of each rank, in the last step
+        self._last_finite_step = 0  # the last step whose weights gave a finite loss
+        self._tokens = 0  # since the run was started or resumed
+        self._step_seconds: float | None = None  # smoothed
+        self._agreed: str | None = None  # the reason to stop that all ranks have agreed on
+        self._peak: int | None = None  # device memory in the last step, the highest of all ranks
+        self._micro_batches: list[int] = []  # of each rank in the last step
 
     def _open_corpus(self) -> Corpus:
-        """The first rank writes text as tokens, which the others find then."""
+        """The first rank tokenizes text; the other ranks then find the tokens."""
         found: list[Corpus] = []
 
         def look() -> None:
@@ -112,9 +111,9 @@ class Training:
                     self._between(engine, model)
             self._accept(engine.steps)
             if not is_over:
-                self._save(engine)  # first, so that nothing that fails now can lose it
+                self._save(engine)  # before the evaluation, which may fail
                 self._evaluate(engine, model)
-                if self.corpus.validation is None and self.has_begun:  # it may have been stopped before the first step
+                if self.corpus.validation is None and self.has_begun:
                     self._check_finite(engine, self._loss, "loss")
             if self._asked is None:
                 self._ranks.first("writing a sample", lambda: self._sample(model))
@@ -123,7 +122,7 @@ class Training:
     def _step(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         options = self.options
         start = time.monotonic()
-        rate = set_rate(optimizer, options, engine.steps, self.steps)
+        rate = set_learning_rate(optimizer, options, engine.steps, self.steps)
         mine, micro_batches = portion(options.batch, options.micro_batches, *self._ranks.share)
         batch = self.corpus.training.batch(options.batch, mine)
         self._loss = engine.step(batch, micro_batches if batch else None).item()
@@ -132,16 +131,16 @@ class Training:
         self._accept(engine.steps - 1)
         self.has_begun = True
         if math.isfinite(self._loss):
-            self._good = engine.steps - 1
+            self._last_finite_step = engine.steps - 1
         tokens = options.batch * self.corpus.sequence
         self._tokens += tokens
-        self._pace = seconds if self._pace is None else 0.8 * self._pace + 0.2 * seconds
+        self._step_seconds = seconds if self._step_seconds is None else 0.8 * self._step_seconds + 0.2 * seconds
         self._say_step(engine, rate, seconds, tokens)
 
     def _accept(self, step: int) -> None:
-        """A step was made with these settings, or none was left to make: they are the run's from now on.
+        """Records the settings in the run's directory, once a step has been made with them or none is left to make.
 
-        Not before: what is refused, at the latest in the first step, must not change a run that is resumed.
+        Not earlier: settings that are refused, at the latest in the first step, must not change a resumed run.
         """
         if self._leads and not self._is_accepted:
             self.run.begin_metrics(step)
@@ -149,7 +148,7 @@ class Training:
         self._is_accepted = True
 
     def _agree(self, engine: Engine | None = None) -> None:
-        """Ranks stop together: what one is asked, all are; with what else they have to say after a step."""
+        """Exchanges stop requests and the figures of the last step, so that all ranks stop after the same step."""
         peak, pieces = None, 0
         if engine is not None and engine.choice is not None:
             last = None if self.trace is None else self.trace.last_step
@@ -157,13 +156,13 @@ class Training:
         codes, peaks, counts = zip(
             *self._ranks.count([self._stop.code, -1 if peak is None else peak, pieces]), strict=True
         )
-        self._agreed = Stop.reason(codes)
+        self._agreed = StopRequest.reason(codes)
         self._peak = None if max(peaks) < 0 else int(max(peaks))
-        self._pieces = [int(count) for count in counts]
+        self._micro_batches = [int(count) for count in counts]
 
     @property
     def _asked(self) -> str | None:
-        """Why to stop. By oneself at once; of several ranks, once all know."""
+        """The reason to stop, if any. With several ranks it counts once all ranks know it."""
         return self._stop.asked if self._ranks.alone else self._agreed
 
     def _between(self, engine: Engine, model: nn.Module) -> None:
@@ -175,9 +174,9 @@ class Training:
     def _evaluate(self, engine: Engine, model: nn.Module) -> None:
         if self.corpus.validation is None:
             return
-        # What fits in a step, fits here.
+        # A batch of the size of a micro-batch fits, since it fits in a step.
         most = -(-self.options.batch // self._ranks.size)
-        size = max(1, most // max(self._pieces)) if any(self._pieces) else 1
+        size = max(1, most // max(self._micro_batches)) if any(self._micro_batches) else 1
         loss = evaluate(model, self.corpus.validation, size, self.options.eval_windows, self._stop, self._ranks)
         if loss is None:
             self._agree(engine)
@@ -185,24 +184,25 @@ class Training:
         bits = loss / math.log(2) if self.corpus.is_bytes else None
         self._say({"event": "eval", "step": engine.steps, "loss": loss, "bits_per_byte": bits})
         self._check_finite(engine, loss, "validation loss")
-        self._good = engine.steps
+        self._last_finite_step = engine.steps
 
     def _check_finite(self, engine: Engine, loss: float, what: str) -> None:
-        """A run that ends with weights like these has not ended well."""
+        """Raises if the loss is inf or NaN: a run with such weights has failed."""
         if math.isfinite(loss):
             return
         saved = [step_of(path) for path in series(self.run.checkpoints)]
-        good = [step for step in saved if step <= self._good]
+        good = [step for step in saved if step <= self._last_finite_step]
         back = (
-            f"Go back: {self.options.command()} --from-step {good[-1]} --lr {self.options.lr / 3:.1g}"
+            f"Resume from an earlier step with: {self.options.command()} --from-step {good[-1]} "
+            f"--lr {self.options.lr / 3:.1g}"
             if good
-            else "No checkpoint from before is left; begin anew"
+            else "There is no earlier checkpoint; start a new run"
         )
         if engine.steps == 0:
-            raise DivergedError(f"the {what} is {loss} before the first step: the weights to begin with are of no use")
+            raise DivergedError(f"the {what} is {loss} before the first step: the initial weights cannot be used")
         raise DivergedError(
-            f"the {what} is {loss} after step {engine.steps}: training has diverged, and its weights are of no use. "
-            f"{back} (a lower --lr, more --warmup or --max-grad-norm 1 may help)"
+            f"the {what} is {loss} after step {engine.steps}: training has diverged. {back} (a lower --lr, more "
+            "--warmup or --max-grad-norm 1 may help)"
         )
 
     def _load(self, engine: Engine) -> Path:
@@ -213,9 +213,9 @@ class Training:
             others = [other for other in reversed(series(self.run.checkpoints)) if other != path]
             whole = next((other for other in others if is_whole(other)), None)
             if whole is None:
-                raise DamagedError(f"{error}. There is no other checkpoint that is whole; begin a new run") from error
+                raise DamagedError(f"{error}. There is no other intact checkpoint; start a new run") from error
             raise DamagedError(
-                f"{error}. {whole} is whole, go on from it: {self.options.command()} --from-step {step_of(whole)}"
+                f"{error}. {whole} is intact; resume with: {self.options.command()} --from-step {step_of(whole)}"
             ) from error
 
     def _save(self, engine: Engine) -> None:
@@ -231,13 +231,13 @@ class Training:
         if self.options.sample == 0:
             return
         source = self.corpus.validation or self.corpus.training
-        prompt = next(source.in_order(1, 1))["input_ids"][:, : min(_PROMPT, self.corpus.sequence // 2)]
+        prompt = next(source.in_order(1, 1))["input_ids"][:, : min(_PROMPT_TOKENS, self.corpus.sequence // 2)]
         room = (self.description.context or math.inf) - prompt.shape[1]
         new = generate(model, prompt, int(min(self.options.sample, room)), seed=self.options.seed)
         texts = [self.corpus.decode(ids) or " ".join(map(str, ids)) for ids in (prompt[0].tolist(), new)]
         self._say({"event": "sample", "prompt": texts[0], "text": texts[1]})
 
-    # What is told.
+    # Events.
 
     def _say(self, event: Mapping[str, Any]) -> None:
         if not self._leads:
@@ -245,9 +245,9 @@ class Training:
         self.run.add_metrics(event)
         try:
             self._tell(event)
-        except OSError:  # whoever listened is gone, as when a terminal is closed: save, and end
+        except OSError:  # the output is closed, for example the terminal: save and stop
             self._tell = lambda event: None
-            self._stop.asked = self._stop.asked or CLOSED
+            self._stop.asked = self._stop.asked or OUTPUT_CLOSED
 
     def _say_start(self, engine: Engine, model: nn.Module) -> None:
         options = self.options
@@ -272,11 +272,11 @@ class Training:
         if (why := engine.plan.staging.note) is not None:
             self._say({"event": "note", "text": why})
         if engine.steps >= self.steps:
-            text = f"there is nothing left to do after step {engine.steps}; give more with --steps"
+            text = f"nothing left to do after step {engine.steps}; train longer with --steps"
             self._say({"event": "note", "text": text})
 
     def _say_step(self, engine: Engine, rate: float, seconds: float, tokens: int) -> None:
-        assert self._pace is not None
+        assert self._step_seconds is not None
         last = None if self.trace is None else self.trace.last_step
         self._say(
             {
@@ -288,9 +288,9 @@ class Training:
                 "grad_norm": engine.grad_norm,
                 "epoch": self.corpus.training.epoch,
                 "seconds": seconds,
-                "seconds_left": self._pace * (self.steps - engine.steps),
+                "seconds_left": self._step_seconds * (self.steps - engine.steps),
                 "tokens_per_second": tokens / seconds,
-                "micro_batches": sum(self._pieces),
+                "micro_batches": sum(self._micro_batches),
                 "device_peak": self._peak,
                 "lanes": {} if last is None else {name: round(last.share(name), 4) for name in last.busy},
                 "device_share": self._device_share(),
@@ -299,7 +299,7 @@ class Training:
 
     def _say_end(self, engine: Engine, reason: str, seconds: float) -> None:
         if self.trace is not None and self._tokens:
-            engine.wait()  # for the last updates, which are part of it
+            engine.wait()  # the last updates belong to the trace
             self.trace.save(trace_path(self.run.trace, self._ranks.rank))
             self._ranks.tell("saving traces")
             if self._leads:
@@ -320,14 +320,16 @@ class Training:
         )
 
     def _device_share(self) -> float | None:
-        """Of the parameters of the last step whose updates are over, those that the device has updated."""
+        """The share of the parameters that the device updated, in the last step whose updates are complete."""
         note = None if self.trace is None else self.trace.last_note
         return None if note is None else note.values["device_share"]
 
 
-def evaluate(model: nn.Module, windows: Windows, size: int, most: int, stop: Stop, ranks: Ranks) -> float | None:
-    """The mean loss over the first windows, of which each rank has its share; the layers stream here, too. None: it was
-    asked to stop."""
+def evaluate(model: nn.Module, windows: Windows, size: int, most: int, stop: StopRequest, ranks: Ranks) -> float | None:
+    """The mean loss over the first windows, which are distributed over the ranks; None if asked to stop.
+
+    The layers stream through the device here as well.
+    """
     total, count = 0.0, 0
     model.eval()
     try:
@@ -344,7 +346,7 @@ def evaluate(model: nn.Module, windows: Windows, size: int, most: int, stop: Sto
 
 
 def generate(model: nn.Module, prompt: torch.Tensor, count: int, *, seed: int) -> list[int]:
-    """So many tokens after the prompt."""
+    """Samples `count` tokens that continue the prompt."""
     torch.manual_seed(seed)
     model.eval()
     try:
@@ -362,8 +364,8 @@ def generate(model: nn.Module, prompt: torch.Tensor, count: int, *, seed: int) -
     return [int(token) for token in found[0, prompt.shape[1] :]]
 
 
-def _build(description: Description, *, empty: bool) -> nn.Module:
-    """Without memory where its weights are read from files; else with new ones."""
+def _build(description: ModelSpec, *, empty: bool) -> nn.Module:
+    """Builds the model on the meta device if its weights will be read from files, else with new weights."""
     return description.on_meta() if empty or description.weights is not None else description.on_host()
 
 
@@ -371,24 +373,25 @@ def _check_numbers(options: Options) -> None:
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{flag(field.name)} {value}: a number is needed")
-    if not 0 <= options.seed <= _SEED:
-        raise ValueError(f"--seed {options.seed}: a whole number from 0 to {_SEED} is needed")
+            raise ValueError(f"{flag(field.name)} {value}: a finite number is required")
+    if not 0 <= options.seed <= _MAX_SEED:
+        raise ValueError(f"--seed {options.seed}: a whole number from 0 to {_MAX_SEED} is needed")
     if options.epochs == 0:
-        raise ValueError("--epochs 0: there would be nothing to do; give more than 0, such as 0.5 for half of the data")
+        raise ValueError("--epochs 0: must be greater than 0, such as 0.5 for half of the data")
     given = [name for name in LENGTHS if getattr(options, name) is not None]
     if len(given) > 1:
-        raise ValueError(f"--{given[0]} and --{given[1]} both say how long to train; give one of them")
+        raise ValueError(f"--{given[0]} and --{given[1]} both set the length of the training; give only one of them")
 
 
 def _least(budgets: list[int | None]) -> int | None:
-    """Of all ranks, whose plan is one; None if one of them does not know."""
+    """The smallest budget of all ranks, which share one plan; None if one of them has none."""
     known = [found for found in budgets if found is not None]
     return min(known) if len(known) == len(budgets) else None
 
 
 def _last_step(options: Options, training: Windows, sequence: int, done: int) -> int:
-    """What is left is counted from the position in the data: --batch may have been another before."""
+    """The number of the last step. The remaining steps follow from the position in the data, since --batch may have
+    changed when the run was resumed."""
     if options.steps is not None:
         return options.steps
     if options.tokens is not None:
@@ -399,8 +402,7 @@ def _last_step(options: Options, training: Windows, sequence: int, done: int) ->
 
 
 def _save_every(steps: int) -> int:
-    """Where it is not said: what a crash loses is a tenth of the run, and 500 steps, at most; but for the few steps of
-    a short run it is not done over and over."""
+    """The default of --save-every: a tenth of the run, but at least 10 steps and at most 500."""
     return min(500, max(10, steps // 10))
 
 

@@ -1,0 +1,92 @@
+"""Memory checks: the budget is kept, and device memory does not grow with depth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ferryman.engine import Engine
+from ferryman.runtime.sizes import show_bytes
+from ferryman.verify.context import CheckContext
+from ferryman.verify.reference import PlainTraining, adamw
+from ferryman.verify.result import Check, Measurements, Verdict
+from ferryman.verify.small_models import Transformer, batch, build
+
+_DEPTHS = 4, 16
+_TOLERANCE = 0.05  # a late copy may free its memory late
+
+
+def checks(context: CheckContext) -> Iterator[Check]:
+    lacking = context.accelerator.lacks_memory_figures()
+    compared = "peak of a step against memory=, which is half of what plain PyTorch takes: not above"
+    yield Check("memory", "budget", compared, lambda: _budget(context) if lacking is None else Verdict.skipped(lacking))
+    compared = f"peaks with {_DEPTHS[0]} and {_DEPTHS[1]} blocks, stash='host': within {_TOLERANCE:.0%}"
+    yield Check("memory", "depth", compared, lambda: _depth(context) if lacking is None else Verdict.skipped(lacking))
+
+
+def _model(context: CheckContext, blocks: int) -> Transformer:
+    width = 512 if context.accelerator.is_fast else 64  # on a GPU, libraries take megabytes of their own
+    model = build(lambda: Transformer(blocks, width, tied=False))
+    assert isinstance(model, Transformer)
+    return model
+
+
+def _budget(context: CheckContext) -> Verdict:
+    model = _model(context, 8)
+    plain = _plain_peak(context, model)
+    budget = plain // 2
+    peak = _Peak(context)
+    with Engine(model, adamw(model), device=context.device, memory=budget) as engine:
+        engine.step(batch(0))  # includes the trial that chooses the size of micro-batches
+        peak.reset()
+        for seed in range(1, 3):
+            engine.step(batch(seed))
+        engine.wait()
+        most = peak.bytes()
+    figures: Measurements = {"peak": show_bytes(most), "budget": show_bytes(budget), "plain": show_bytes(plain)}
+    if most > budget:
+        return Verdict.failed(f"the peak is {show_bytes(most)} with memory={show_bytes(budget)}", figures)
+    return Verdict.ok(figures)
+
+
+def _depth(context: CheckContext) -> Verdict:
+    peaks = [_step_peak(context, blocks, stash="host") for blocks in _DEPTHS]
+    figures: Measurements = {f"{blocks} blocks": show_bytes(peak) for blocks, peak in zip(_DEPTHS, peaks, strict=True)}
+    if peaks[1] > peaks[0] * (1 + _TOLERANCE):
+        return Verdict.failed(f"four times as many blocks take {peaks[1] / peaks[0]:.2f} times the memory", figures)
+    return Verdict.ok(figures)
+
+
+def _step_peak(context: CheckContext, blocks: int, **options: Any) -> int:
+    """The lowest peak of a few steps after the first, since late copies can raise it."""
+    peaks: list[int] = []
+    peak = _Peak(context)
+    with Engine(_model(context, blocks), device=context.device, **options) as engine:
+        for _ in range(2 if context.quick else 4):
+            peak.reset()
+            engine.forward_backward(batch(0), 4)
+            engine.zero_grad()
+            peaks.append(peak.bytes())
+    return min(peaks[1:])
+
+
+def _plain_peak(context: CheckContext, model: Transformer) -> int:
+    """The peak of plain PyTorch, with weights, gradients and optimizer state on the device."""
+    peak = _Peak(context)
+    PlainTraining(model, context.device).train([batch(0)])
+    return peak.bytes()
+
+
+class _Peak:
+    """Measures the peak of device memory, without what was allocated before."""
+
+    def __init__(self, context: CheckContext) -> None:
+        self._accelerator = context.accelerator
+        self._before = self._accelerator.memory()
+        self.reset()
+
+    def reset(self) -> None:
+        self._accelerator.reset_peak()
+
+    def bytes(self) -> int:
+        return self._accelerator.peak() - self._before
