@@ -152,7 +152,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         Without `micro_batches` the batch is cut into as few as the memory budget allows; without a budget, it is one.
         """
         with self._own_reads():
-            loss = self._run(batch, micro_batches, for_good=False)
+            loss = self._run(batch, micro_batches, for_update=False)
             self._parts.relay.gradients.wait()
             self._parts.gradients.show(self._parts.all_units)
             for unit, items in self._parts.relay.gradients.on_host.items():
@@ -168,7 +168,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         optimizer_view = self._need_optimizer()
         with self._own_reads():
             self._parts.server.follow_user(optimizer_view)
-            loss = self._run(batch, micro_batches, for_good=True)
+            loss = self._run(batch, micro_batches, for_update=True)
             self._finish(optimizer_view)
         return loss
 
@@ -287,14 +287,35 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._model, self.device, parts.all_units, parts.store, self._optimizer_view, parts.server, self._ranks
         )
 
-    def _run(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
+    def _run(self, batch: Any, micro_batches: int | None, *, for_update: bool) -> torch.Tensor:
+        """Forward and backward of a batch; returns its loss.
+
+        A step in which a variable of the user changes that no check has seen is undone, checked again and made again.
+        """
         generator, found = torch.get_rng_state(), ""
         # What was added up before is lost with a step that fails.
         can_retry = self._ranks.alone and not self._parts.relay.gradients.on_host
         for _ in range(_RETRIES if can_retry else 1):
             try:
-                return self._run_once(batch, micro_batches, for_good=for_good)
-            except NewStateError as error:  # the step is checked again, and made again
+                choice, parts, seed = self._prepare(batch, micro_batches)
+                with self._running(choice, for_update=for_update) as interrupts:
+                    scale, total = self._parts.server.scale.value, torch.zeros((), device=self.device)
+                    if works := [self._work(part.content, part.weight * scale) for part in parts]:
+                        step = self._parts.relay.new_step(
+                            works,
+                            seed,
+                            stash_on_host=choice.stash_on_host,
+                            for_update=for_update,
+                            skipped=[unit for unit in self.units if self._blocks.are_skipped(unit.modules)],
+                            between_visits=interrupts.check,
+                            guard=self._first_steps.begin(parts, seed, skips=bool(self._blocks.skipped)),
+                        )
+                        total = self._parts.relay.run(step)
+                        self._first_steps.end()
+                    if for_update:  # also of a rank that has no micro-batches
+                        self._parts.server.send_rest(self._parts.relay.gradients.on_host)
+                return self._recorder.ran(parts, self._ranks.add(total if scale == 1 else total / scale))
+            except NewStateError as error:
                 found = str(error)
             self._first_steps.forget()
             torch.set_rng_state(generator)
@@ -303,34 +324,18 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             "changed, and all gradients were dropped: call the engine again, which will know of them"
         )
 
-    def _run_once(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
-        choice, parts, seed = self._prepare(batch, micro_batches)
+    @contextlib.contextmanager
+    def _running(self, choice: Choice, *, for_update: bool) -> Iterator[Interrupts]:
+        """For the forward and backward of a step. After a failure the engine is as if the step had not begun."""
         self._parts.gradients.take(self._parts.all_units)
         self._parts.server.forget_gradients()
         self._blocks.begin_step()
-        without = [unit for unit in self.units if self._blocks.are_skipped(unit.modules)]
-        scale = self._parts.server.scale.value
         self._recorder.begin(self._parts.server.steps, self._parts.plan)
-        if for_good:
+        if for_update:
             self._parts.server.begin_step()
         try:
             with self._parts.step(), Interrupts() as interrupts:
-                works = [self._work(part.content, part.weight * scale) for part in parts]
-                total = torch.zeros((), device=self.device)
-                if works:  # of several ranks, this one may have none
-                    step = self._parts.relay.new_step(
-                        works,
-                        seed,
-                        stash_on_host=choice.stash_on_host,
-                        for_update=for_good,
-                        skipped=without,
-                        between_visits=interrupts.check,
-                        guard=self._first_steps.begin(parts, seed, skips=bool(self._blocks.skipped)),
-                    )
-                    total = self._parts.relay.run(step)
-                    self._first_steps.end()
-                if for_good:
-                    self._parts.server.send_rest(self._parts.relay.gradients.on_host)
+                yield interrupts
         except BaseException as error:
             if not (isinstance(error, NewStateError) and self._ranks.alone):
                 self._ranks.fail(error)
@@ -339,13 +344,12 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 error.add_note(advice(self._parts.plan, choice))
             if isinstance(error, NotRepeatableError):
                 self._first_steps.forget()  # what is wrong now is wrong in the next step, too
-            if for_good:
+            if for_update:
                 error.add_note(f"ferryman: {self._parts.server.what_has_changed()}")
-            self._recover(forget=for_good or isinstance(error, NewStateError))
+            self._recover(forget=for_update or isinstance(error, NewStateError))
             raise
         finally:
             self._blocks.skipped = frozenset()
-        return self._recorder.ran(parts, self._ranks.add(total if scale == 1 else total / scale))
 
     def _finish(self, optimizer_view: OptimizerView) -> None:
         """Gradients are there, or on their way: has them used up."""
