@@ -152,10 +152,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         Without `micro_batches` the batch is cut into as few as the memory budget allows; without a budget, it is one.
         """
         with self._own_reads():
-            loss = self._run(batch, micro_batches, for_good=False)
-            self._parts.relay.finish()
+            loss = self._run(batch, micro_batches, for_update=False)
+            self._parts.relay.gradients.wait()
             self._parts.gradients.show(self._parts.all_units)
-            for unit, items in self._parts.relay.kept.items():
+            for unit, items in self._parts.relay.gradients.on_host.items():
                 self._parts.server.keep(unit, items)
         return loss
 
@@ -168,7 +168,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         optimizer_view = self._need_optimizer()
         with self._own_reads():
             self._parts.server.follow_user(optimizer_view)
-            loss = self._run(batch, micro_batches, for_good=True)
+            loss = self._run(batch, micro_batches, for_update=True)
             self._finish(optimizer_view)
         return loss
 
@@ -180,7 +180,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._parts.gradients.take(self._parts.all_units)
             self._ranks.tell("making an update")
             self._parts.server.begin_step(kept=True)
-            self._parts.server.send_rest(self._parts.relay.kept)
+            self._parts.server.send_rest(self._parts.relay.gradients.on_host)
             self._finish(optimizer_view)
 
     @contextlib.contextmanager
@@ -287,13 +287,35 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._model, self.device, parts.all_units, parts.store, self._optimizer_view, parts.server, self._ranks
         )
 
-    def _run(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
+    def _run(self, batch: Any, micro_batches: int | None, *, for_update: bool) -> torch.Tensor:
+        """Forward and backward of a batch; returns its loss.
+
+        A step in which a variable of the user changes that no check has seen is undone, checked again and made again.
+        """
         generator, found = torch.get_rng_state(), ""
-        can_retry = self._ranks.alone and not self._parts.relay.kept  # what was added up before is lost with a step
+        # What was added up before is lost with a step that fails.
+        can_retry = self._ranks.alone and not self._parts.relay.gradients.on_host
         for _ in range(_RETRIES if can_retry else 1):
             try:
-                return self._run_once(batch, micro_batches, for_good=for_good)
-            except NewStateError as error:  # the step is checked again, and made again
+                choice, parts, seed = self._prepare(batch, micro_batches)
+                with self._running(choice, for_update=for_update) as interrupts:
+                    scale, total = self._parts.server.scale.value, torch.zeros((), device=self.device)
+                    if works := [self._work(part.content, part.weight * scale) for part in parts]:
+                        step = self._parts.relay.new_step(
+                            works,
+                            seed,
+                            stash_on_host=choice.stash_on_host,
+                            for_update=for_update,
+                            skipped=[unit for unit in self.units if self._blocks.are_skipped(unit.modules)],
+                            between_visits=interrupts.check,
+                            guard=self._first_steps.begin(parts, seed, skips=bool(self._blocks.skipped)),
+                        )
+                        total = self._parts.relay.run(step)
+                        self._first_steps.end()
+                    if for_update:  # also of a rank that has no micro-batches
+                        self._parts.server.send_rest(self._parts.relay.gradients.on_host)
+                return self._recorder.ran(parts, self._ranks.add(total if scale == 1 else total / scale))
+            except NewStateError as error:
                 found = str(error)
             self._first_steps.forget()
             torch.set_rng_state(generator)
@@ -302,33 +324,18 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             "changed, and all gradients were dropped: call the engine again, which will know of them"
         )
 
-    def _run_once(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
-        choice, parts, seed = self._prepare(batch, micro_batches)
+    @contextlib.contextmanager
+    def _running(self, choice: Choice, *, for_update: bool) -> Iterator[Interrupts]:
+        """For the forward and backward of a step. After a failure the engine is as if the step had not begun."""
         self._parts.gradients.take(self._parts.all_units)
         self._parts.server.forget_gradients()
         self._blocks.begin_step()
-        without = [unit for unit in self.units if self._blocks.are_skipped(unit.modules)]
-        scale = self._parts.server.scale.value
         self._recorder.begin(self._parts.server.steps, self._parts.plan)
-        if for_good:
+        if for_update:
             self._parts.server.begin_step()
         try:
             with self._parts.step(), Interrupts() as interrupts:
-                works = [self._work(part.content, part.weight * scale) for part in parts]
-                total = torch.zeros((), device=self.device)
-                if works:  # of several ranks, this one may have none
-                    total = self._parts.relay.run(
-                        works,
-                        seed,
-                        stash_on_host=choice.stash_on_host,
-                        for_good=for_good,
-                        without=without,
-                        between=interrupts.check,
-                        guard=self._first_steps.begin(parts, seed, skips=bool(self._blocks.skipped)),
-                    )
-                    self._first_steps.end()
-                if for_good:
-                    self._parts.server.send_rest(self._parts.relay.kept)
+                yield interrupts
         except BaseException as error:
             if not (isinstance(error, NewStateError) and self._ranks.alone):
                 self._ranks.fail(error)
@@ -337,20 +344,19 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 error.add_note(advice(self._parts.plan, choice))
             if isinstance(error, NotRepeatableError):
                 self._first_steps.forget()  # what is wrong now is wrong in the next step, too
-            if for_good:
+            if for_update:
                 error.add_note(f"ferryman: {self._parts.server.what_has_changed()}")
-            self._recover(forget=for_good or isinstance(error, NewStateError))
+            self._recover(forget=for_update or isinstance(error, NewStateError))
             raise
         finally:
             self._blocks.skipped = frozenset()
-        return self._recorder.ran(parts, self._ranks.add(total if scale == 1 else total / scale))
 
     def _finish(self, optimizer_view: OptimizerView) -> None:
         """Gradients are there, or on their way: has them used up."""
         with Interrupts():
             try:
                 # In the order in which the next step fetches them.
-                self._parts.server.finish(self._parts.plan.in_forward_order, self._parts.relay.kept)
+                self._parts.server.finish(self._parts.plan.in_forward_order, self._parts.relay.gradients.on_host)
             except BaseException as error:
                 if not (isinstance(error, NonFiniteError) and error.agreed):
                     self._ranks.fail(error)
@@ -441,14 +447,14 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def zero_grad(self) -> None:
         """Forgets all gradients."""
         self._recorder.abandon()
-        self._parts.relay.clear_gradients()
+        self._parts.relay.gradients.clear()
         self._parts.server.forget_gradients()
         for parameter in self._model.parameters():
             parameter.grad = None
 
     @property
     def fetches(self) -> int:
-        return self._parts.relay.fetches
+        return self._parts.relay.weights.fetches
 
     def close(self) -> None:
         """Gives the model back as it came, with its weights as they are now; of several ranks, all at once."""
@@ -532,7 +538,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             raise
 
     def _has_begun(self) -> bool:
-        return self._parts.server.has_stepped or bool(self._parts.relay.kept)
+        return self._parts.server.has_stepped or bool(self._parts.relay.gradients.on_host)
 
     def _rebuild(self, plan: Plan) -> None:
         steps, scale = self.steps, self._parts.server.scale.state()

@@ -94,7 +94,7 @@ class Call:
         self._given = args, tuple(kwargs.values())  # until it runs
         self._before = Snapshot([*self._given, *(v.get() for v in self._private)], relay.state.edited)
         if self._before.mutables or self._shared or self._context:
-            relay.entangled.append(weakref.ref(self))
+            relay.step.entangled.append(weakref.ref(self))
         self._shared_before: Snapshot | None = None  # at the forward's start
         self._first: _Run | None = None  # between the node's forward and its return
         self._random: State | None = None  # at the forward's start, if it drew any
@@ -102,7 +102,7 @@ class Call:
         self._kept: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # the forward's inputs and outputs
         self.wants: list[bool] = []
         self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.kinds
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.autocast_devices
         ]
         self._stash: weakref.ref[_Stash] | None = None
 
@@ -116,7 +116,7 @@ class Call:
         args, values = self._given
         with torch.no_grad(), _disable_current_modes():
             result = self._call(args, values, adopt=True)
-        self._relay.stash.know(self.batch, Snapshot([result]).tensors)
+        self._relay.step.stash.know(self.batch, Snapshot([result]).tensors)
         return result
 
     def _run_as_node(self, tensors: list[torch.Tensor], *, trains: bool) -> Any:
@@ -132,7 +132,7 @@ class Call:
             hooks.close()
         run, self._first = self._first, None  # only the user's code holds its tensors from here on
         assert run is not None
-        self._relay.stash.know(self.batch, made)
+        self._relay.step.stash.know(self.batch, made)
         outer = {id(inner): t for inner, t in zip(run.outputs, made, strict=True)}
         if run.after is not None:
             back = {id(inner): t for inner, t in (*zip(run.inputs, tensors, strict=True), *run.constants)}
@@ -154,7 +154,7 @@ class Call:
         self._buffers = relay.buffers.copy()
         if self._shared:
             self._shared_before = Snapshot([v.get() for v in self._shared], relay.state.edited)
-        stash = _Stash([relay.stash.keep(self.batch, t) for t in tensors], relay.opened(self.unit))
+        stash = _Stash([relay.step.stash.keep(self.batch, t) for t in tensors], relay.step.open_calls.open(self.unit))
         self._stash = weakref.ref(stash)
         # What edits buffers does not keep its graph, which may need them as they were.
         keeps_graph = relay.turns_at(self.module) and not _outer_hooks() and self._buffers is None
@@ -182,7 +182,7 @@ class Call:
                 f"the unit {self.unit.name!r} edits one of its inputs in place; running it again in the backward would "
                 "edit it twice. Copy the input first (x = x.clone()), or cut the unit differently with units=[...]"
             )
-        relay.went_forward(self)
+        relay.step.went_forward(self)
         return outputs, stash
 
     def backward(self, gradients: Sequence[torch.Tensor | None], *, accumulate: bool) -> list[torch.Tensor | None]:
@@ -202,9 +202,9 @@ class Call:
                 outputs = self._replay(inputs, stack)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
             # Checkpointing within the unit runs parts of it once more.
-            with self._relay.present(self.unit, adopt=False):
+            with self._relay.bound(self.unit, adopt=False):
                 results = self._backpropagate(pairs, inputs, accumulate=accumulate)
-        self._relay.stash.know(self.batch, [g for g in results if g is not None])
+        self._relay.step.stash.know(self.batch, [g for g in results if g is not None])
         return results
 
     def _backpropagate(
@@ -260,7 +260,7 @@ class Call:
 
     def _call(self, args: Sequence[Any], values: Sequence[Any], *, adopt: bool) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._relay.present(self.unit, adopt=adopt))
+            stack.enter_context(self._relay.bound(self.unit, adopt=adopt))
             for kind, dtype, enabled in self._autocast:
                 if not enabled and not torch.is_autocast_enabled(kind):
                     continue  # to enter it would cost more than all else here
@@ -275,7 +275,7 @@ class Call:
         constants: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self._shared_before is not None:
             for tensor in self._shared_before.tensors:
-                self._relay.stash.use(self.batch, tensor)
+                self._relay.step.stash.use(self.batch, tensor)
             constants = [(t.detach(), t) for t in self._shared_before.tensors]
             put_all(self._shared, self._shared_before.restore([detached for detached, _ in constants]))
         result = Snapshot([self._call(args, values, adopt=adopt)])
