@@ -225,8 +225,8 @@ def test_rates_between_ranks_are_harmless_for_one():
     options = (SMALL, *MACHINE)
     plain, found = document(*options), document(*options, "--loopback", "2GB/s", "--network", "10GB/s")
     assert [note.split(",")[0] for note in found.pop("notes")] == [
-        "--loopback 2GB/s has no meaning with one device on a node",
-        "--network 10GB/s has no meaning with one node",
+        "--loopback 2GB/s has no effect with one device per node",
+        "--network 10GB/s has no effect with one node",
     ]
     assert plain.pop("notes") == []
     assert found == plain

@@ -105,7 +105,7 @@ def test_the_live_display(corpus, tmp_path, virtual):
     with open_display(console=Console(file=screen, force_terminal=True, width=120)) as display:
         TrainingRun(*new_run(options), display.show, Ranks()).train()
     shown = screen.getvalue()
-    for expected in ("3 of 3", "tokens/s", "at its peak of 400.00KiB", "compute", "h2d", "host", "learning rate"):
+    for expected in ("3/3", "tokens/s", "peak memory", "of 400.00KiB", "compute", "h2d", "host", "learning rate"):
         assert expected in shown
 
 
