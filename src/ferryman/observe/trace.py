@@ -214,7 +214,7 @@ class Trace:
             self._unread.append(_DeviceSpan(self._issued, lane, label, begin, end, nbytes))
             self._issued += 1
 
-    def look_at_memory(self) -> None:
+    def sample_memory(self) -> None:
         """Notes what is allocated on the device, if there is one; passes where it was looked at just now."""
         if self._anchors and (now := self.now()) >= self._next_look:
             began = time.thread_time()  # not the clock: one look that is held up would keep off all others
