@@ -116,7 +116,7 @@ class Call:
         args, values = self._given
         with torch.no_grad(), _disable_current_modes():
             result = self._call(args, values, adopt=True)
-        self._relay.step.stash.know(self.batch, Snapshot([result]).tensors)
+        self._relay.step.stash.track(self.batch, Snapshot([result]).tensors)
         return result
 
     def _run_as_node(self, tensors: list[torch.Tensor], *, trains: bool) -> Any:
@@ -132,7 +132,7 @@ class Call:
             hooks.close()
         run, self._first = self._first, None  # only the user's code holds its tensors from here on
         assert run is not None
-        self._relay.step.stash.know(self.batch, made)
+        self._relay.step.stash.track(self.batch, made)
         outer = {id(inner): t for inner, t in zip(run.outputs, made, strict=True)}
         if run.after is not None:
             back = {id(inner): t for inner, t in (*zip(run.inputs, tensors, strict=True), *run.constants)}
@@ -154,7 +154,7 @@ class Call:
         self._buffers = relay.buffers.copy()
         if self._shared:
             self._shared_before = Snapshot([v.get() for v in self._shared], relay.state.edited)
-        stash = _Stash([relay.step.stash.keep(self.batch, t) for t in tensors], relay.step.open_calls.open(self.unit))
+        stash = _Stash([relay.step.stash.save(self.batch, t) for t in tensors], relay.step.open_calls.open(self.unit))
         self._stash = weakref.ref(stash)
         # What edits buffers does not keep its graph, which may need them as they were.
         keeps_graph = relay.turns_at(self.module) and not _outer_hooks() and self._buffers is None
@@ -204,7 +204,7 @@ class Call:
             # Checkpointing within the unit runs parts of it once more.
             with self._relay.bound(self.unit, adopt=False):
                 results = self._backpropagate(pairs, inputs, accumulate=accumulate)
-        self._relay.step.stash.know(self.batch, [g for g in results if g is not None])
+        self._relay.step.stash.track(self.batch, [g for g in results if g is not None])
         return results
 
     def _backpropagate(

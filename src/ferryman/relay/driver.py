@@ -210,7 +210,7 @@ class Relay:
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         """These tensors were made for the micro-batch that runs."""
         assert self.running is not None
-        self.step.stash.know(self.running, tensors)
+        self.step.stash.track(self.running, tensors)
 
     def turns_at(self, module: nn.Module) -> bool:
         """Whether the module's backward followed its forward at once, in the last step."""
@@ -444,4 +444,4 @@ class Relay:
 
     def _sample_memory(self) -> None:
         if self.lanes.trace is not None:
-            self.lanes.trace.look_at_memory()
+            self.lanes.trace.sample_memory()

@@ -72,7 +72,7 @@ class MicroBatch:
     ) -> None:
         self.number = number
         self.request: Request | None = None
-        self.needs: Sequence[torch.Tensor] = ()  # by the call that it is parked in
+        self.needs: Sequence[torch.Tensor] = ()  # tensors that the call that it is parked in will use
         self.inherited: dict[int, torch.Tensor] = {}  # what calls can reach beyond variables, when it begins
         self.context = context_variables(contextvars.Context())  # those that it has set
         self.turned = False  # its loss is there, and it goes backward from now on
@@ -168,7 +168,7 @@ class MicroBatch:
 
 
 class Surroundings:
-    """What of the calling thread's state a micro-batch's thread must have too."""
+    """State of the calling thread that a micro-batch's thread must have too: stream, autocast, random numbers."""
 
     def __init__(
         self,
