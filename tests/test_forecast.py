@@ -15,6 +15,7 @@ from ferryman.cli.model import describe
 from ferryman.engine import Engine
 from ferryman.forecast.dry_run import NotRehearsedError, rehearse
 from ferryman.forecast.estimate import Machine, Training, look_ahead
+from ferryman.model.loss import model_loss
 from ferryman.model.units import find_units
 from ferryman.plan.batch import portion
 from ferryman.plan.forecast import Sweep, Update, forecast
@@ -22,7 +23,6 @@ from ferryman.plan.network import Crew, exchange
 from ferryman.plan.policy import Policy, parse_policy
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
-from ferryman.training.user_code import model_loss
 
 RATES = Rates(host=1e9, device=math.inf, link_in=10e9, link_out=5e9)
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -19,13 +19,13 @@ from ferryman.engine import Engine
 from ferryman.model.precision import Scale
 from ferryman.model.units import find_units
 from ferryman.observe.trace import Trace
+from ferryman.options import PlainOptions
 from ferryman.plan.policy import Policy
 from ferryman.plan.staging import Staging
 from ferryman.relay.gradient_slots import GradientSlots
 from ferryman.relay.weight_slots import WeightSlots, count_fetches
 from ferryman.runtime.lanes import Lane, Lanes
 from ferryman.server.server import Server
-from ferryman.server.settings import Settings
 from ferryman.server.store import RamStore
 
 
@@ -72,7 +72,7 @@ def test_gradients_go_to_the_slot_whose_flush_is_longest_ago(virtual):
         units, _ = find_units(Toy())
         staging = Staging(Policy("host"), 1024, lambda unit: None, deferred=False)
         store = RamStore(units, virtual, None, Ranks())
-        server = Server(store, None, lanes, virtual, Settings(), Scale(), staging, Ranks())
+        server = Server(store, None, lanes, virtual, PlainOptions(), Scale(), staging, Ranks())
         slots = GradientSlots(virtual, 2, server, lanes.device("h2d"), lanes.device("d2h"))
         slots.make_room_for(units)
         used = []

@@ -16,8 +16,8 @@ from slow import slow
 from ferryman.cli import loop
 from ferryman.cli.loop import Training
 from ferryman.cli.main import main
-from ferryman.cli.options import Options
 from ferryman.cli.run import Run, new_run
+from ferryman.cli.train_options import TrainOptions
 from ferryman.cli.words import in_words
 from ferryman.data.text import as_bytes
 from ferryman.distributed.ranks import Ranks
@@ -254,6 +254,6 @@ def test_when_nobody_listens_any_more_it_saves_and_ends(corpus, tmp_path):
         if event["event"] == "step":
             raise OSError("the terminal is gone")
 
-    options, run = new_run(Options(GPT, [corpus], steps=30, output=tmp_path / "run", device="cpu", trace=False))
+    options, run = new_run(TrainOptions(GPT, [corpus], steps=30, output=tmp_path / "run", device="cpu", trace=False))
     Training(options, run, tell, Ranks()).train()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]

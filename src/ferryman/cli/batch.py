@@ -6,7 +6,7 @@ import torch
 
 from ferryman.cli.corpus import Corpus
 from ferryman.cli.model import Description
-from ferryman.cli.options import Options
+from ferryman.cli.train_options import TrainOptions
 from ferryman.distributed.ranks import Ranks
 from ferryman.runtime import host_memory as memory
 from ferryman.runtime.sizes import show_bytes
@@ -14,10 +14,10 @@ from ferryman.runtime.sizes import show_bytes
 _ID = 8  # bytes of a token's number
 
 
-def check_batch(options: Options, model: Description, corpus: Corpus, device: torch.device, ranks: Ranks) -> None:
+def check_batch(options: TrainOptions, model: Description, corpus: Corpus, device: torch.device, ranks: Ranks) -> None:
     """Refuses what no host could do, before anything is drawn. The default is good for any data."""
     windows = corpus.training.count
-    if options.batch > max(windows, Options.batch):
+    if options.batch > max(windows, TrainOptions.batch):
         raise ValueError(
             f"--batch {options.batch}: the data has {windows} windows of {corpus.sequence} tokens to train on, and one "
             f"step would see them several times. Give --batch {windows} or less, more --data, or a shorter --sequence"
@@ -32,7 +32,7 @@ def check_batch(options: Options, model: Description, corpus: Corpus, device: to
         )
 
 
-def _least(options: Options, model: Description, sequence: int, device: torch.device) -> int:
+def _least(options: TrainOptions, model: Description, sequence: int, device: torch.device) -> int:
     """Bytes of the host that a step takes for its batch, counting only what is certain: the tokens as they are drawn
     and as a batch; what each layer hands on, where that waits on the host; and on the CPU what is predicted for a
     micro-batch, with its gradient."""

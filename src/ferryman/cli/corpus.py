@@ -9,8 +9,8 @@ from typing import Any
 
 from ferryman.cli.defaults import window
 from ferryman.cli.model import BYTES, Description
-from ferryman.cli.options import Options
 from ferryman.cli.run import Run
+from ferryman.cli.train_options import TrainOptions
 from ferryman.data.text import SUFFIXES, as_bytes, find_files, with_tokenizer, write_tokens
 from ferryman.data.tokens import Tokens, open_tokens
 from ferryman.data.windows import Windows
@@ -33,7 +33,7 @@ class Corpus:
         return None if self.tokenizer is None else str(self.tokenizer.decode(ids))
 
 
-def open_corpus(options: Options, model: Description, run: Run) -> Corpus:
+def open_corpus(options: TrainOptions, model: Description, run: Run) -> Corpus:
     """Text is written into the run as tokens, unless it was before; token files are used where they are."""
     sequence, cache = window(options.sequence, model), run.tokens
     texts, token_files = find_files(options.data or [], options.suffix or SUFFIXES, without=run.directory)
@@ -54,7 +54,9 @@ def open_corpus(options: Options, model: Description, run: Run) -> Corpus:
     return _split(tokens, options, sequence, tokenizer, is_bytes, note if is_bytes and not model.is_bytes else None)
 
 
-def _split(tokens: Tokens, options: Options, sequence: int, tokenizer: Any, is_bytes: bool, note: str | None) -> Corpus:
+def _split(
+    tokens: Tokens, options: TrainOptions, sequence: int, tokenizer: Any, is_bytes: bool, note: str | None
+) -> Corpus:
     kept = int(len(tokens) * options.validation)
     kept = 0 if options.validation == 0 else max(sequence, kept)
     border = len(tokens) - kept

@@ -20,11 +20,12 @@ from ferryman.cli.batch import check_batch
 from ferryman.cli.corpus import Corpus, open_corpus
 from ferryman.cli.defaults import budget
 from ferryman.cli.device import find_device
+from ferryman.cli.engine_flags import flag
 from ferryman.cli.model import Description, describe
-from ferryman.cli.options import LENGTHS, Options, flag
 from ferryman.cli.rule import make_optimizer, set_rate
 from ferryman.cli.run import Run
 from ferryman.cli.stop import CLOSED, Stop
+from ferryman.cli.train_options import LENGTHS, TrainOptions
 from ferryman.data.windows import Windows
 from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
@@ -46,7 +47,7 @@ class DivergedError(ValueError):
 class Training:
     """One run of `ferryman train`, from its options to its last checkpoint."""
 
-    def __init__(self, options: Options, run: Run, tell: Tell, ranks: Ranks) -> None:
+    def __init__(self, options: TrainOptions, run: Run, tell: Tell, ranks: Ranks) -> None:
         assert options.model is not None
         self._ranks = ranks
         self._leads = self._ranks.rank == 0  # and so tells, and writes what is one for all
@@ -367,7 +368,7 @@ def _build(description: Description, *, empty: bool) -> nn.Module:
     return description.on_meta() if empty or description.weights is not None else description.on_host()
 
 
-def _check_numbers(options: Options) -> None:
+def _check_numbers(options: TrainOptions) -> None:
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -387,7 +388,7 @@ def _least(budgets: list[int | None]) -> int | None:
     return min(known) if len(known) == len(budgets) else None
 
 
-def _last_step(options: Options, training: Windows, sequence: int, done: int) -> int:
+def _last_step(options: TrainOptions, training: Windows, sequence: int, done: int) -> int:
     """What is left is counted from the position in the data: --batch may have been another before."""
     if options.steps is not None:
         return options.steps

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ferryman.cli.options import Options
+from ferryman.cli.train_options import TrainOptions
 from ferryman.server.rules import Lion
 
 RULES: dict[str, Any] = {
@@ -22,7 +22,7 @@ RULES: dict[str, Any] = {
 _LEAST = 0.1  # of the learning rate, at the end of a cosine
 
 
-def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
     """Weight decay is for matrices; biases and norms are left alone."""
     settings: dict[str, Any] = {"lr": options.lr}
     if options.weight_decay is not None:
@@ -40,7 +40,7 @@ def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
     return rule
 
 
-def set_rate(optimizer: torch.optim.Optimizer, options: Options, step: int, steps: int) -> float:
+def set_rate(optimizer: torch.optim.Optimizer, options: TrainOptions, step: int, steps: int) -> float:
     """For the step that comes after `step` of them, of `steps` in all. It follows from these alone."""
     rate = options.lr * share(options.schedule, step, steps, options.warmup)
     for group in optimizer.param_groups:

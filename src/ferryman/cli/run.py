@@ -21,7 +21,8 @@ from typing import Any
 
 import ferryman
 from ferryman.checkpoint.directory import last_saved, locked, series, step_of
-from ferryman.cli.options import FIXED, LENGTHS, Options, flag
+from ferryman.cli.engine_flags import flag
+from ferryman.cli.train_options import FIXED, LENGTHS, TrainOptions
 from ferryman.runtime.files import replacing_file
 
 _SETTINGS = "run.json"
@@ -55,7 +56,7 @@ class Run:
             raise ValueError(f"--from-step {step}: there is no checkpoint of it in {self.checkpoints}, but {there}")
         return found[step]
 
-    def write_settings(self, options: Options) -> None:
+    def write_settings(self, options: TrainOptions) -> None:
         content = {"ferryman": ferryman.__version__, "options": options.to_json(), _AGENTS: list(self._agents)}
         _replace(self.directory / _SETTINGS, json.dumps(content, indent=2) + "\n")
 
@@ -86,7 +87,7 @@ class Run:
         )
 
 
-def new_run(options: Options, agents: Sequence[str] = ()) -> tuple[Options, Run]:
+def new_run(options: TrainOptions, agents: Sequence[str] = ()) -> tuple[TrainOptions, Run]:
     """In a directory that is not there yet, or is empty."""
     directory = _directory(options)
     if options.from_step is not None:
@@ -104,7 +105,7 @@ def new_run(options: Options, agents: Sequence[str] = ()) -> tuple[Options, Run]
     return options, run
 
 
-def restarted(given: Options, explicit: set[str], agents: Sequence[str]) -> tuple[Options, set[str]]:
+def restarted(given: TrainOptions, explicit: set[str], agents: Sequence[str]) -> tuple[TrainOptions, set[str]]:
     """What it takes to go on where this very job has been before it was started again; else what was given.
 
     A --from-step is behind it once something was saved since.
@@ -118,7 +119,9 @@ def restarted(given: Options, explicit: set[str], agents: Sequence[str]) -> tupl
     return dataclasses.replace(given, resume=True), explicit
 
 
-def resumed_run(given: Options, explicit: set[str], agents: Sequence[str] = ()) -> tuple[Options, Run, list[str]]:
+def resumed_run(
+    given: TrainOptions, explicit: set[str], agents: Sequence[str] = ()
+) -> tuple[TrainOptions, Run, list[str]]:
     """With the settings it was begun with, but for those that are given now; and what differs, in words."""
     directory = _directory(given)
     file = directory / _SETTINGS
@@ -126,13 +129,13 @@ def resumed_run(given: Options, explicit: set[str], agents: Sequence[str] = ()) 
         found = _what_is_in(directory, advice=False) if directory.exists() else "there is no such directory"
         raise ValueError(f"--resume --output {directory}: no run to resume, {found}")
     try:
-        recorded = Options.from_json(json.loads(file.read_text())["options"], output=directory)
+        recorded = TrainOptions.from_json(json.loads(file.read_text())["options"], output=directory)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{file} is damaged, and the run cannot be resumed from it: {error!r}") from error
     now = {name: getattr(given, name) for name in (*explicit, "json", "quiet")}
     if explicit & set(LENGTHS):  # one of them replaces whichever it was
         now = {**dict.fromkeys(LENGTHS), **now}
-    options = Options.from_json(recorded.to_json(), **{**now, "output": directory, "resume": True})
+    options = TrainOptions.from_json(recorded.to_json(), **{**now, "output": directory, "resume": True})
     before, after = recorded.to_json(), options.to_json()
     different = options.differences(recorded)
     for name in different:
@@ -165,7 +168,7 @@ def _has_agent(settings: Path, agents: Sequence[str]) -> bool:
         return False
 
 
-def _directory(options: Options) -> Path:
+def _directory(options: TrainOptions) -> Path:
     if options.output is None:
         raise ValueError("--output is missing: a directory for checkpoints, metrics, trace and report")
     return options.output

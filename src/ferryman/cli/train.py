@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import inspect
 import signal
@@ -14,11 +13,12 @@ import typer
 from typer.core import TyperCommand
 
 from ferryman.cli.display import open_display, show_error
+from ferryman.cli.engine_flags import NONE, SETTINGS, flag, values_of
 from ferryman.cli.job import agents
 from ferryman.cli.loop import DivergedError, Training
-from ferryman.cli.options import NONE, OPTIONAL, Options, flag, given_as
 from ferryman.cli.run import Run, new_run, restarted, resumed_run
 from ferryman.cli.stop import Interrupt
+from ferryman.cli.train_options import OPTIONAL, PARAMETERS, TrainOptions
 from ferryman.cli.words import MISTAKES, exit_code, in_words
 from ferryman.distributed.ranks import RankError, Ranks
 
@@ -69,13 +69,13 @@ class Command(TyperCommand):
 
 
 def train(ctx: typer.Context, **values: Any) -> None:
-    given = Options(**given_as(values))
     explicit = {name for name in values if _is_explicit(ctx, name)}
     ranks = Ranks()
     try:
+        given = TrainOptions(**{**values, **values_of({name: values[name] for name in SETTINGS})})
         code = _begin(ranks, given, explicit)
     except Exception as error:
-        if given.json and ranks.rank == 0:
+        if values["json"] and ranks.rank == 0:
             show_error(in_words(error))
         is_first = ranks.fail(error)
         if not is_first and isinstance(error, (*MISTAKES, RankError)):  # the first has said it
@@ -85,12 +85,12 @@ def train(ctx: typer.Context, **values: Any) -> None:
         raise typer.Exit(code)
 
 
-def _begin(ranks: Ranks, given: Options, explicit: set[str]) -> int:
+def _begin(ranks: Ranks, given: TrainOptions, explicit: set[str]) -> int:
     """The first rank looks after the run's directory. What it finds, or refuses, is so on all."""
-    ranks.agree({flag(field.name): str(getattr(given, field.name)) for field in dataclasses.fields(given)})
+    ranks.agree({flag(name): str(getattr(given, name)) for name in PARAMETERS})
     started_by = agents(ranks)
     with contextlib.ExitStack() as held:
-        opened: list[tuple[Options, Run]] = []
+        opened: list[tuple[TrainOptions, Run]] = []
 
         def open_run() -> list[Any]:
             options, run, notes = _open(given, explicit, started_by)
@@ -101,7 +101,9 @@ def _begin(ranks: Ranks, given: Options, explicit: set[str]) -> int:
         recorded, manner, notes = ranks.first("opening the run", open_run)
         if not opened:
             assert given.output is not None
-            options = Options.from_json(recorded, **manner, output=given.output, json=given.json, quiet=given.quiet)
+            options = TrainOptions.from_json(
+                recorded, **manner, output=given.output, json=given.json, quiet=given.quiet
+            )
             opened.append((options, Run(given.output, is_new=False)))
         options, run = opened[0]
         try:
@@ -115,7 +117,7 @@ def _begin(ranks: Ranks, given: Options, explicit: set[str]) -> int:
             raise
 
 
-def _open(given: Options, explicit: set[str], started_by: list[str]) -> tuple[Options, Run, list[str]]:
+def _open(given: TrainOptions, explicit: set[str], started_by: list[str]) -> tuple[TrainOptions, Run, list[str]]:
     now, explicit = restarted(given, explicit, started_by)
     if not now.resume:
         return *new_run(now, started_by), []
@@ -125,7 +127,7 @@ def _open(given: Options, explicit: set[str], started_by: list[str]) -> tuple[Op
     return options, run, notes
 
 
-def _train(ranks: Ranks, options: Options, run: Run, notes: list[str]) -> int:
+def _train(ranks: Ranks, options: TrainOptions, run: Run, notes: list[str]) -> int:
     """The exit code. Errors name the last checkpoint, and a run that never began leaves nothing behind."""
     training: Training | None = None
     leads = ranks.rank == 0
@@ -162,6 +164,6 @@ def _is_explicit(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-# The options are written down once, in `Options`; typer reads them from the signature.
+# Options are declared once, in `TrainOptions` and `EngineOptions`; typer reads them from the signature.
 _CONTEXT = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-train.__signature__ = inspect.Signature([_CONTEXT, *inspect.signature(Options).parameters.values()])  # type: ignore[attr-defined]
+train.__signature__ = inspect.Signature([_CONTEXT, *PARAMETERS.values()])  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from ferryman.model.patching import ModelPatch
 from ferryman.model.precision import Scale
 from ferryman.model.reads import Reads
 from ferryman.model.units import Unit, rename
-from ferryman.observe.trace import Trace
+from ferryman.options import EngineOptions
 from ferryman.plan.fit import Trial
 from ferryman.plan.plan import Plan
 from ferryman.relay.driver import Relay
@@ -28,7 +28,6 @@ from ferryman.runtime import host_memory
 from ferryman.runtime.lanes import Lanes
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.server import Server
-from ferryman.server.settings import Settings
 from ferryman.server.store import RamStore, account
 from ferryman.training import memory_trial as trial
 from ferryman.training.gradients import Gradients
@@ -45,10 +44,9 @@ class Assembly:
         plan: Plan,
         optimizer_view: OptimizerView | None,
         blocks: Blocks,
-        settings: Settings,
+        options: EngineOptions,
         scale: Scale,
         ranks: Ranks,
-        trace: Trace | None,
     ) -> None:
         self.plan = plan
         self._model = model
@@ -59,8 +57,8 @@ class Assembly:
         self._check_host(ranks)
         self.store = RamStore(self.all_units, device, optimizer_view, ranks)
         host_memory.trim()
-        self.lanes = Lanes(device, trace=trace)
-        self.server = Server(self.store, optimizer_view, self.lanes, device, settings, scale, plan.staging, ranks)
+        self.lanes = Lanes(device, trace=options.trace)
+        self.server = Server(self.store, optimizer_view, self.lanes, device, options, scale, plan.staging, ranks)
         try:
             self.relay = Relay(plan, device, self.server, self.lanes)
         except BaseException as error:  # out of memory, on the device
@@ -133,6 +131,11 @@ class Assembly:
             self.lanes.drain()
             self.relay.recover()
             raise
+
+    def recover(self) -> None:
+        """The lanes are drained after a failure: what was submitted after it was not done, and is not waited for."""
+        self.server.recover()
+        self.relay.recover()
 
     def settle(self) -> None:
         """When no lane has work and the host has everything, as the user has edited it."""
