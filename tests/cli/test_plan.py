@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from ferryman.cli import defaults
 from ferryman.cli.main import app, main
 from ferryman.cli.model_argument import parse_model
-from ferryman.cli.options import Options
+from ferryman.cli.train_options import TrainOptions
 from ferryman.forecast import measure
 from ferryman.model.units import find_units
 from ferryman.runtime.sizes import parse_rate, show_rate
@@ -377,8 +377,8 @@ def test_what_is_not_given_is_as_train_has_it(tmp_path):
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=4096
     ).save_pretrained(tmp_path)
     found = document(str(tmp_path), *MACHINE)["training"]
-    assert found["length"] == defaults.window(Options.sequence, parse_model(str(tmp_path))) == 1024
-    assert (found["precision"], found["samples"]) == (Options.precision, Options.batch) == (None, 8)
+    assert found["length"] == defaults.window(TrainOptions.sequence, parse_model(str(tmp_path))) == 1024
+    assert (found["precision"], found["samples"]) == (TrainOptions.precision, TrainOptions.batch) == (None, 8)
 
 
 def test_nothing_is_left_in_torch():

@@ -13,6 +13,7 @@ from ferryman.cli.model_argument import parse_model
 from ferryman.engine import Engine
 from ferryman.forecast.dry_run import NotRehearsedError, rehearse
 from ferryman.forecast.estimate import Machine, Training, look_ahead
+from ferryman.model.loss import model_loss
 from ferryman.model.units import find_units
 from ferryman.plan.batch import portion
 from ferryman.plan.forecast import Sweep, Update, forecast
@@ -20,7 +21,6 @@ from ferryman.plan.network import Crew, exchange
 from ferryman.plan.policy import Policy, parse_policy
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
-from ferryman.training.user_code import model_loss
 from support.devices import chosen_accelerator, torch_virtual, whole
 from support.slow import slow
 

@@ -30,10 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ferryman.model.binding import bind
+from ferryman.model.loss import Loss
 from ferryman.model.patching import ModelPatch
 from ferryman.model.units import Item, Unit
 from ferryman.plan.fit import IN_FLIGHT, Stretch, Trial
-from ferryman.training.user_code import Loss, caches_off
+from ferryman.training.user_code import caches_off
 
 _TENSOR = object()  # stands in a flattened list where a tensor goes
 _QUESTION = torch.ops.aten._local_scalar_dense.default

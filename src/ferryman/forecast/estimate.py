@@ -17,26 +17,26 @@ from torch import nn
 
 from ferryman.distributed.ranks import Share
 from ferryman.forecast.dry_run import NotRehearsedError, Rehearsal, rehearse
+from ferryman.model.loss import model_loss
 from ferryman.model.precision import dtype_of
 from ferryman.model.units import Unit, landing_dtype, trained_elements, weight_itemsize
+from ferryman.options import PlainOptions
 from ferryman.plan.batch import parts_of, portion, take
 from ferryman.plan.fit import Choice, Trial
 from ferryman.plan.forecast import Forecast, Sweep, Update, forecast
 from ferryman.plan.network import Crew, exchange
-from ferryman.plan.plan import Plan
+from ferryman.plan.plan import Plan, PlanTooLargeError
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
 from ferryman.relay.weight_slots import fetched_visits
 from ferryman.runtime.sizes import show_bytes
 from ferryman.server.balancer import traffic_of
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.settings import Settings
 from ferryman.server.state import part_elements
 from ferryman.server.store import account
 from ferryman.training import checks
 from ferryman.training.micro_batching import MicroBatching
 from ferryman.training.planner import Planner
-from ferryman.training.user_code import model_loss
 
 
 @dataclass(frozen=True)
@@ -51,23 +51,12 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Training:
-    """What is asked for, as an engine takes it."""
+class Training(PlainOptions):
+    """What is asked for: the settings of the engine, and the batch of a step."""
 
     samples: int  # of a step; of several ranks, all of them
     length: int  # tokens of a sample
     micro_batches: int | None = None  # None: as few as the memory allows
-    precision: str | None = None
-    max_grad_norm: float | None = None
-    on_nonfinite: str = "raise"
-    deferred: bool = False
-    units: Sequence[str] | None = None
-    resident: Sequence[str] = ()
-    stash: str = "auto"
-    slots: int | None = None
-    held: bool | None = None
-    updates: str = "auto"
-    subgroup: int | None = None
 
     def of_one(self, size: int) -> Training:
         """What of it a rank does, of so many, as `ferryman train` gives it out; the one that does most."""
@@ -114,12 +103,8 @@ def look_ahead(
     dtypes = dtype_of(model, training.precision)
     checks.parameters(model.named_parameters(), dtypes)
     optimizer_view = OptimizerView(optimizer, model)
-    settings = Settings(training.max_grad_norm, training.on_nonfinite, training.deferred)
-    planner = Planner(
-        model, device, budget=machine.device_memory, slots=training.slots, units=training.units,
-        resident=training.resident, held=training.held, subgroup=training.subgroup,
-        dtype_of=dtypes, optimizer_view=optimizer_view, settings=settings, share=shares[-1],
-    )  # fmt: skip
+    options = replace(training, memory=machine.device_memory)
+    planner = Planner(model, device, options, dtypes, optimizer_view, shares[-1])
     outlook, rehearsed = _fit(planner, training)
     plan = outlook.plan
     units = plan.in_forward_order
@@ -197,29 +182,27 @@ def _fit(planner: Planner, training: Training) -> tuple[Outlook, Callable[[Plan,
     problems: list[str] = []
     refusal: str | None = None
     try:
-        plan = planner.make(training.updates)
+        plan = planner.make()
     except ValueError as error:  # an engine would stop here; a rehearsal can tell what a sample takes on top
         refusal = str(error)
-        plan = planner.make(training.updates, smallest=True)
+        plan = planner.make(smallest=True)
     choice = Choice(training.micro_batches or 1, training.stash == "host")
     while not problems:
 
         def try_out(contents: Sequence[Any], room: int, plan: Plan = plan) -> Trial:
             return of(plan, len(contents[0]["input_ids"])).trial
 
-        sizing = MicroBatching(planner, plan, training.updates, training.stash, try_out)
         try:
-            chosen = sizing.choose(batch, training.micro_batches, begun=False)
+            choice = MicroBatching(planner, plan, try_out).choose(batch, training.micro_batches, begun=False)
+            break
+        except PlanTooLargeError as error:
+            plan = planner.make_smaller(error.need)
         except NotRehearsedError:
             problems += [] if refusal is None else [refusal]
             break
         except ValueError as error:
             problems.append(str(error))
             break
-        if isinstance(chosen, Choice):
-            choice = chosen
-            break
-        plan = sizing.smaller(chosen)
     if problems and training.micro_batches is None:
         choice = Choice(training.samples, training.stash != "device")  # one sample each needs least
     size = -(-training.samples // choice.micro_batches)

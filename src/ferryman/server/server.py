@@ -32,6 +32,7 @@ from ferryman.model.units import (
     landing_dtype,
     trained_elements,
 )
+from ferryman.options import PlainOptions
 from ferryman.plan.staging import Staging
 from ferryman.runtime.lanes import DeviceLane
 from ferryman.runtime.marks import Mark
@@ -41,7 +42,6 @@ from ferryman.server.exchange import Exchange
 from ferryman.server.gradient_checks import GradientChecks, non_finite, squares
 from ferryman.server.landing_buffers import Buffer, LandingBuffers
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.settings import Settings
 from ferryman.server.state import Order, bounds, is_whole
 from ferryman.server.stats import Stats
 from ferryman.server.store import RamStore
@@ -68,7 +68,7 @@ class Server:
         optimizer_view: OptimizerView | None,
         streams: Streams,
         device: torch.device,
-        settings: Settings,
+        options: PlainOptions,
         scale: Scale,
         staging: Staging,
         ranks: Ranks,
@@ -78,10 +78,10 @@ class Server:
         self.scale = scale
         self._optimizer_view = optimizer_view
         self._streams, self._host = streams, streams.host
-        self.gradient_checks = GradientChecks(self._host, streams.checks, device, settings.threads)
-        self._settings = settings
+        self.gradient_checks = GradientChecks(self._host, streams.checks, device, options.host_threads)
+        self._options = options
         self._staging = staging
-        self._updates = Updates(store, streams, device, staging, settings.threads, alone=ranks.alone)
+        self._updates = Updates(store, streams, device, staging, options.host_threads, alone=ranks.alone)
         self._landing = LandingBuffers(device)
         self._exchange: Exchange | None = None
         if not ranks.alone and optimizer_view is not None:
@@ -347,7 +347,7 @@ class Server:
         scales = {item: source.scale for source in self._sources.values() for item in source.items}
         broken = self.gradient_checks.broken()
         finite, self._norm = self._of_all(broken, self.gradient_checks.norm(scales))
-        if not finite and not self.scale.moves and self._settings.on_nonfinite == "raise":
+        if not finite and not self.scale.moves and self._options.on_nonfinite == "raise":
             raise non_finite(broken, self.what_has_changed(), agreed=True)
         self.scale.went(finite=finite)
         if finite:
@@ -380,7 +380,7 @@ class Server:
             self.settle()
             sums = dict[Item, float]()
             for unit, source in self._sources.items():
-                sums.update(squares(unit, source.flat, 0, source.items, self._settings.threads))
+                sums.update(squares(unit, source.flat, 0, source.items, self._options.host_threads))
             return math.sqrt(sum(sums.values())) if math.isfinite(sum(sums.values())) else math.nan
         return self._norm
 
@@ -445,7 +445,7 @@ class Server:
 
     def _clip_factor(self, norm: float) -> float:
         """As torch.nn.utils.clip_grad_norm_ does it."""
-        largest = self._settings.max_grad_norm
+        largest = self._options.max_grad_norm
         return 1.0 if largest is None else min(1.0, largest / (norm + 1e-6))
 
     def _update(self, subgroup: Subgroup, orders: Sequence[Order], source: _Source, factor: float) -> None:
@@ -465,7 +465,7 @@ class Server:
     def _check_losses(self) -> None:
         if self._exchange is not None and not self.is_eager:
             return  # all ranks find out together, from the gradients
-        if self._settings.on_nonfinite == "raise" and not self.scale.moves:
+        if self._options.on_nonfinite == "raise" and not self.scale.moves:
             self.gradient_checks.check_losses()
 
 
