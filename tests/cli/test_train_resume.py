@@ -24,6 +24,15 @@ from support.devices import torch_virtual
 from support.slow import slow
 
 
+@pytest.fixture(autouse=True)
+def _signals_are_not_ignored():
+    """Whoever starts the tests in the background, or with nohup, may have them ignore SIGINT or SIGHUP."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.slow
 def test_resumed_it_is_the_same_run_on_the_cpu(corpus, tmp_path):
     assert_resumed_the_same("cpu", "host", corpus, tmp_path)
