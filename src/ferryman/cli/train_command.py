@@ -167,6 +167,6 @@ def _is_explicit(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-# TrainOptions are declared once, in `Options`; typer reads them from the signature.
+# Options are declared once, in `TrainOptions` and `EngineOptions`; typer reads them from the signature.
 _CONTEXT = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
 train.__signature__ = inspect.Signature([_CONTEXT, *PARAMETERS.values()])  # type: ignore[attr-defined]
