@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ferryman.distributed.ranks import Share
-from ferryman.forecast.dry_run import NotRehearsedError, Rehearsal, rehearse
+from ferryman.forecast.dry_run import DryRun, DryRunError, dry_run
 from ferryman.model.precision import dtype_of
 from ferryman.model.units import Unit, landing_dtype, trained_elements, weight_itemsize
 from ferryman.plan.batch import parts_of, portion, take
@@ -128,7 +128,7 @@ def look_ahead(
     try:
         rehearsal = rehearsed(plan, size)
         last = rehearsed(plan, outlook.samples - (count - 1) * size)
-    except NotRehearsedError as error:
+    except DryRunError as error:
         outlook.notes.append(
             f"The model cannot be rehearsed without data ({error}), so neither what micro-batches take on the device "
             "nor the time of a step is known"
@@ -183,15 +183,15 @@ def _check_cut(training: Training, size: int) -> None:
             raise
 
 
-def _fit(planner: Planner, training: Training) -> tuple[Outlook, Callable[[Plan, int], Rehearsal]]:
+def _fit(planner: Planner, training: Training) -> tuple[Outlook, Callable[[Plan, int], DryRun]]:
     """A plan and a cut into micro-batches, found as an engine finds them at its first batch."""
     batch = _batch(training)
 
     @functools.cache
-    def rehearsed(plan_units: tuple[Unit, ...], residents: Unit, samples: int) -> Rehearsal:
-        return rehearse(planner.model, plan_units, residents, model_loss, take(batch, samples))
+    def rehearsed(plan_units: tuple[Unit, ...], residents: Unit, samples: int) -> DryRun:
+        return dry_run(planner.model, plan_units, residents, model_loss, take(batch, samples))
 
-    def of(plan: Plan, samples: int) -> Rehearsal:
+    def of(plan: Plan, samples: int) -> DryRun:
         return rehearsed(plan.units, plan.residents, samples)
 
     problems: list[str] = []
@@ -210,7 +210,7 @@ def _fit(planner: Planner, training: Training) -> tuple[Outlook, Callable[[Plan,
         sizing = MicroBatching(planner, plan, training.updates, training.stash, try_out)
         try:
             chosen = sizing.choose(batch, training.micro_batches, begun=False)
-        except NotRehearsedError:
+        except DryRunError:
             problems += [] if refusal is None else [refusal]
             break
         except ValueError as error:
@@ -226,7 +226,7 @@ def _fit(planner: Planner, training: Training) -> tuple[Outlook, Callable[[Plan,
     return Outlook(plan, dict(plan.account), {}, choice, training.samples, size, problems), of
 
 
-def _sweeps(plan: Plan, rehearsal: Rehearsal, choice: Choice, device: torch.device) -> tuple[Sweep, Sweep]:
+def _sweeps(plan: Plan, rehearsal: DryRun, choice: Choice, device: torch.device) -> tuple[Sweep, Sweep]:
     fetched = [0.0, 0.0]
     if not plan.held and device.type != "cpu":
         for visit in fetched_visits(rehearsal.visits, plan.weight_slots):
