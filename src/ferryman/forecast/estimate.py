@@ -28,7 +28,6 @@ from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
 from ferryman.relay.weight_slots import fetched_visits
 from ferryman.runtime.sizes import show_bytes
-from ferryman.server.balancer import traffic_of
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.settings import Settings
 from ferryman.server.state import part_elements
@@ -244,8 +243,8 @@ def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, sh
     staging = plan.staging
     parameters = sum(part_elements(unit, optimizer_view, share) for unit in units)
     weights = {unit: trained_elements(unit) * weight_itemsize(unit) for unit in units}
-    traffic, gradient = traffic_of(units, staging, held=plan.held)
-    on_device = bool(staging.holding(units, held=plan.held)) if staging.on_device else False
+    traffic, gradient = staging.traffic(units, held=plan.held)
+    on_device = staging.holds_any(units, held=plan.held)
     if staging.deferred:
         waiting = 0 if on_device else gradient
         traffic = Traffic(0, traffic.host_in, traffic.device_in + waiting, traffic.device_out)

@@ -278,7 +278,7 @@ class DeviceUpdates:
         return Berth(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def _size_of(self, subgroup: Subgroup) -> int:
-        return self._staging.berth_bytes([subgroup.unit]) // self._staging.subgroup * subgroup.size
+        return self._staging.element_bytes(subgroup.unit) * subgroup.size
 
     def _areas(self, berth: Berth, subgroup: Subgroup, spans: Spans) -> _Areas:
         end = subgroup.size * weight_itemsize(subgroup.unit)
