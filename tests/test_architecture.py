@@ -41,6 +41,12 @@ def test_imports_go_one_way():
     assert upwards == []
 
 
+def test_relay_and_server_do_not_know_each_other():
+    """They meet in a protocol, `relay/parameter_server.py`, and are wired together in `training/assembly.py`."""
+    pairs = {(layer_of(path), imported[0]) for path, imported in imports()}
+    assert not pairs & {("relay", "server"), ("server", "relay")}
+
+
 def test_every_folder_has_its_layer():
     found = {layer_of(path.relative_to(ROOT)) for path in ROOT.rglob("*.py")}
     assert found - {"__init__"} == set(LAYERS)

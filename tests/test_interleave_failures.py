@@ -185,7 +185,7 @@ WAITS = {
     "for the gradient's use": (Server, "use", _without_use, RELAYED),
     "for weights that the device updates": (HeldWeights, "updated", lambda real: lambda self, unit, mark: None, HELD),
     "for weights that the host updates": (HeldWeights, "refresh", _without_host, HELD),
-    "for updates before a fetch": (Server, "ready", lambda real: lambda self, unit: [], RELAYED),
+    "for updates before a fetch": (Server, "weights_ready", lambda real: lambda self, unit: [], RELAYED),
 }
 
 

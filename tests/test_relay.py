@@ -24,6 +24,7 @@ from ferryman.plan.staging import Staging
 from ferryman.relay.gradient_slots import GradientSlots
 from ferryman.relay.weight_slots import WeightSlots, count_fetches
 from ferryman.runtime.lanes import Lane, Lanes
+from ferryman.runtime.streams import Streams
 from ferryman.server.server import Server
 from ferryman.server.settings import Settings
 from ferryman.server.store import RamStore
@@ -69,17 +70,19 @@ def test_fetches_of_any_model_follow_from_the_order_of_its_visits(name, slots, v
 def test_gradients_go_to_the_slot_whose_flush_is_longest_ago(virtual):
     # With the one that was flushed just now, every visit of the backward would wait for the link.
     with Lanes(virtual) as lanes:
-        units, _ = find_units(Toy())
+        units, residents = find_units(Toy())
+        streams = Streams(lanes)
         staging = Staging(Policy("host"), 1024, lambda unit: None, deferred=False)
         store = RamStore(units, virtual, None, Ranks())
-        server = Server(store, None, lanes, virtual, Settings(), Scale(), staging, Ranks())
-        slots = GradientSlots(virtual, 2, server, lanes.device("h2d"), lanes.device("d2h"))
+        server = Server(store, None, streams, virtual, Settings(), Scale(), staging, Ranks())
+        slots = GradientSlots(virtual, 2, residents, server, streams.h2d, streams.d2h)
         slots.make_room_for(units)
         used = []
         for unit in units:
-            views, _ = slots.enter(unit)
-            used.append(views[unit.trained[0]].untyped_storage().data_ptr())
-            slots.leave(unit, lanes.here(), finished=True)
+            slots.enter(unit)
+            used.append(slots._slot_of(unit))
+            slots.leave(unit, lanes.here())
+            slots.flush(unit)
         assert len(set(used)) == 2
         assert all(one != other for one, other in itertools.pairwise(used))
 
@@ -279,18 +282,19 @@ def test_caches_are_off_in_a_step_and_as_they_were_after_it(device):
 WAITS = {
     "for fetched weights": (Lane, "follow", lambda real: lambda self, *marks: None),
     "for a free slot": (WeightSlots, "leave", lambda real: lambda self, slot, end: None),
-    "for the sums": (GradientSlots, "_flush", lambda real: lambda *args, **how: _forget("_used", real, *args, **how)),
-    "for the flush": (GradientSlots, "_flush", lambda real: lambda *args, **how: _forget("_free", real, *args, **how)),
+    "for the sums": (GradientSlots, "flush", lambda real: lambda *args, **how: _forget("used", real, *args, **how)),
+    "for the flush": (GradientSlots, "flush", lambda real: lambda *args, **how: _forget("free", real, *args, **how)),
     "for landed gradients": (GradientSlots, "wait", lambda real: lambda self: None),
 }
 
 
-def _forget(marks, real, slots, slot, *, for_good):
-    if marks == "_used":
-        slots._used[slot] = None
-    real(slots, slot, for_good=for_good)
-    if marks == "_free":
-        slots._free[slot] = []
+def _forget(marks, real, slots, unit, **how):
+    slot = slots._slot_of(unit)
+    if slot is not None and marks == "used":
+        slot.used = None
+    real(slots, unit, **how)
+    if slot is not None and marks == "free":
+        slot.free = []
 
 
 @pytest.mark.parametrize("wait", WAITS)

@@ -139,7 +139,7 @@ def test_a_second_ctrl_c_stops_at_once(corpus, tmp_path, virtual, monkeypatch):
     visit, visits = Relay._visit, itertools.count()
 
     def interrupted(self, *args):
-        if self.for_good and next(visits) == 2 * len(self.order):
+        if self.step.for_update and next(visits) == 2 * len(self.order):
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
         visit(self, *args)

@@ -153,9 +153,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """
         with self._own_reads():
             loss = self._run(batch, micro_batches, for_good=False)
-            self._parts.relay.finish()
+            self._parts.relay.gradients.wait()
             self._parts.gradients.show(self._parts.all_units)
-            for unit, items in self._parts.relay.kept.items():
+            for unit, items in self._parts.relay.gradients.on_host.items():
                 self._parts.server.keep(unit, items)
         return loss
 
@@ -180,7 +180,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._parts.gradients.take(self._parts.all_units)
             self._ranks.tell("making an update")
             self._parts.server.begin_step(kept=True)
-            self._parts.server.send_rest(self._parts.relay.kept)
+            self._parts.server.send_rest(self._parts.relay.gradients.on_host)
             self._finish(optimizer_view)
 
     @contextlib.contextmanager
@@ -289,7 +289,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def _run(self, batch: Any, micro_batches: int | None, *, for_good: bool) -> torch.Tensor:
         generator, found = torch.get_rng_state(), ""
-        can_retry = self._ranks.alone and not self._parts.relay.kept  # what was added up before is lost with a step
+        # What was added up before is lost with a step that fails.
+        can_retry = self._ranks.alone and not self._parts.relay.gradients.on_host
         for _ in range(_RETRIES if can_retry else 1):
             try:
                 return self._run_once(batch, micro_batches, for_good=for_good)
@@ -317,18 +318,19 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 works = [self._work(part.content, part.weight * scale) for part in parts]
                 total = torch.zeros((), device=self.device)
                 if works:  # of several ranks, this one may have none
-                    total = self._parts.relay.run(
+                    step = self._parts.relay.new_step(
                         works,
                         seed,
                         stash_on_host=choice.stash_on_host,
-                        for_good=for_good,
-                        without=without,
-                        between=interrupts.check,
+                        for_update=for_good,
+                        skipped=without,
+                        between_visits=interrupts.check,
                         guard=self._first_steps.begin(parts, seed, skips=bool(self._blocks.skipped)),
                     )
+                    total = self._parts.relay.run(step)
                     self._first_steps.end()
                 if for_good:
-                    self._parts.server.send_rest(self._parts.relay.kept)
+                    self._parts.server.send_rest(self._parts.relay.gradients.on_host)
         except BaseException as error:
             if not (isinstance(error, NewStateError) and self._ranks.alone):
                 self._ranks.fail(error)
@@ -350,7 +352,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         with Interrupts():
             try:
                 # In the order in which the next step fetches them.
-                self._parts.server.finish(self._parts.plan.in_forward_order, self._parts.relay.kept)
+                self._parts.server.finish(self._parts.plan.in_forward_order, self._parts.relay.gradients.on_host)
             except BaseException as error:
                 if not (isinstance(error, NonFiniteError) and error.agreed):
                     self._ranks.fail(error)
@@ -441,14 +443,14 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def zero_grad(self) -> None:
         """Forgets all gradients."""
         self._recorder.abandon()
-        self._parts.relay.clear_gradients()
+        self._parts.relay.gradients.clear()
         self._parts.server.forget_gradients()
         for parameter in self._model.parameters():
             parameter.grad = None
 
     @property
     def fetches(self) -> int:
-        return self._parts.relay.fetches
+        return self._parts.relay.weights.fetches
 
     def close(self) -> None:
         """Gives the model back as it came, with its weights as they are now; of several ranks, all at once."""
@@ -532,7 +534,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             raise
 
     def _has_begun(self) -> bool:
-        return self._parts.server.has_stepped or bool(self._parts.relay.kept)
+        return self._parts.server.has_stepped or bool(self._parts.relay.gradients.on_host)
 
     def _rebuild(self, plan: Plan) -> None:
         steps, scale = self.steps, self._parts.server.scale.state()

@@ -45,6 +45,7 @@ from ferryman.relay.call import Call, Forward, SavedInputs
 from ferryman.relay.checksums import Checksums
 from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
 from ferryman.relay.stash import DeviceStash
+from ferryman.relay.step_state import Expectation, StepState
 from ferryman.runtime.lanes import Lanes
 from ferryman.runtime.rng import Randomness
 from ferryman.training.user_code import Loss, caches_off, weighted_loss
@@ -89,7 +90,7 @@ def dry_run(model: nn.Module, units: Sequence[Unit], residents: Unit, loss: Loss
         except Exception as error:
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DryRunError(f"{type(error).__name__}: {first_line}") from error
-        turns = driver.turning
+        turns = driver.step.turning_modules
     return driver.result()
 
 
@@ -215,6 +216,10 @@ class _DryCall(Call):
         self._likeness = type(self.module), repr(members), repr([_plain(x) for x in given]), repr(spec), *self.wants
         return self._driver.once(self._likeness, compute)
 
+    def _park(self, direction: Direction, needs: Sequence[torch.Tensor]) -> None:
+        self._driver.parks(self.unit, direction, needs, has_graph=self._kept is not None)
+        super()._park(direction, needs)
+
     def _input_gradients(
         self, stash: SavedInputs, gradients: Sequence[torch.Tensor | None], *, accumulate: bool
     ) -> list[torch.Tensor | None]:
@@ -245,19 +250,15 @@ class _Driver:
         self.state, self.buffers, self.escapes = UserState(), Buffers(), Escapes()
         self.checksums = Checksums(_META)
         self.randomness = Randomness(_CPU)
-        self.stash = DeviceStash()
-        self.kinds = ["cpu"]
+        self.autocast_devices = ["cpu"]
         self.anchor = torch.zeros((), device=_META, requires_grad=True)
-        self.entangled: list[weakref.ref[Call]] = []
         self.inside = {unit: [module for top in unit.modules for module in top.modules()] for unit in units}
+        self.step = StepState((), 0, DeviceStash(), Expectation(()))
         self.running: MicroBatch | None = None
-        self.turning: set[nn.Module] = set()
         self._turns = turns
         self._training = {u for u in units if any(p.requires_grad for m in u.modules for p in m.parameters())}
-        self._latest: Call | None = None  # the last to go forward
         self._meter = _Meter()
         self._costs: dict[Any, _Cost] = {}
-        self._visits: list[Unit] = []
         self._forward_visits: int | None = None
         self._forward_operations = 0.0
         self._stretches: list[Stretch] = []
@@ -277,23 +278,20 @@ class _Driver:
             surroundings = Surroundings(_CPU, self.randomness, lanes.device("compute"), 0, ())
             self.running = batch = MicroBatch(0, main, surroundings, None)
             try:
-                batch.resume()
                 while not batch.done:
-                    self._visit(batch)
                     batch.resume()
             finally:
                 batch.abandon()
                 self.running = None
-                for call in self.entangled:
-                    if (entangled := call()) is not None:
-                        entangled.untangle()
+                self.step.close()
         self._end_stretch()
 
     def result(self) -> DryRun:
+        visits = self.step.visited
         return DryRun(
             Trial(self._stretches, self._stash_bytes),
-            self._visits,
-            len(self._visits) if self._forward_visits is None else self._forward_visits,
+            visits,
+            len(visits) if self._forward_visits is None else self._forward_visits,
             self._forward_operations,
             self._meter.operations - self._forward_operations,
         )
@@ -315,11 +313,29 @@ class _Driver:
         meter.peak = max(meter.peak, peak)
         return result
 
+    def parks(self, unit: Unit, direction: Direction, needs: Sequence[torch.Tensor], *, has_graph: bool) -> None:
+        """The micro-batch parks: all that it holds leaves the device, except for what the call needs. With the graph of
+        its forward (`has_graph`) it does not leave, since the call goes on at once."""
+        visits = self.step.visited
+        if direction is Direction.BACKWARD and self._forward_visits is None:
+            self._forward_visits = len(visits)
+            self._forward_operations = self._meter.operations
+        if not visits or visits[-1] is not unit:
+            visits.append(unit)
+        if has_graph:
+            return
+        self._end_stretch()
+        self._meter.between = []
+        self._where, self._base, self._given = unit.name, self._meter.live, _storages(needs)
+        self._meter.peak = self._meter.live
+        if direction is Direction.FORWARD:
+            self._stash_bytes = self._meter.live  # in the end, what the whole forward has left
+
     def brings_back(self, tensors: Sequence[torch.Tensor]) -> None:
         """The call that goes backward has the inputs of its forward brought back."""
         self._given |= _storages(tensors)
 
-    # What calls ask and tell: see `CallDriver`.
+    # What calls ask: see `CallDriver`.
 
     def trains(self, unit: Unit) -> bool:
         return unit in self._training
@@ -327,23 +343,13 @@ class _Driver:
     def turns_at(self, module: nn.Module) -> bool:
         return module in self._turns
 
-    def opened(self, unit: Unit) -> Callable[[], None]:
-        return lambda: None
-
     @contextlib.contextmanager
-    def present(self, unit: Unit, *, adopt: bool) -> Iterator[None]:
+    def bound(self, unit: Unit, *, adopt: bool) -> Iterator[None]:
         with self._metered(), _Kernels():
             yield
 
-    def went_forward(self, call: Call) -> None:
-        if self._latest is not None:
-            self._latest.drop_graph()
-        self._latest = call
-
     def goes_backward(self, call: Call, *, accumulate: bool) -> None:
-        if self._latest is call:
-            self.turning.add(call.module)
-        self._latest = None
+        self.step.goes_backward(call)
 
     @contextlib.contextmanager
     def _metered(self) -> Iterator[None]:
@@ -354,24 +360,6 @@ class _Driver:
                 yield
         finally:
             self._meter.between = before
-
-    def _visit(self, batch: MicroBatch) -> None:
-        """The micro-batch has parked: all that it holds leaves the device, except for what the call is given."""
-        assert batch.wish is not None, "it has not ended"
-        unit, direction = batch.wish
-        if direction is Direction.BACKWARD and self._forward_visits is None:
-            self._forward_visits = len(self._visits)
-            self._forward_operations = self._meter.operations
-        if not self._visits or self._visits[-1] is not unit:
-            self._visits.append(unit)
-        if direction is Direction.BACKWARD and self._latest is not None and self.turns_at(self._latest.module):
-            return  # it goes on at once, with the graph of its forward
-        self._end_stretch()
-        self._meter.between = []
-        self._where, self._base, self._given = unit.name, self._meter.live, _storages(batch.needs)
-        self._meter.peak = self._meter.live
-        if direction is Direction.FORWARD:
-            self._stash_bytes = self._meter.live  # in the end, what the whole forward has left
 
     def _end_stretch(self) -> None:
         """Tensors that it is given are there twice, since those of the next micro-batch are on their way. Those of

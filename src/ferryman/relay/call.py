@@ -35,7 +35,7 @@ from ferryman.exactness.snapshot import Snapshot
 from ferryman.exactness.variables import Variable
 from ferryman.model.units import Unit
 from ferryman.relay.micro_batch import Direction, MicroBatch
-from ferryman.relay.stash import Stash, Stashed
+from ferryman.relay.stash import Stashed
 from ferryman.runtime.rng import Randomness, State
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ferryman.exactness.escapes import Escapes
     from ferryman.exactness.user_state import UserState
     from ferryman.relay.checksums import Checksums
+    from ferryman.relay.step_state import StepState
 
 Forward = Callable[..., Any]
 
@@ -55,17 +56,17 @@ class CallDriver(Protocol):
     checksums: Checksums
     escapes: Escapes
     randomness: Randomness
-    kinds: list[str]  # device types for which autocast may be enabled
+    autocast_devices: list[str]  # device types for which autocast may be enabled
     anchor: torch.Tensor  # a scalar that requires a gradient
-    entangled: list[weakref.ref[Call]]  # calls that may be part of reference cycles, untangled after the step
     inside: dict[Unit, list[nn.Module]]  # the modules of each unit
+
+    @property
+    def step(self) -> StepState:
+        """The step that runs."""
 
     @property
     def running(self) -> MicroBatch | None:
         """The micro-batch whose code runs now."""
-
-    @property
-    def stash(self) -> Stash: ...
 
     def trains(self, unit: Unit) -> bool:
         """Whether any parameter that the unit's modules use requires a gradient."""
@@ -73,15 +74,11 @@ class CallDriver(Protocol):
     def turns_at(self, module: nn.Module) -> bool:
         """Whether the module's backward is expected to follow its forward at once."""
 
-    def opened(self, unit: Unit) -> Callable[[], None]:
-        """A call's backward may come from now on. The result is called when it cannot come any more."""
-
-    def present(self, unit: Unit, *, adopt: bool) -> contextlib.AbstractContextManager[None]:
+    def bound(self, unit: Unit, *, adopt: bool) -> contextlib.AbstractContextManager[None]:
         """Within, the unit's modules have the device's tensors; `adopt`: buffers that they assign are kept."""
 
-    def went_forward(self, call: Call) -> None: ...
-
-    def goes_backward(self, call: Call, *, accumulate: bool) -> None: ...
+    def goes_backward(self, call: Call, *, accumulate: bool) -> None:
+        """The call's backward is about to run; `accumulate`: it adds to the gradients of parameters."""
 
 
 class SavedInputs:
@@ -134,7 +131,7 @@ class Call:
         self._given = args, tuple(kwargs.values())  # until it runs
         self._before = Snapshot([*self._given, *(v.get() for v in self._private)], relay.state.edited)
         if self._before.mutables or self._shared or self._context:
-            relay.entangled.append(weakref.ref(self))
+            relay.step.entangled.append(weakref.ref(self))
         self._shared_before: Snapshot | None = None  # at the forward's start
         self._first: _Run | None = None  # between the node's forward and its return
         self._random: State | None = None  # at the forward's start, if it drew any
@@ -142,7 +139,7 @@ class Call:
         self._kept: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # the forward's inputs and outputs
         self.wants: list[bool] = []
         self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.kinds
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.autocast_devices
         ]
         self._stash: weakref.ref[SavedInputs] | None = None
 
@@ -156,7 +153,7 @@ class Call:
         args, values = self._given
         with torch.no_grad(), _disable_current_modes():
             result = self._call(args, values, adopt=True)
-        self._relay.stash.know(self.batch, Snapshot([result]).tensors)
+        self._relay.step.stash.know(self.batch, Snapshot([result]).tensors)
         return result
 
     def _run_as_node(self, tensors: list[torch.Tensor], *, trains: bool) -> Any:
@@ -172,7 +169,7 @@ class Call:
             hooks.close()
         run, self._first = self._first, None  # only the user's code holds its tensors from here on
         assert run is not None
-        self._relay.stash.know(self.batch, made)
+        self._relay.step.stash.know(self.batch, made)
         outer = {id(inner): t for inner, t in zip(run.outputs, made, strict=True)}
         if run.after is not None:
             back = {id(inner): t for inner, t in (*zip(run.inputs, tensors, strict=True), *run.constants)}
@@ -194,7 +191,8 @@ class Call:
         self._buffers = relay.buffers.copy()
         if self._shared:
             self._shared_before = Snapshot([v.get() for v in self._shared], relay.state.edited)
-        stash = SavedInputs([relay.stash.keep(self.batch, t) for t in tensors], relay.opened(self.unit))
+        step = relay.step
+        stash = SavedInputs([step.stash.keep(self.batch, t) for t in tensors], step.open_calls.open(self.unit))
         self._stash = weakref.ref(stash)
         # What edits buffers does not keep its graph, which may need them as they were.
         keeps_graph = relay.turns_at(self.module) and not _outer_hooks() and self._buffers is None
@@ -222,7 +220,7 @@ class Call:
                 f"the unit {self.unit.name!r} edits one of its inputs in place; running it again in the backward would "
                 "edit it twice. Copy the input first (x = x.clone()), or cut the unit differently with units=[...]"
             )
-        relay.went_forward(self)
+        step.went_forward(self)
         return outputs, stash
 
     def backward(self, gradients: Sequence[torch.Tensor | None], *, accumulate: bool) -> list[torch.Tensor | None]:
@@ -235,7 +233,7 @@ class Call:
         self._park(Direction.BACKWARD, [g for g in gradients if g is not None])
         self._relay.goes_backward(self, accumulate=accumulate)
         results = self._input_gradients(stash, gradients, accumulate=accumulate)
-        self._relay.stash.know(self.batch, [g for g in results if g is not None])
+        self._relay.step.stash.know(self.batch, [g for g in results if g is not None])
         return results
 
     def _input_gradients(
@@ -250,7 +248,7 @@ class Call:
                 outputs = self._replay(inputs, stack)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
             # Checkpointing within the unit runs parts of it once more.
-            with self._relay.present(self.unit, adopt=False):
+            with self._relay.bound(self.unit, adopt=False):
                 return self._backpropagate(pairs, inputs, accumulate=accumulate)
 
     def _backpropagate(
@@ -306,7 +304,7 @@ class Call:
 
     def _call(self, args: Sequence[Any], values: Sequence[Any], *, adopt: bool) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._relay.present(self.unit, adopt=adopt))
+            stack.enter_context(self._relay.bound(self.unit, adopt=adopt))
             for kind, dtype, enabled in self._autocast:
                 if not enabled and not torch.is_autocast_enabled(kind):
                     continue  # to enter it would cost more than all else here
@@ -321,7 +319,7 @@ class Call:
         constants: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self._shared_before is not None:
             for tensor in self._shared_before.tensors:
-                self._relay.stash.use(self.batch, tensor)
+                self._relay.step.stash.use(self.batch, tensor)
             constants = [(t.detach(), t) for t in self._shared_before.tensors]
             put_all(self._shared, self._shared_before.restore([detached for detached, _ in constants]))
         result = Snapshot([self._call(args, values, adopt=adopt)])

@@ -1,7 +1,7 @@
 """The relay: runs micro-batches so that each unit, once on the device, serves all of them.
 
 When every live micro-batch is parked, the driver picks a unit: among parked forwards the earliest; if there are none,
-among parked backwards the latest. The unit serves every wish for it, micro-batch by micro-batch, until there is none
+among parked backwards the latest. The unit serves every request for it, micro-batch by micro-batch, until there is none
 left, and makes room for the next. That one rule gives 2N-1 fetches a step at any number of micro-batches, and a turn in
 which the logits of two micro-batches never exist together.
 """
@@ -11,142 +11,94 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ferryman.exactness.buffers import Bound, Buffers
+from ferryman.exactness.buffers import Buffers
 from ferryman.exactness.escapes import Escapes
 from ferryman.exactness.guard import Guard
 from ferryman.exactness.reach import beyond, context_variables, tensors_in
 from ferryman.exactness.user_state import UserState
 from ferryman.exactness.weight_edits import WeightEdits
-from ferryman.model.binding import adopt_assigned, bind, is_buffer
-from ferryman.model.placeholder import Placeholder
+from ferryman.model.binding import bind, is_buffer
 from ferryman.model.units import Item, Unit
 from ferryman.plan.plan import Plan
+from ferryman.relay.bound_model import BoundModel
 from ferryman.relay.call import Call, Forward, refuse_caches
 from ferryman.relay.checksums import Checksums
-from ferryman.relay.evaluation import Evaluation, upcoming
+from ferryman.relay.evaluation import Evaluation
 from ferryman.relay.gradient_slots import GradientSlots
 from ferryman.relay.held_weights import HeldWeights
 from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
-from ferryman.relay.observer import Observer
+from ferryman.relay.parameter_server import ParameterServer
 from ferryman.relay.stash import DeviceStash, HostStash, Stash
-from ferryman.relay.weight_slots import WeightSlots
-from ferryman.runtime.lanes import DeviceLane, Lanes
-from ferryman.runtime.marks import Mark
+from ferryman.relay.step_state import Expectation, StepState, Visit, Work
+from ferryman.relay.weight_slots import UnitOnDevice, WeightSlots
 from ferryman.runtime.rng import Randomness
-from ferryman.server.server import Server
+from ferryman.runtime.streams import Streams
 
 
 class Relay:
-    """Owns what is on the device: slots, residents, and what the last step has taught."""
+    """Owns what is on the device: slots, residents, and what the last step has shown.
 
-    def __init__(self, plan: Plan, device: torch.device, server: Server, lanes: Lanes) -> None:
+    What belongs to one step is in its `StepState`.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device, server: ParameterServer, streams: Streams) -> None:
+        self.device = device
+        self.lanes, self.compute = streams.lanes, streams.compute
+        self._server = server
         self.randomness = Randomness(device)
         self.state = UserState()
         self.buffers = Buffers()
         self.checksums = Checksums(device)
         self.escapes = Escapes()
-        self.kinds = sorted({"cpu", device.type})  # of devices that autocast may be on for
+        self.autocast_devices = sorted({"cpu", device.type})
         self.anchor = torch.zeros((), device=device, requires_grad=True)
-        self.device = device
-        self._units: list[Unit] = []
         self._residents = plan.residents
-        self._server = server
-        self.lanes = lanes
-        self.compute, h2d, d2h = lanes.device("compute"), lanes.device("h2d"), lanes.device("d2h")
-        self._d2h = d2h
         kind = HeldWeights if plan.held else WeightSlots
-        self.weights = kind(device, plan.weight_slots, server, h2d, self._collect)
-        self._gradients = GradientSlots(device, plan.gradient_slots, server, h2d, d2h)
-        self._resident_weights = WeightSlots(device, 1, server, h2d, self._collect_resident)
-        self._resident_gradients = GradientSlots(device, 1, server, h2d, d2h)
-        self._resident_weights.make_room_for([self._residents])
-        self._resident_gradients.make_room_for([self._residents])
+        self.weights = kind(device, plan.weight_slots, server, streams.h2d, self._collect)
+        self.gradients = GradientSlots(device, plan.gradient_slots, plan.residents, server, streams.h2d, streams.d2h)
+        self._model = BoundModel(plan.residents, device, server, streams, self._collect)
+        self.evaluation = Evaluation(self._model, self.weights, streams)
         self._device_stash = DeviceStash()
         self._host_stash: HostStash | None = None
-        self.evaluation = Evaluation(self)
         if device.type != "cpu":
-            # On lanes of its own: those of units wait for the host at times, and compute must not wait with them.
-            self._host_stash = HostStash(device, self.compute, lanes.device("stash in"), lanes.device("stash out"))
-        self.stash: Stash = self._device_stash
-        self.absent: dict[Unit, list[tuple[Item, Placeholder]]] = {}
-        # Of the step that runs.
-        self.running: MicroBatch | None = None
-        self._batches: list[MicroBatch] = []
-        self._losses: dict[int, torch.Tensor] = {}  # of micro-batches that have turned
-        self._number = 0  # of runs so far
-        self.for_good = False  # gradients cross for an update
-        self._observer: Observer | None = None
-        self._guard: Guard | None = None
-        self._is_last = False  # the call that goes backward is the unit's last
-        self._present: list[tuple[Item, torch.Tensor]] = []  # the tensors of the unit on visit
-        self._visited: Unit | None = None  # whose gradients are being added up
-        self._hooked: set[tuple[MicroBatch, Item]] = set()  # parameters whose hooks have run
-        self._sums: dict[Item, torch.Tensor] = {}  # where gradients of the unit on visit are added up
-        self._resident_sums: dict[Item, torch.Tensor] = {}
-        self.entangled: list[weakref.ref[Call]] = []  # calls that can reach what may refer to them
-        self._open: dict[Unit, int] = {}  # calls whose backward is still to come
-        self._latest: Call | None = None  # the last to go forward
-        self._turning: set[nn.Module] = set()
-        # Of the last step, for the next.
+            self._host_stash = HostStash(device, streams.compute, streams.stash_in, streams.stash_out)
+        self._step: StepState | None = None  # the one that runs
+        # What the last step has shown, for the next.
         self.order: list[Unit] = []  # of visits
-        self._turns: set[nn.Module] = set()  # whose backward followed their forward at once
-        self._late: set[Unit] = set()  # units that were called in the backward, by reentrant checkpointing
-        self._resident_tensors: dict[Item, torch.Tensor] = {}  # on the device, in a step
-        self._resident_edits = WeightEdits((), by_bytes=False)
+        self._turning_modules: set[nn.Module] = set()
+        self._called_in_backward: set[Unit] = set()  # by reentrant checkpointing
         self.serve(plan)
 
-    @property
-    def host_stash(self) -> HostStash:
-        assert self._host_stash is not None, "the host itself has no budget"
-        return self._host_stash
-
-    @property
-    def fetches(self) -> int:
-        """Units fetched so far."""
-        return self.weights.fetches
-
     def serve(self, plan: Plan) -> None:
-        """Its units are there from now on, in the order of the model; the residents are those there were."""
+        """The plan's units are in the model from now on, in this order; the residents are those there were."""
         units = plan.units
         self.weights.make_room_for(units)
-        self._gradients.make_room_for(units)
-        self._server.serve(plan.in_forward_order, self.weights, plan.staging, held=plan.held)
+        self.gradients.make_room_for(units)
+        self._model.serve(units)
         self._units = list(units)
-        # A unit may have been renamed, so what is said of its tensors is made anew.
-        self.absent = {
-            unit: [(item, Placeholder(item.tensor, item.name, unit, self.device)) for item in unit.items]
-            for unit in units
-        }
-        self._late.clear()
+        self._called_in_backward.clear()
         self._training = {unit for unit in units if any(p.requires_grad for m in unit.modules for p in m.parameters())}
+        self.has_unit_buffers = any(is_buffer(item) for unit in units for item in unit.items)
         # The modules of each unit, in an order that stays.
         self.inside = {unit: list(dict.fromkeys(m for top in unit.modules for m in top.modules())) for unit in units}
-        within = {unit: set(modules) for unit, modules in self.inside.items()}
-        self._resident_buffers = {  # that belong to modules of units
-            unit: [i for i in self._residents.items if is_buffer(i) and any(p.module in within[unit] for p in i.places)]
-            for unit in units
-        }
         # The first guess at the visits to come; after a step it is known.
         self.order = [*units, *reversed(units)]
         self.evaluation.expect(units)
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)  # memory that is new to lanes may still be in use elsewhere
 
     def intercept(self, unit: Unit, module: nn.Module, forward: Forward) -> Forward:
-        """What stands for a module's forward."""
+        """The function that replaces a module's forward."""
 
         def relayed(*args: Any, **kwargs: Any) -> Any:
-            if self.running is not None:
+            if (running := self.running) is not None:
                 refuse_caches(unit, forward, args, kwargs)
-                self._check_late(unit)
-                return Call(self, self.running, unit, module, forward, args, kwargs).run()
+                self._check_call_in_backward(unit, running)
+                return Call(self, running, unit, module, forward, args, kwargs).run()
             if self.evaluation.runs:
                 return self.evaluation.call(unit, lambda: forward(*args, **kwargs))
             self._server.settle()
@@ -154,323 +106,222 @@ class Relay:
 
         return relayed
 
-    def run(
+    # A step.
+
+    def new_step(
         self,
-        works: Sequence[Callable[[], torch.Tensor]],
+        works: Sequence[Work],
         seed: int,
         *,
         stash_on_host: bool,
-        for_good: bool = False,
-        without: Collection[Unit] = (),
-        between: Callable[[], None] = lambda: None,
-        in_turn: bool = False,
-        forward_only: bool = False,
-        observer: Observer | None = None,
+        for_update: bool,
+        skipped: Collection[Unit] = (),
+        between_visits: Callable[[], None] = lambda: None,
         guard: Guard | None = None,
-    ) -> torch.Tensor:
-        """Forward and backward of all micro-batches, each of which returns its loss; returns the sum.
+    ) -> StepState:
+        """A step of micro-batches, each of which returns its loss; `run` runs it.
 
-        `for_good`: the server updates weights with the gradients, else they are kept. `without`: units that will not
-        be asked for this time. `between` is called between visits and may raise. The gradients are on their way to the
-        host when it returns.
-
-        For trials: `in_turn` runs one micro-batch after the other, `forward_only` ends each with its loss, and an
-        `observer` is told what happens.
+        `for_update`: the server updates weights with the gradients; otherwise they are left for the user. `skipped`:
+        units that will not be called this time. `between_visits` may raise, to end the step.
         """
-        self.for_good = for_good
-        self._observer, self._guard = observer, guard
-        for slots in (self._gradients, self._resident_gradients):
-            slots.begin(for_good=for_good)
-        self.stash = self._host_stash if stash_on_host and self._host_stash is not None else self._device_stash
-        losses = self._losses = dict[int, torch.Tensor]()
+        return StepState(
+            works,
+            seed,
+            self.stash_for(on_host=stash_on_host),
+            self.expectation(skipped),
+            for_update=for_update,
+            guard=guard,
+            between_visits=between_visits,
+        )
 
-        def work(batch: MicroBatch) -> None:
-            batch.context = context_variables(contextvars.copy_context())
-            modules = (module for inside in self.inside.values() for module in inside)
-            batch.inherited = tensors_in(beyond(modules, self.state.owners))
-            with self.stash.watch(batch):
-                loss = works[batch.number]()
-                losses[batch.number] = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
-                if self.escapes.traced:
-                    self.escapes.check(batch.number, loss)
-                if for_good:
-                    self._send_loss(losses[batch.number])
-                batch.turned = True
-                if not forward_only:
-                    loss.backward()
+    def run(self, step: StepState) -> torch.Tensor:
+        """Forward and backward of all micro-batches; returns the sum of their losses.
 
-        visited: list[Unit] = []
-        order = [unit for unit in self.order if unit not in without]
-        with (
-            self.bound(),
-            self._apart(losses, seed, exchange=not in_turn),
-            self._adding_up(),
-            contextlib.ExitStack() as stack,
-        ):
-            survey = observer.survey if observer is not None else None if guard is None else guard.survey
-            thread_locals = [] if survey is None else survey.thread_locals
-            surroundings = Surroundings(self.device, self.randomness, self.compute, seed, thread_locals)
-            batches = self._batches = []
-            for number in range(len(works)):
-                batches.append(MicroBatch(number, work, surroundings, batches[-1] if batches else None))
-                stack.callback(batches[-1].abandon)
-            self._turning.clear()
-            for group in [[batch] for batch in batches] if in_turn else [batches]:
+        When it returns, the gradients are on their way to the host.
+        """
+        with self._during(step):
+            for group in step.groups():
                 for batch in group:
                     self._resume(batch)
-                    self.stash.stow(batch)
+                    step.stash.stow(batch)
                 while live := [batch for batch in group if not batch.done]:
                     unit = self._pick(live)
-                    visited.append(unit)
-                    self._visit(unit, group, [] if in_turn else upcoming(order, visited))
-                    between()
-            if observer is None and (left := batches[-1].thread_state) is not None:
-                left.leave_behind(thread_locals)
-            with self.compute.occupy("add up losses"):
-                total = functools.reduce(torch.add, (losses[number] for number in range(len(works))))
-                for unit in self._gradients.held():
-                    self._gradients.complete(unit)
-                self._resident_gradients.complete(self._residents)
-        if not without and not forward_only:
-            self._turns = set(self._turning)
-            if not in_turn:
+                    step.visited.append(unit)
+                    on_device = self.weights.enter(unit, step.upcoming())
+                    finished = False
+                    try:
+                        finished = self._visit(unit, on_device, group)
+                    finally:
+                        end = self.compute.here()  # also of a visit that failed: what it launched still uses the slots
+                        self.weights.leave(on_device.slot, end)
+                        self.gradients.leave(unit, end)
+                    if finished:
+                        self.gradients.flush(unit)
+                    step.between_visits()
+            total = self._add_up_losses(step)
+            visited, turning = step.visited, step.turning_modules
+        if step.runs_backward and not step.skips_units:
+            self._turning_modules = turning
+            if step.interleaved:
                 self.order = visited
         if self.device.type != "cpu":
             total.record_stream(torch.accelerator.current_stream(self.device))  # where the caller will use it
         return total
 
-    @contextlib.contextmanager
-    def trying(self, *, check: bool) -> Iterator[None]:
-        """Within, a run leaves nothing behind on host or device, but what it has taught. `check`: the second runs of
-        calls are compared with the first, and it is noted which buffers are edited."""
-        trace, self.lanes.trace, fetches = self.lanes.trace, None, self.weights.fetches
-        self.checksums.begin(on=True)  # also where nobody looks at them: they take memory
-        buffers = self.buffers.learning() if check else self.buffers.ignoring()
-        try:
-            with self._gradients.discarding(), self._resident_gradients.discarding(), buffers:
-                yield
-                self.lanes.wait()
-        finally:
-            # The device's copies of buffers may have been edited.
-            self.weights.forget(everything=any(is_buffer(item) for unit in self._units for item in unit.items))
-            self.lanes.trace = trace
-            if check:
-                self.weights.fetches = fetches
-            else:
-                self.checksums.begin(on=False)
+    def stash_for(self, *, on_host: bool) -> Stash:
+        """The host itself has no budget, and so no stash apart from it."""
+        return self._host_stash if on_host and self._host_stash is not None else self._device_stash
 
-    def edited_buffers(self) -> dict[str, Any]:
-        """Buffers of units that the units edit, as they are on the host."""
-        return {item.name: item.tensor.detach().to(torch.float64, copy=True) for item in self.buffers.edited}
+    def expectation(self, skipped: Collection[Unit] = ()) -> Expectation:
+        return Expectation(self.order, skipped)
 
-    def finish(self) -> None:
-        """Blocks until all gradients are on the host."""
-        self._gradients.wait()
-        self._resident_gradients.wait()
-
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
-        """These tensors were made for the micro-batch that runs."""
-        assert self.running is not None
-        self.stash.know(self.running, tensors)
-
-    def adopt_residents(self) -> None:
-        """Resident buffers may have been assigned."""
-        for item, tensor in self._resident_tensors.items():
-            if is_buffer(item):
-                adopt_assigned(item, tensor)
+    @property
+    def host_stash(self) -> HostStash:
+        assert self._host_stash is not None, "the host itself has no budget"
+        return self._host_stash
 
     def recover(self) -> None:
         """After a failure, when no lane has work any more: what failed is not waited for."""
         self.weights.forget(everything=True)
-        self._resident_weights.forget()
-        self._gradients.forget_marks()
-        self._resident_gradients.forget_marks()
-
-    @property
-    def kept(self) -> dict[Unit, list[Item]]:
-        """Units whose gradients are on the host in float32, and which of their tensors have some."""
-        return {**self._gradients.kept, **self._resident_gradients.kept}
-
-    def has_gradient(self, item: Item) -> bool:
-        return self._gradients.has(item) or self._resident_gradients.has(item)
-
-    def take_gradient(self, unit: Unit, item: Item) -> None:
-        """The user has put a gradient into the store's memory."""
-        (self._resident_gradients if unit is self._residents else self._gradients).take(unit, item, self.lanes.here())
-
-    def clear_gradients_of(self, items: Sequence[Item]) -> None:
-        self._gradients.clear_of(items)
-        self._resident_gradients.clear_of(items)
-
-    def clear_gradients(self) -> None:
-        self._gradients.clear()
-        self._resident_gradients.clear()
+        self._model.recover()
+        self.gradients.forget_marks()
 
     def close(self) -> None:
         """Gives the device's memory back."""
         if self._host_stash is not None:
             self._host_stash.close()
-        for slots in (self.weights, self._gradients, self._resident_weights, self._resident_gradients):
-            slots.close()
+        self.weights.close()
+        self.gradients.close()
+        self._model.close()
 
-    # What calls ask and tell.
+    # For calls, in the threads of micro-batches.
+
+    @property
+    def step(self) -> StepState:
+        """The step that runs."""
+        assert self._step is not None, "there is a step while a micro-batch runs"
+        return self._step
+
+    @property
+    def running(self) -> MicroBatch | None:
+        """The micro-batch that runs."""
+        return None if self._step is None else self._step.running
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These tensors were made for the micro-batch that runs."""
+        assert self.running is not None
+        self.step.stash.know(self.running, tensors)
 
     def turns_at(self, module: nn.Module) -> bool:
-        return module in self._turns
+        """Whether the module's backward followed its forward at once, in the last step."""
+        return module in self._turning_modules
 
     def trains(self, unit: Unit) -> bool:
-        """Whether any parameter that its modules use trains, also one that is resident."""
+        """Whether any parameter that the unit's modules use requires a gradient, also a resident one."""
         return unit in self._training
 
-    def opened(self, unit: Unit) -> Callable[[], None]:
-        """A call's backward may come from now on; what is returned is called when it cannot come any more."""
-        self._open[unit] = self._open.get(unit, 0) + 1
-        number = self._number
-
-        def released() -> None:
-            if self._number == number:  # else its step is over
-                self._open[unit] -= 1
-
-        return released
-
     @contextlib.contextmanager
-    def present(self, unit: Unit, *, adopt: bool) -> Iterator[None]:
-        """Within, the modules of the unit on visit have the device's tensors; to `adopt`, buffers that they assign
-        count."""
-        bind(self._present)
+    def bound(self, unit: Unit, *, adopt: bool) -> Iterator[None]:
+        """Within, the modules of the unit on visit have the device's tensors. `adopt`: tensors that they assign to
+        buffers are copied into these."""
+        visit = self.step.visit
+        assert visit is not None, "a unit's code runs only while the unit is on visit"
+        bind(visit.tensors)
         try:
             yield
             if adopt:
                 self.buffers.adopt()
         finally:
-            bind(self.absent[unit])
-            for item in self._resident_buffers[unit]:
-                bind([(item, self._resident_tensors[item])])
-
-    def went_forward(self, call: Call) -> None:
-        if self._latest is not None:
-            self._latest.drop_graph()  # another call came between: one graph at most is kept
-        self._latest = call
+            self._model.bind_placeholders(unit)
+            self._model.bind_resident_buffers(unit)
 
     def goes_backward(self, call: Call, *, accumulate: bool) -> None:
-        if self._latest is call:
-            self._turning.add(call.module)
+        """A call is about to run its backward. To `accumulate` gradients of parameters, the unit needs a slot."""
+        step, unit = self.step, call.unit
+        step.goes_backward(call)
         if not accumulate:
             return
-        self._is_last = self._open[call.unit] == 1 and self._all_turned() and call.unit not in self._late
-        if not self._sums and call.unit.trained:
-            self._visited = call.unit
-            self._sums, ready = self._gradients.enter(call.unit)
-            self.compute.follow(*ready)
+        visit = step.visit
+        assert visit is not None, "a unit's code runs only while the unit is on visit"
+        visit.is_last_backward = (
+            step.open_calls.count(unit) == 1 and step.has_turned() and unit not in self._called_in_backward
+        )
+        if unit.trained and not visit.has_gradient_slot:
+            visit.has_gradient_slot = True
+            self.compute.follow(*self.gradients.enter(unit))
 
-    def _check_late(self, unit: Unit) -> None:
+    def _check_call_in_backward(self, unit: Unit, running: MicroBatch) -> None:
         """A unit that is called in the backward, by checkpointing with use_reentrant=True, may have gradients still to
-        come when all of its calls are over; so they must not cross for good before the end."""
-        assert self.running is not None
-        if self.running.turned and unit not in self._late:
-            if self.for_good:
+        come when all of its calls are over; so they must not be sent for an update before the end."""
+        if running.turned and unit not in self._called_in_backward:
+            if self.step.for_update:
                 raise ValueError(
                     f"the unit {unit.name!r} is called in the backward, by torch.utils.checkpoint, and was not in the "
                     "first step. The engine runs units again by itself: switch checkpointing off"
                 )
-            self._late.add(unit)
+            self._called_in_backward.add(unit)
 
-    def _all_turned(self) -> bool:
-        """Whether no micro-batch will go forward any more."""
-        return all(batch.turned or batch.done for batch in self._batches)
+    def _collect(self, unit: Unit, item: Item, parameter: torch.Tensor) -> None:
+        """Takes a parameter's gradient of one call, after the hooks that the user has put on the parameter."""
+        step, batch = self.step, self.running
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None, "autograd calls this when it has put a gradient there"
+        assert batch is not None
+        if unit is not self._residents:
+            self._sample_memory()  # the call's graph is there
+        if hooks := item.tensor._backward_hooks:
+            if (batch, item) in step.hooked:
+                raise ValueError(
+                    f"{item.name!r} has a hook on its gradient (register_hook) and is used by several calls in one "
+                    "backward. Plain PyTorch would run the hook once, on their sum, which is never there as a whole. "
+                    "Edit the gradient between engine.forward_backward() and engine.update()"
+                )
+            step.hooked.add((batch, item))
+            for hook in list(hooks.values()):
+                if (changed := hook(gradient)) is not None:
+                    gradient = changed
+        step.has_gradient(batch, item, gradient)
+        last = unit is not self._residents and step.visit is not None and step.visit.is_last_backward
+        self.gradients.add(unit, item, gradient, last=last)
 
     # The driver.
 
-    def _resume(self, batch: MicroBatch) -> None:
-        observer = self._observer
-        if observer is not None:
-            observer.resumes(batch)
-        if self.state:
-            with self.compute.current():
-                self.state.enter(batch.number)
-        self.running = batch
+    @contextlib.contextmanager
+    def _during(self, step: StepState) -> Iterator[None]:
+        """For a step: the model is on the device, and there are micro-batches, which are ended with it."""
+        self._step = step
         try:
-            batch.resume()
+            self.weights.forget()
+            self.gradients.begin(for_update=step.for_update)
+            with (
+                self._model.on_device(),
+                self._user_state(step),
+                self._resident_gradients(),
+                contextlib.ExitStack() as stack,
+            ):
+                thread_locals = [] if step.survey is None else step.survey.thread_locals
+                surroundings = Surroundings(self.device, self.randomness, self.compute, step.seed, thread_locals)
+                batches = step.micro_batches
+                for number in range(len(step.works)):
+                    before = batches[-1] if batches else None
+                    batches.append(MicroBatch(number, self._forward_backward, surroundings, before))
+                    stack.callback(batches[-1].abandon)
+                yield
+                if step.takes_effect and (left := batches[-1].thread_state) is not None:
+                    left.leave_behind(thread_locals)
         finally:
-            self.running = None
-        self._look_at_memory()
-        if observer is not None:
-            with self.compute.current():
-                observer.parked(batch)
-
-    def _pick(self, live: Sequence[MicroBatch]) -> Unit:
-        wishes = [batch.wish for batch in live if batch.wish is not None]
-        forwards = [wish.unit for wish in wishes if wish.direction is Direction.FORWARD]
-        if forwards:
-            return min(forwards, key=self._units.index)
-        return max((wish.unit for wish in wishes), key=self._units.index)
-
-    def _visit(self, unit: Unit, batches: Sequence[MicroBatch], upcoming: Sequence[Unit]) -> None:
-        slot, ready = self.weights.enter(unit, upcoming)
-        finished = False
-        try:
-            backward = self._all_turned()
-            with self.compute.occupy(f"visit {unit.name}", after=ready) as mark:
-                self._look_at_memory()
-                self._present = self.weights.tensors(unit, slot)
-                self.buffers.visit(self._buffers_of(unit))
-                edits = WeightEdits(self._present, by_bytes=self.escapes.traced)
-                guests = [batch for batch in batches if batch.wish is not None and batch.wish.unit is unit]
-                for batch, after in zip(guests, [*guests[1:], None], strict=True):
-                    self.stash.restore(batch)
-                    if after is not None:
-                        self.stash.restore(after)  # beside the compute of this one
-                    while batch.wish is not None and batch.wish.unit is unit:
-                        self.stash.restore(batch)  # of a second call, others may have left since the first
-                        self.stash.follow(batch)
-                        self._resume(batch)
-                    self.stash.stow(batch)
-                edits.check()
-                direction = "backward" if backward else "turn" if self._all_turned() else "forward"
-                mark.label += f" ({direction})"
-                if finished := self._is_finished(unit):
-                    self._gradients.complete(unit)
-                edited = self.buffers.leave()
-            if edited:
-                self.write_back([pair for pair in edited if pair[0] in unit.items], self.compute.here())
-        finally:
-            self._present = []
-            self._sums = {}
-            if self._latest is not None:
-                self._latest.drop_graph()
-                self._latest = None
-            end = self.compute.here()  # also of a visit that failed: what it launched still uses the slots
-            self.weights.leave(slot, end)
-            self._gradients.leave(unit, end, finished=finished)
-
-    def _is_finished(self, unit: Unit) -> bool:
-        """Whether the unit's backward is over, so that its gradients can cross."""
-        if self._open.get(unit) or (self.for_good and (not self._all_turned() or unit in self._late)):
-            return False
-        if self._guard is not None and self._all_turned():
-            self._guard.check(self._losses)  # the first weights are about to change, or gradients to be kept
-            self._resident_edits.check()
-        return True
-
-    def _buffers_of(self, unit: Unit) -> list[Bound]:
-        own = [(item, tensor) for item, tensor in self._present if is_buffer(item)]
-        return own + [(item, self._resident_tensors[item]) for item in self._resident_buffers[unit]]
+            self._step = None
+            step.close()
 
     @contextlib.contextmanager
-    def _apart(self, losses: dict[int, torch.Tensor], seed: int, *, exchange: bool) -> Iterator[None]:
-        """For a step: each micro-batch has its own of the user's variables."""
-        observer = self._observer
-        self._hooked.clear()
+    def _user_state(self, step: StepState) -> Iterator[None]:
+        """For a step: each micro-batch has its own copy of the user's variables."""
         try:
-            if observer is not None:
-                with self.compute.current():
-                    observer.begin()
-            if self._guard is not None:
-                self._guard.begin()
             with self.compute.current():
+                step.begin()
                 by_bytes = self.escapes.traced or self.checksums.is_on
-                self._resident_edits = WeightEdits(list(self._resident_tensors.items()), by_bytes=by_bytes)
-                self.state.begin(seed, exchange=exchange)
+                step.resident_edits = WeightEdits(list(self._model.resident_tensors.items()), by_bytes=by_bytes)
+                self.state.begin(step.seed, exchange=step.interleaved)
             try:
                 yield
             except BaseException:
@@ -478,119 +329,119 @@ class Relay:
                 self.buffers.undo()
                 raise
             with self.compute.current():
-                self._resident_edits.check()
+                step.resident_edits.check()
                 self.state.end()
-                self.stash.bring_back()
-                self.adopt_residents()
-                if observer is None:
+                step.stash.bring_back()
+                self._model.adopt_assigned_residents()
+                if step.takes_effect:
                     self.buffers.keep()
-                else:
-                    observer.end(losses, self._batches[-1].thread_state)
+                step.succeeded()
         finally:
-            if observer is not None:
-                with self.compute.current():
-                    observer.undo()
+            with self.compute.current():
+                step.ended()
 
     @contextlib.contextmanager
-    def bound(self) -> Iterator[None]:
-        """For a step: residents on the device, all units absent; afterwards the model has the host's tensors again."""
-        self.weights.forget()
-        self._resident_weights.forget()
-        self.compute.follow(self.lanes.here())
-        slot, ready = self._resident_weights.enter(self._residents, ())
-        self.compute.follow(*ready)
-        present = self._resident_weights.tensors(self._residents, slot)
-        self._resident_tensors = dict(present)
-        versions = [tensor._version for _, tensor in present]
-        try:
-            bind(present)
-            for unit in self._units:
-                bind(self.absent[unit])
-            yield
-        finally:
-            for unit in (*self._units, self._residents):
-                bind([(item, item.tensor) for item in unit.items])
-            end = self.compute.here()
-            end.precede_caller()
-            edited = [pair for pair, version in zip(present, versions, strict=True) if pair[1]._version != version]
-            self.write_back([pair for pair in edited if is_buffer(pair[0])], end)
-            self._resident_tensors = {}  # whose hooks refer to the relay
-            self._resident_edits = WeightEdits((), by_bytes=False)
-            self._resident_weights.leave(slot, end)
-            self._number += 1
-            self._open.clear()
-            for batch in self._batches:
-                batch.thread_state, batch.inherited = None, {}
-            self._batches = []
-            while self.entangled:
-                if (call := self.entangled.pop()()) is not None:
-                    call.untangle()
-            self._latest = self._observer = self._guard = None
-            self.stash.forget()
-
-    @contextlib.contextmanager
-    def _adding_up(self) -> Iterator[None]:
+    def _resident_gradients(self) -> Iterator[None]:
         """For a step: residents have a slot for their gradients; afterwards all gradients are on their way."""
-        self._resident_sums, ready = self._resident_gradients.enter(self._residents)
-        self.compute.follow(*ready)
+        self.compute.follow(*self.gradients.enter(self._residents))
         try:
             yield
         except BaseException:
-            for slots in (self._gradients, self._resident_gradients):
-                slots.begin(for_good=False)  # what a step that failed has added up changes no weight
+            self.gradients.begin(for_update=False)  # what a step that failed has added up changes no weight
             raise
         finally:
-            self._resident_sums = {}
-            for slots in (self._gradients, self._resident_gradients):
-                slots.flush_all(self.compute.here())
+            self.gradients.flush_all(self.compute.here())
 
-    def _send_loss(self, loss: torch.Tensor) -> None:
-        """To the server, which refuses to update with gradients of a loss that is not finite."""
-        target, source = self._server.gradient_checks.receive_loss(), loss.float().view(1)
-        if isinstance(self._d2h, DeviceLane):
-            source.record_stream(self._d2h.stream)
-        mark = self._d2h.copy([(target, source)], after=[self.compute.here()], label="loss")
-        self._server.gradient_checks.expect_loss(target, mark)
+    def _forward_backward(self, batch: MicroBatch) -> None:
+        """One micro-batch, in its own thread."""
+        step = self.step
+        batch.context = context_variables(contextvars.copy_context())
+        modules = (module for inside in self.inside.values() for module in inside)
+        batch.inherited = tensors_in(beyond(modules, self.state.owners))
+        with step.stash.watch(batch):
+            loss = step.works[batch.number]()
+            value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+            step.losses[batch.number] = value
+            if self.escapes.traced:
+                self.escapes.check(batch.number, loss)
+            if step.for_update:
+                self._server.send_loss(value, [self.compute.here()])
+            batch.turned = True
+            if step.runs_backward:
+                loss.backward()
 
-    def write_back(self, edited: Sequence[tuple[Item, torch.Tensor]], end: Mark) -> None:
-        """What the user's code has changed in residents, such as a count in a buffer, goes to the host."""
-        for item, tensor in edited:
-            if tensor.device.type == "cpu":
-                continue  # it is the host's own
-            after = [end, self.lanes.here()]  # evaluations run on the caller's own stream
-            copies = [(item.tensor.data, tensor.detach())]
-            self._d2h.copy(copies, after=after, label=f"write back {item.name}").wait()
+    def _resume(self, batch: MicroBatch) -> None:
+        step = self.step
+        step.micro_batch_resumes(batch)
+        if self.state:
+            with self.compute.current():
+                self.state.enter(batch.number)
+        step.running = batch
+        try:
+            batch.resume()
+        finally:
+            step.running = None
+        self._sample_memory()
+        with self.compute.current():
+            step.micro_batch_parked(batch)
 
-    def _look_at_memory(self) -> None:
+    def _pick(self, live: Sequence[MicroBatch]) -> Unit:
+        requests = [batch.request for batch in live if batch.request is not None]
+        forwards = [request.unit for request in requests if request.direction is Direction.FORWARD]
+        if forwards:
+            return min(forwards, key=self._units.index)
+        return max((request.unit for request in requests), key=self._units.index)
+
+    def _visit(self, unit: Unit, on_device: UnitOnDevice, batches: Sequence[MicroBatch]) -> bool:
+        """Serves all requests for the unit. Returns whether its backward is over, so that its gradients can cross."""
+        step = self.step
+        try:
+            backward = step.has_turned()
+            with self.compute.occupy(f"visit {unit.name}", after=on_device.ready) as mark:
+                self._sample_memory()
+                step.visit = Visit(unit, on_device.tensors)
+                self.buffers.visit(self._model.buffers_of(unit, on_device.tensors))
+                edits = WeightEdits(on_device.tensors, by_bytes=self.escapes.traced)
+                self._serve_requests(unit, [batch for batch in batches if batch.requests(unit)])
+                edits.check()
+                direction = "backward" if backward else "turn" if step.has_turned() else "forward"
+                mark.label += f" ({direction})"
+                if finished := self._is_finished(unit):
+                    step.check_before_update()
+                    self.gradients.complete(unit)
+                edited = self.buffers.leave()
+            if edited:
+                self._model.write_back([pair for pair in edited if pair[0] in unit.items], self.compute.here())
+            return finished
+        finally:
+            step.visit = None
+            step.drop_graph()
+
+    def _serve_requests(self, unit: Unit, waiting: Sequence[MicroBatch]) -> None:
+        stash = self.step.stash
+        for batch, following in zip(waiting, [*waiting[1:], None], strict=True):
+            stash.restore(batch)
+            if following is not None:
+                stash.restore(following)  # beside the compute of this one
+            while batch.requests(unit):
+                stash.restore(batch)  # for a second call: others may have left since the first
+                stash.follow(batch)
+                self._resume(batch)
+            stash.stow(batch)
+
+    def _is_finished(self, unit: Unit) -> bool:
+        """Whether the unit's backward is over: for an update, no micro-batch may still call the unit."""
+        step = self.step
+        if step.open_calls.count(unit):
+            return False
+        return not step.for_update or (step.has_turned() and unit not in self._called_in_backward)
+
+    def _add_up_losses(self, step: StepState) -> torch.Tensor:
+        with self.compute.occupy("add up losses"):
+            total = functools.reduce(torch.add, (step.losses[number] for number in range(len(step.works))))
+            self.gradients.complete_all()
+        return total
+
+    def _sample_memory(self) -> None:
         if self.lanes.trace is not None:
             self.lanes.trace.look_at_memory()
-
-    def _collect(self, item: Item, parameter: torch.Tensor) -> None:
-        assert self._visited is not None
-        self._look_at_memory()  # the call's graph is there
-        gradient = self._take(item, parameter)
-        self._gradients.add(self._visited, item, self._sums[item], gradient, last=self._is_last)
-
-    def _collect_resident(self, item: Item, parameter: torch.Tensor) -> None:
-        gradient = self._take(item, parameter)
-        self._resident_gradients.add(self._residents, item, self._resident_sums[item], gradient, last=False)
-
-    def _take(self, item: Item, parameter: torch.Tensor) -> torch.Tensor:
-        """A parameter's gradient of one call, after the hooks that the user has put on the parameter."""
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None, "autograd calls this when it has put a gradient there"
-        assert self.running is not None
-        if hooks := item.tensor._backward_hooks:
-            if (self.running, item) in self._hooked:
-                raise ValueError(
-                    f"{item.name!r} has a hook on its gradient (register_hook) and is used by several calls in one "
-                    "backward. Plain PyTorch would run the hook once, on their sum, which is never there as a whole. "
-                    "Edit the gradient between engine.forward_backward() and engine.update()"
-                )
-            self._hooked.add((self.running, item))
-            for hook in list(hooks.values()):
-                if (changed := hook(gradient)) is not None:
-                    gradient = changed
-        if self._observer is not None:
-            self._observer.gradient(self.running, item, gradient)
-        return gradient

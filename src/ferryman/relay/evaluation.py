@@ -4,75 +4,67 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ferryman.model.binding import adopt_assigned, bind, is_buffer
 from ferryman.model.units import Unit
-
-if TYPE_CHECKING:
-    from ferryman.relay.driver import Relay
+from ferryman.relay.bound_model import BoundModel
+from ferryman.relay.step_state import upcoming
+from ferryman.relay.weight_slots import WeightSlots
+from ferryman.runtime.streams import Streams
 
 
 class Evaluation:
     """Runs on the caller's own stream: what the model returns or caches is used there."""
 
-    def __init__(self, relay: Relay) -> None:
-        self._relay = relay
-        self._visited: list[Unit] | None = None  # while one runs
-        self._order: list[Unit] = []  # of the last one
+    def __init__(self, model: BoundModel, weights: WeightSlots, streams: Streams) -> None:
+        self._model, self._weights, self._streams = model, weights, streams
+        self._visited: list[Unit] | None = None  # while an evaluation runs
+        self._expected: list[Unit] = []  # the visits of the last one
 
     @property
     def runs(self) -> bool:
         return self._visited is not None
 
     def expect(self, units: Sequence[Unit]) -> None:
-        """The first guess at the visits to come."""
-        self._order = list(units)
+        """The first guess at the order of visits."""
+        self._expected = list(units)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Within, the model can be called."""
         self._visited = []
+        compute = self._streams.compute
+        self._weights.forget()
         try:
-            with self._relay.bound():
-                self._relay.compute.here().precede_caller()
+            with self._model.on_device():
+                compute.here().precede_caller()
                 try:
                     yield
-                    self._relay.adopt_residents()
+                    self._model.adopt_assigned_residents()
                 finally:
-                    self._relay.compute.follow(self._relay.lanes.here())
+                    compute.follow(self._streams.lanes.here())
         finally:
-            self._order, self._visited = self._visited, None
+            self._expected, self._visited = self._visited, None
 
-    def call(self, unit: Unit, work: Callable[[], Any]) -> Any:
-        """One unit's module."""
+    def call(self, unit: Unit, forward: Callable[[], Any]) -> Any:
+        """Runs the forward of one of the unit's modules with the unit's weights on the device."""
         assert self._visited is not None
-        relay, lanes = self._relay, self._relay.lanes
+        lanes = self._streams.lanes
         self._visited.append(unit)
-        slot, ready = relay.weights.enter(unit, upcoming(self._order, self._visited))
+        slot, tensors, ready = self._weights.enter(unit, upcoming(self._expected, self._visited))
         for mark in ready:
             mark.precede_caller()
-        tensors = relay.weights.tensors(unit, slot)
         buffers = [(item, tensor) for item, tensor in tensors if is_buffer(item)]
         versions = [tensor._version for _, tensor in buffers]
         bind(tensors)
         try:
-            result = work()
+            result = forward()
             for item, tensor in buffers:
                 adopt_assigned(item, tensor)
             edited = [pair for pair, version in zip(buffers, versions, strict=True) if pair[1]._version != version]
-            relay.write_back(edited, lanes.here())
+            self._model.write_back(edited, lanes.here())
             return result
         finally:
-            bind(relay.absent[unit])
-            relay.weights.leave(slot, lanes.here())
-
-
-def upcoming(order: Sequence[Unit], visited: Sequence[Unit]) -> Sequence[Unit]:
-    """What was visited last time after the point where this time stands."""
-    at = len(visited)
-    if at > len(order) or order[at - 1] is not visited[-1]:
-        # Another way than last time: go on from the next visit to this unit, if there is one.
-        later = [i for i in range(at - 1, len(order)) if order[i] is visited[-1]]
-        at = later[0] + 1 if later else len(order)
-    return order[at:]
+            self._model.bind_placeholders(unit)
+            self._weights.leave(slot, lanes.here())

@@ -4,101 +4,121 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from ferryman.model.units import Item, Unit, gradient_bytes, gradient_views, landing_bytes, landing_dtype, narrow_bytes
+from ferryman.relay.parameter_server import ParameterServer
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
-from ferryman.server.server import Server
+
+
+@dataclass(eq=False)
+class GradientSlot:
+    """Device memory for the gradients of one unit at a time."""
+
+    wide: torch.Tensor  # bytes; the sums in float32
+    narrow: torch.Tensor  # bytes; the sums in the dtype in which they cross, if that is not float32
+    unit: Unit | None = None
+    wide_views: dict[Item, torch.Tensor] = field(default_factory=dict)  # of the unit's parameters
+    narrow_views: dict[Item, torch.Tensor] = field(default_factory=dict)
+    free: list[Mark] = field(default_factory=list)  # after which it can be written: the ends of what used it last
+    used: Mark | None = None  # the end of the visit that added to it last
+    taken_at: int = 0  # how many flushes there had been when the unit took the slot
+    emptied_at: int = 0  # how many flushes there had been when the slot was emptied
+
+    def take(self, unit: Unit, flushes: int) -> None:
+        self.unit, self.taken_at = unit, flushes
+        self.wide_views = gradient_views(unit, self.wide)
+        if self.narrow.nbytes and narrow_bytes(unit):
+            self.narrow_views = gradient_views(unit, self.narrow, landing_dtype(unit))
+
+    def drop(self) -> None:
+        self.unit, self.wide_views, self.narrow_views = None, {}, {}
 
 
 class GradientSlots:
     """Where the gradients of a unit's micro-batches are added up in float32, until they cross to the host.
 
-    In a step that ends with an update they cross for good, in the dtype of the weights and by subgroups, when the
-    unit's backward is over. Else they cross in float32 and are *kept* there; so are those of a unit whose slot is
-    needed for another one before its backward is over. What is kept is fetched again when the unit is back.
+    In a step that ends with an update, gradients are sent to the server when the unit's backward is over, in the dtype
+    of the weights. Otherwise they cross in float32 and stay on the host, for the user; so do those of a unit whose slot
+    is needed for another one before its backward is over. When the unit is back, its sums are fetched from there.
+
+    Residents have a slot of their own.
     """
 
-    def __init__(self, device: torch.device, count: int, server: Server, h2d: Lane, d2h: Lane) -> None:
-        self.flushes = 0
+    def __init__(
+        self, device: torch.device, count: int, residents: Unit, server: ParameterServer, h2d: Lane, d2h: Lane
+    ) -> None:
         self._device = device
         self._server, self._h2d, self._d2h = server, h2d, d2h
-        self._memory = [torch.empty(0, dtype=torch.uint8, device=device)] * count
-        self._narrow = [torch.empty(0, dtype=torch.uint8, device=device)] * count  # as they cross, if not in float32
-        self._for_good = False  # whether they cross for an update
+        self._slots = [self._make_slot(0, 0) for _ in range(count)]
+        self._residents = residents
+        self._resident_slot = self._make_slot(gradient_bytes(residents), self._narrow_bytes(residents))
+        self._flushes = 0
+        self._for_update = False
         self._discards = False
-        self._held: list[Unit | None] = [None] * count
-        self._free: list[list[Mark]] = [[] for _ in range(count)]  # the ends of what emptied the slot
-        self._used: list[Mark | None] = [None] * count  # the end of the visit that last added to it
-        self._since: list[int] = [0] * count  # the flush before which the slot was taken
-        self._emptied: list[int] = [0] * count  # the flush that emptied it last
-        self._kept: dict[Unit, Mark] = {}  # units with gradients in float32 on the host, or on their way there
+        self._on_host: dict[Unit, Mark] = {}  # units with sums on the host, and the ends of the copies there
         self._added: set[Item] = set()  # tensors that have a gradient, from this sweep or an earlier one
-        self._narrowed: set[Item] = set()  # of those, in the slots' other half already
+        self._narrowed: set[Item] = set()  # those of them whose sum is in `narrow` already
 
     def make_room_for(self, units: Sequence[Unit]) -> None:
         """Between steps: each slot can hold the gradients of any of these from now on."""
-        assert not any(self._held), "between steps all gradients are on the host"
+        assert all(slot.unit is None for slot in self._all_slots()), "between steps all gradients are on the host"
         wide = max(gradient_bytes(unit) for unit in units)
-        narrow = max(narrow_bytes(unit) for unit in units) if self._server.updates else 0
-        self._resize(self._memory, wide)
-        self._resize(self._narrow, narrow)
-        self._kept = {unit: mark for unit, mark in self._kept.items() if unit in units}
-        self._added.intersection_update(item for unit in units for item in unit.items)
+        narrow = max(self._narrow_bytes(unit) for unit in units)
+        if any(slot.wide.nbytes != wide or slot.narrow.nbytes != narrow for slot in self._slots):
+            count = len(self._slots)
+            self._slots.clear()  # gives the old memory back before the new is allocated
+            self._slots += [self._make_slot(wide, narrow) for _ in range(count)]
+        there = {*units, self._residents}
+        self._on_host = {unit: mark for unit, mark in self._on_host.items() if unit in there}
+        self._added.intersection_update(item for unit in there for item in unit.items)
 
-    def _resize(self, memory: list[torch.Tensor], nbytes: int) -> None:
-        if any(slot.nbytes != nbytes for slot in memory):
-            count = len(memory)
-            memory.clear()  # before the others are there
-            memory += [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(count)]
-
-    def begin(self, *, for_good: bool) -> None:
-        """A step begins; `for_good`: it ends with an update."""
-        self._for_good = for_good
+    def begin(self, *, for_update: bool) -> None:
+        """A step begins. `for_update`: it ends with an update, so gradients are sent to the server."""
+        self._for_update = for_update
 
     @contextlib.contextmanager
     def discarding(self) -> Iterator[None]:
-        """Within, gradients are added up as ever and then forgotten; those there were are left alone."""
+        """Within, gradients are added up as usual and then dropped; those from before are left alone."""
         added, self._added, self._discards = self._added, set(), True
         try:
             yield
         finally:
             self._added, self._discards = added, False
-            self._held = [None] * len(self._held)
+            for slot in self._all_slots():
+                slot.drop()
 
-    def enter(self, unit: Unit) -> tuple[dict[Item, torch.Tensor], list[Mark]]:
-        """The views to add to, and the marks after which they may be used."""
-        if unit in self._held:
-            slot = self._held.index(unit)
-            return gradient_views(unit, self._memory[slot]), self._free[slot]
-        if None not in self._held:
-            self._flush(min(range(len(self._held)), key=lambda slot: self._since[slot]), for_good=False)  # longest held
-        # The one that was flushed first: the others' flushes may still be under way.
-        slot = min((slot for slot, held in enumerate(self._held) if held is None), key=lambda slot: self._emptied[slot])
-        self._held[slot], self._since[slot] = unit, self.flushes
-        if unit in self._kept and not self._discards:  # go on from there
-            source, target = self._server.store.gradients(unit), self._memory[slot][: gradient_bytes(unit)]
-            after, label = [*self._free[slot], self._kept.pop(unit)], f"fetch gradients of {unit.name}"
-            self._free[slot] = [self._h2d.copy([(target, source)], after=after, label=label)]
-        return gradient_views(unit, self._memory[slot]), self._free[slot]
+    def enter(self, unit: Unit) -> list[Mark]:
+        """Gives the unit a slot, if it has none. Returns the marks after which gradients can be added there."""
+        slot = self._slot_of(unit)
+        if slot is None:
+            slot = self._take_slot(unit)
+            if unit in self._on_host and not self._discards:  # go on from there
+                source, target = self._server.gradient_buffer(unit), slot.wide[: gradient_bytes(unit)]
+                after, label = [*slot.free, self._on_host.pop(unit)], f"fetch gradients of {unit.name}"
+                slot.free = [self._h2d.copy([(target, source)], after=after, label=label)]
+        return slot.free
 
-    def add(self, unit: Unit, item: Item, into: torch.Tensor, gradient: torch.Tensor, *, last: bool) -> None:
-        """The first gradient is copied and the others are added, as AccumulateGrad does, but in float32.
+    def add(self, unit: Unit, item: Item, gradient: torch.Tensor, *, last: bool) -> None:
+        """Adds one call's gradient. The first is copied and the others are added, as AccumulateGrad does, in float32.
 
-        The `last` one of a step that ends with an update goes on into what will cross, in one pass.
+        The `last` one of a step that ends with an update is added directly into the memory that will cross.
         """
-        first = item not in self._added
+        slot = self._slot_of(unit)
+        assert slot is not None, "a call enters the unit's slot before its backward"
+        into, first = slot.wide_views[item], item not in self._added
         self._added.add(item)
-        scale = self._server.scale.value
+        scale = self._server.loss_scale
         if scale != 1:
             if first:
                 into.copy_(gradient).mul_(1 / scale)
             else:
                 into.add_(gradient, alpha=1 / scale)
-        elif last and self._for_good and not self._discards and narrow_bytes(unit):
-            narrow = self._narrow_views(unit)[item]
+        elif last and self._sends(unit):
+            narrow = slot.narrow_views[item]
             if first:
                 narrow.copy_(gradient)
             else:
@@ -110,111 +130,133 @@ class GradientSlots:
             into.add_(gradient)
 
     def complete(self, unit: Unit) -> None:
-        """The unit's backward is over: what is not yet as it will cross is made so, on the lane of the caller."""
-        if not self._for_good or self._discards or unit not in self._held or not narrow_bytes(unit):
+        """The unit's backward is over: converts the sums that are not yet in the dtype in which they cross.
+
+        The kernels are launched on the lane of the caller.
+        """
+        slot = self._slot_of(unit)
+        if slot is None or not self._sends(unit):
             return
-        wide = gradient_views(unit, self._memory[self._held.index(unit)])
-        for item, narrow in self._narrow_views(unit).items():
+        for item, narrow in slot.narrow_views.items():
             if item in self._added and item not in self._narrowed:
-                torch.mul(wide[item], self._server.scale.value, out=narrow)
+                torch.mul(slot.wide_views[item], self._server.loss_scale, out=narrow)
 
-    def leave(self, unit: Unit, end: Mark, *, finished: bool) -> None:
-        """A visit that may have added to the unit's gradients is over; `finished`: its backward is, too."""
-        if unit not in self._held:
+    def complete_all(self) -> None:
+        """Completes all units that have a slot."""
+        for slot in self._all_slots():
+            if slot.unit is not None:
+                self.complete(slot.unit)
+
+    def leave(self, unit: Unit, end: Mark) -> None:
+        """A visit that may have added to the unit's gradients ends with this mark."""
+        slot = self._slot_of(unit)
+        if slot is not None:
+            slot.used = end
+
+    def flush(self, unit: Unit, *, for_update: bool | None = None) -> None:
+        """Begins to empty the unit's slot, if it has one: its gradients cross to the server, or to the host in float32.
+
+        `for_update`: which of both; by default what the step began with.
+        """
+        slot = self._slot_of(unit)
+        if slot is None:
             return
-        slot = self._held.index(unit)
-        self._used[slot] = end
-        if finished:
-            self._flush(slot, for_good=self._for_good)
-
-    def held(self) -> list[Unit]:
-        return [unit for unit in self._held if unit is not None]
+        self._flushes += 1
+        slot.emptied_at = self._flushes
+        after = [] if slot.used is None else [slot.used]
+        if self._discards:
+            slot.free = after
+        elif self._for_update if for_update is None else for_update:
+            memory = slot.narrow if narrow_bytes(unit) else slot.wide
+            flat = memory[: landing_bytes(unit)].view(landing_dtype(unit))
+            items = [item for item in unit.trained if item in self._added]
+            slot.free = self._server.send_gradients(unit, flat, items, after)
+        else:
+            copies = [(self._server.gradient_buffer(unit), slot.wide[: gradient_bytes(unit)])]
+            after += self._server.weights_ready(unit)
+            self._on_host[unit] = self._d2h.copy(copies, after=after, label=f"flush {unit.name}")
+            slot.free = [self._on_host[unit]]
+        slot.drop()
 
     def flush_all(self, end: Mark) -> None:
-        """For units of which some calls had no backward, as their output was not used."""
-        for slot, unit in enumerate(self._held):
-            if unit is not None:
-                self._used[slot] = end
-                self._flush(slot, for_good=self._for_good)
+        """At the end of a step: flushes residents, and units of which some calls had no backward."""
+        for slot in self._all_slots():
+            if slot.unit is not None:
+                slot.used = end
+                self.flush(slot.unit)
 
     def wait(self) -> None:
-        """Blocks until all gradients that are kept are on the host."""
-        for mark in self._kept.values():
+        """Blocks until all gradients that are left for the user are on the host."""
+        for mark in self._on_host.values():
             mark.wait()
 
     @property
-    def kept(self) -> dict[Unit, list[Item]]:
-        """Units whose gradients are on the host in float32, and which tensors have some."""
-        return {unit: [item for item in unit.trained if item in self._added] for unit in self._kept}
+    def on_host(self) -> dict[Unit, list[Item]]:
+        """Units whose sums are on the host in float32, and which of their tensors have a gradient."""
+        return {unit: [item for item in unit.trained if item in self._added] for unit in self._on_host}
 
     def has(self, item: Item) -> bool:
         return item in self._added
 
-    def take(self, unit: Unit, item: Item, mark: Mark) -> None:
-        """A tensor's gradient is on the host since the mark, and is gone on from."""
+    def adopt(self, unit: Unit, item: Item, mark: Mark) -> None:
+        """The user has put a gradient into the host's buffer, before the mark. Later ones are added to it."""
         self._added.add(item)
-        self._kept.setdefault(unit, mark)
+        self._on_host.setdefault(unit, mark)
 
     def clear_of(self, items: Sequence[Item]) -> None:
-        """The gradients of these tensors start from nothing again."""
+        """The gradients of these tensors start from zero again."""
         self._added.difference_update(items)
-        self._kept = {u: mark for u, mark in self._kept.items() if any(item in self._added for item in u.trained)}
+        self._on_host = {u: mark for u, mark in self._on_host.items() if any(item in self._added for item in u.trained)}
 
     def clear(self) -> None:
-        """Gradients start from nothing again."""
+        """All gradients start from zero again."""
         self._added.clear()
         self._narrowed.clear()
-        self._kept.clear()
-        self._held = [None] * len(self._held)
+        self._on_host.clear()
+        for slot in self._all_slots():
+            slot.drop()
 
     def forget_marks(self) -> None:
-        """No lane has work any more: there is nothing to wait for, and what has not arrived is lost."""
-        self._kept = {unit: mark for unit, mark in self._kept.items() if not mark.failed()}
-        self._added.intersection_update(item for unit in self._kept for item in unit.items)
-        self._free = [[] for _ in self._free]
-        self._used = [None] * len(self._used)
+        """No lane has work any more: there is nothing to wait for, and gradients that have not arrived are lost."""
+        self._on_host = {unit: mark for unit, mark in self._on_host.items() if not mark.failed()}
+        self._added.intersection_update(item for unit in self._on_host for item in unit.items)
+        for slot in self._all_slots():
+            slot.free, slot.used = [], None
 
     def close(self) -> None:
+        """Gives the device's memory back."""
         self.clear()
-        self._memory.clear()
-        self._narrow.clear()
+        self._slots.clear()
+        self._resident_slot = self._make_slot(0, 0)
 
-    def _narrow_views(self, unit: Unit) -> dict[Item, torch.Tensor]:
-        return gradient_views(unit, self._narrow[self._held.index(unit)], landing_dtype(unit))
+    def _make_slot(self, wide: int, narrow: int) -> GradientSlot:
+        return GradientSlot(
+            wide=torch.empty(wide, dtype=torch.uint8, device=self._device),
+            narrow=torch.empty(narrow, dtype=torch.uint8, device=self._device),
+        )
 
-    def _flush(self, slot: int, *, for_good: bool) -> None:
-        unit, used = self._held[slot], self._used[slot]
-        assert unit is not None
-        self._held[slot] = None
-        self.flushes += 1
-        self._emptied[slot] = self.flushes
-        after = [] if used is None else [used]
-        if self._discards:
-            self._free[slot] = after
-        elif for_good:
-            self._free[slot] = self._send(unit, slot, after)
-        else:
-            source, target = self._memory[slot][: gradient_bytes(unit)], self._server.store.gradients(unit)
-            self._kept[unit] = self._copy(unit, source, target, [*after, *self._server.ready(unit)])
-            self._free[slot] = [self._kept[unit]]
+    def _narrow_bytes(self, unit: Unit) -> int:
+        return narrow_bytes(unit) if self._server.has_optimizer else 0
 
-    def _send(self, unit: Unit, slot: int, after: list[Mark]) -> list[Mark]:
-        """To the server, subgroup by subgroup, those that the device will update excepted. The ends of it."""
-        dtype = landing_dtype(unit)
-        memory = (self._narrow if narrow_bytes(unit) else self._memory)[slot]
-        flat = memory[: landing_bytes(unit)].view(dtype)
-        items = [item for item in unit.trained if item in self._added]
-        ends = {"visit": after, "copies": [], "uses": []}  # lanes are in order: the last of each will do
-        for subgroup in self._server.subgroups(unit):
-            part = flat[subgroup.start : subgroup.stop]
-            if self._server.stays(subgroup):
-                ends["uses"] = [self._server.use(subgroup, part, items, after)]
-                continue
-            target, before = self._server.receive(subgroup)
-            mark = self._copy(unit, part, target, [*after, *before])
-            self._server.landed(subgroup, target, mark, items)
-            ends["copies"] = [mark]
-        return [mark for marks in ends.values() for mark in marks]
+    def _all_slots(self) -> list[GradientSlot]:
+        return [*self._slots, self._resident_slot]
 
-    def _copy(self, unit: Unit, source: torch.Tensor, target: torch.Tensor, after: list[Mark]) -> Mark:
-        return self._d2h.copy([(target, source)], after=after, label=f"flush {unit.name}")
+    def _slot_of(self, unit: Unit) -> GradientSlot | None:
+        return next((slot for slot in self._all_slots() if slot.unit is unit), None)
+
+    def _take_slot(self, unit: Unit) -> GradientSlot:
+        slot = self._resident_slot
+        if unit is not self._residents:
+            taken = [slot for slot in self._slots if slot.unit is not None]
+            if len(taken) == len(self._slots):
+                longest = min(taken, key=lambda slot: slot.taken_at)
+                assert longest.unit is not None
+                self.flush(longest.unit, for_update=False)
+            # The one that was flushed first: the others' flushes may still be under way.
+            slot = min((s for s in self._slots if s.unit is None), key=lambda slot: slot.emptied_at)
+        slot.take(unit, self._flushes)
+        return slot
+
+    def _sends(self, unit: Unit) -> bool:
+        """Whether the unit's gradients cross in another dtype than float32, for an update."""
+        return self._for_update and not self._discards and narrow_bytes(unit) > 0

@@ -1,84 +1,98 @@
 """Weights that all fit on the device, and stay there: only gradients and the optimizer's state are on the host.
 
-What the device updates is there already. What the host updates is copied over when it is, subgroup by subgroup; and so
-is a unit of which the user has changed a tensor in place.
+Weights that the device updates are there already. Weights that the host updates are copied to the device subgroup by
+subgroup, as soon as each is updated. A unit of which the user has changed a tensor in place is copied as a whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from ferryman.model.spans import Span
 from ferryman.model.units import Unit
-from ferryman.relay.weight_slots import WeightSlots
+from ferryman.relay.weight_slots import WeightSlot, WeightSlots
 from ferryman.runtime.marks import Mark
-from ferryman.server.state import Run
 
-_AHEAD = 2  # units that are fetched before they are needed, where they must be
+_AHEAD = 2  # units that are fetched before they are needed, if they must be fetched
+
+
+@dataclass(eq=False)
+class HeldSlot(WeightSlot):
+    """Device memory that belongs to one unit. Besides fetches of the whole unit, updates write to it."""
+
+    versions: list[int] | None = None  # of the host's tensors when they were fetched; None: the slot is out of date
+    updated: Mark | None = None  # the end of the last update on the device
+
+    def fill(self, unit: Unit, fetched: Mark) -> None:
+        super().fill(unit, fetched)
+        self.versions, self.updated = _versions(unit), None
+
+    def ready(self) -> list[Mark]:
+        return [mark for mark in (self.fetched, self.updated) if mark is not None]
 
 
 class HeldWeights(WeightSlots):
     """A slot for each unit, of its size."""
 
-    def make_room_for(self, units: Sequence[Unit]) -> None:
-        self._bound.clear()
-        self._memory.clear()  # before the others are there
-        self._memory = [torch.empty(unit.nbytes, dtype=torch.uint8, device=self._device) for unit in units]
-        self._held = list(units)
-        self._free = [None] * len(units)
-        self._fresh: dict[Unit, list[int]] = {}  # units that are as on the host, and their tensors' versions
-        self._changed: dict[Unit, dict[str, Mark]] = {}  # the ends of what wrote to a slot last
+    _slots: Sequence[HeldSlot]
 
-    def enter(self, unit: Unit, upcoming: Sequence[Unit]) -> tuple[int, list[Mark]]:
-        for needed in (unit, *upcoming[:_AHEAD]):
-            self._bring(needed)
-        return self._held.index(unit), list(self._changed[unit].values())
+    def make_room_for(self, units: Sequence[Unit]) -> None:
+        self._slots = []  # gives the old memory back before the new is allocated
+        self._slots = [
+            HeldSlot(torch.empty(unit.nbytes, dtype=torch.uint8, device=self._device), unit) for unit in units
+        ]
 
     def forget(self, *, everything: bool = False) -> None:
-        kept = {} if everything else self._fresh
-        self._fresh = {unit: versions for unit, versions in kept.items() if versions == _versions(unit)}
+        for slot in self._slots:
+            assert slot.unit is not None
+            if everything or slot.versions != _versions(slot.unit):
+                slot.versions = None
 
     def memory(self, unit: Unit) -> torch.Tensor | None:
-        return self._memory[self._held.index(unit)] if unit in self._held else None
+        slot = self._find(unit)
+        return None if slot is None else slot.memory
 
     def settle(self, unit: Unit) -> list[Mark]:
-        if unit not in self._held:
+        slot = self._find(unit)
+        if slot is None:
             return []
-        self._bring(unit)  # the user may have changed them since their backward
-        return [mark for mark in [self._free[self._held.index(unit)]] if mark is not None]
+        self.enter(unit, ())  # the user may have changed the weights since their backward
+        return [] if slot.released is None else [slot.released]
 
-    def refresh(self, unit: Unit, runs: Sequence[Run], after: Mark) -> Mark | None:
-        slot = self.memory(unit)
-        if slot is None or unit not in self._fresh:
+    def refresh(self, unit: Unit, runs: Sequence[Span], after: Mark) -> Mark | None:
+        slot = self._find(unit)
+        if slot is None or slot.versions is None:
             return None
-        free = self._free[self._held.index(unit)]
-        copies = [(slot[run.offset : run.offset + run.host.nbytes], run.host) for run in runs]
-        before = [after, *([] if free is None else [free])]
-        mark = self._changed[unit]["copied"] = self._h2d.copy(copies, after=before, label=f"fetch {unit.name}")
-        return mark
+        copies = [(slot.memory[span.offset : span.offset + span.host.nbytes], span.host) for span in runs]
+        before = [after, *([] if slot.released is None else [slot.released])]
+        slot.fetched = self._h2d.copy(copies, after=before, label=f"fetch {unit.name}")
+        return slot.fetched
 
     def updated(self, unit: Unit, mark: Mark) -> None:
-        if unit in self._held:
-            self._changed.setdefault(unit, {})["updated"] = mark
+        slot = self._find(unit)
+        if slot is not None:
+            slot.updated = mark
 
     def renew(self, unit: Unit) -> None:
-        self._fresh.pop(unit, None)
+        slot = self._find(unit)
+        if slot is not None:
+            slot.versions = None
 
-    def close(self) -> None:
-        super().close()
-        self._fresh.clear()
+    def _find(self, unit: Unit) -> HeldSlot | None:
+        """The unit's slot; residents have none here."""
+        return next((slot for slot in self._slots if slot.unit is unit), None)
 
-    def _bring(self, unit: Unit) -> None:
-        """From the host, if what is there is old."""
-        if unit not in self._fresh:
-            self._fetch(unit, self._held.index(unit))
-            self._fresh[unit] = _versions(unit)
-
-    def _submitted(self, unit: Unit, slot: int, mark: Mark) -> None:
-        self._changed[unit] = {"copied": mark}
+    def _next_fetch(self, unit: Unit, upcoming: Sequence[Unit]) -> tuple[Unit, WeightSlot] | None:
+        for needed in (unit, *upcoming[:_AHEAD]):
+            slot = self._find(needed)
+            if slot is not None and slot.versions is None:
+                return needed, slot
+        return None
 
 
 def _versions(unit: Unit) -> list[int]:
-    """Which count the user's edits, and not the server's updates."""
+    """Versions of the host's tensors, which count the user's edits and not the server's updates."""
     return [item.tensor._version for item in unit.items]

@@ -1,7 +1,7 @@
 """Micro-batches in threads of their own, of which one runs at a time.
 
 A micro-batch runs the user's code until it needs a unit; there it parks and the driver runs on, until the driver grants
-the wish. This is cooperation, not parallelism: exactly one of the driver and the micro-batches runs at any moment.
+the request. This is cooperation, not parallelism: exactly one of the driver and the micro-batches runs at any moment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Direction(Enum):
     BACKWARD = "backward"
 
 
-class Wish(NamedTuple):
+class Request(NamedTuple):
     """What a parked micro-batch waits for: a unit's weights on the device."""
 
     unit: Unit
@@ -71,7 +71,7 @@ class MicroBatch:
         before: MicroBatch | None,
     ) -> None:
         self.number = number
-        self.wish: Wish | None = None
+        self.request: Request | None = None
         self.needs: Sequence[torch.Tensor] = ()  # by the call that it is parked in
         self.inherited: dict[int, torch.Tensor] = {}  # what calls can reach beyond variables, when it begins
         self.context = context_variables(contextvars.Context())  # those that it has set
@@ -108,13 +108,17 @@ class MicroBatch:
         except BaseException as error:  # the driver raises it, where the user called
             self._error = error
         finally:
-            self.wish = None
+            self.request = None
             self.done = True
             self._drivers.release()
 
+    def requests(self, unit: Unit) -> bool:
+        """Whether the micro-batch is parked and waits for this unit."""
+        return self.request is not None and self.request.unit is unit
+
     def park(self, unit: Unit, direction: Direction, needs: Sequence[torch.Tensor]) -> None:
         """Called by the micro-batch: waits until the driver has the unit's weights, and what is needed, in place."""
-        self.wish = Wish(unit, direction)
+        self.request = Request(unit, direction)
         self.needs = needs
         self._drivers.release()
         self._mine.acquire()
@@ -127,7 +131,7 @@ class MicroBatch:
         randomness = self._surroundings.randomness
         outside = randomness.state()
         randomness.restore(self._random)
-        self.wish = None
+        self.request = None
         if self._thread is None:
             self._start()
         self._mine.release()

@@ -19,6 +19,12 @@ Note [Witness]
 A device may have a race detector that follows what the host waits for (`torch_virtual` has). Its module then offers
 `own_clock`, `now`, `learn`, `host_reads` and `host_writes`, and lanes tell it what their marks order. Where there is
 none, nothing is told.
+
+Note [Profiler ranges]
+While a profiler is active, work runs inside a `torch.profiler.record_function` range that has the work's label, so that
+PyTorch's profiler and Nsight show the same names as our trace. A range is recorded on the thread that runs or issues
+the work. By default PyTorch's profiler records only the thread that started it:
+`experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)` adds the lanes' threads.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import profiler
 
 from ferryman.runtime import shutdown as ending
 from ferryman.runtime.marks import Failure, LaneError, Mark
@@ -83,6 +90,11 @@ class _Job:
 
 def _nothing() -> None:
     pass
+
+
+def _profiler_range(label: str) -> contextlib.AbstractContextManager[Any]:
+    """See Note [Profiler ranges]. Without a profiler nothing is recorded, which costs less than a microsecond."""
+    return profiler.record_function(label) if profiler._is_profiler_enabled else contextlib.nullcontext()
 
 
 class Lane:
@@ -175,7 +187,7 @@ class Lane:
             self._last = mark
         try:
             self.follow(*after)
-            with self._recorded(mark, 0):
+            with _profiler_range(label), self._recorded(mark, 0):
                 self.prelude()
                 yield mark
         except BaseException as error:
@@ -224,7 +236,7 @@ class Lane:
             witness.host_reads(tensor, label)
         for tensor in job.writes:
             witness.host_writes(tensor, label)
-        with self._recorded(job.mark, job.nbytes):
+        with _profiler_range(label), self._recorded(job.mark, job.nbytes):
             self.prelude()
             job.work()
 

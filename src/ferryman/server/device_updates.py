@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from ferryman.model.spans import Span
 from ferryman.model.units import (
     GRADIENT,
     Item,
@@ -32,13 +33,13 @@ from ferryman.model.units import (
     weight_itemsize,
 )
 from ferryman.plan.staging import Staging, hold_bytes, most_tensors
-from ferryman.runtime.lanes import Lane, Lanes
 from ferryman.runtime.marks import Mark
 from ferryman.runtime.pinned import PinnedMemory
+from ferryman.runtime.streams import Streams
 from ferryman.server import kernels
 from ferryman.server.kernels import Piece, Scratch
 from ferryman.server.rules import Rule
-from ferryman.server.state import Order, Run, Spans
+from ferryman.server.state import Order, Spans
 from ferryman.server.store import RamStore
 
 
@@ -60,10 +61,10 @@ class _Areas(NamedTuple):
     gradient: torch.Tensor
 
     def weights_at(self, at: int, offset: int, nbytes: int) -> torch.Tensor:
-        """Given as in a `Run`."""
+        """Given as in a `Span`."""
         return self.weights[at : at + nbytes] if self.slot is None else self.slot[offset : offset + nbytes]
 
-    def weights_of(self, run: Run) -> torch.Tensor:
+    def weights_of(self, run: Span) -> torch.Tensor:
         return self.weights_at(run.at, run.offset, run.host.nbytes)
 
 
@@ -92,7 +93,7 @@ class DeviceUpdates:
         self,
         store: RamStore,
         staging: Staging,
-        lanes: Lanes,
+        streams: Streams,
         device: torch.device,
         held: Callable[[Unit], torch.Tensor | None],
     ) -> None:
@@ -100,10 +101,8 @@ class DeviceUpdates:
         self._staging = staging
         self._device = device
         self._held = held
-        self._in: Lane = lanes.device("state in")
-        self._update = lanes.device("update", apart=True)
-        self._out = lanes.device("state out")
-        self._look = lanes.device("look", apart=True)
+        self._in, self._update, self._out = streams.state_in, streams.update, streams.state_out
+        self._look = streams.look
         self._berths: list[Berth] = []
         self._own: dict[Subgroup, Berth] = {}  # of subgroups whose state stays on the device
         self._turn = 0

@@ -20,9 +20,9 @@ import torch
 
 from ferryman.distributed.ranks import Ranks
 from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, overlap, trained_offsets
-from ferryman.runtime.lanes import Lanes
 from ferryman.runtime.marks import Mark
 from ferryman.runtime.pinned import PinnedMemory
+from ferryman.runtime.streams import Streams
 from ferryman.server.landing_buffers import Buffer, LandingBuffers
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.state import bounds
@@ -59,7 +59,7 @@ class Exchange:
     def __init__(
         self,
         ranks: Ranks,
-        lanes: Lanes,
+        streams: Streams,
         device: torch.device,
         store: RamStore,
         optimizer_view: OptimizerView,
@@ -68,7 +68,7 @@ class Exchange:
     ) -> None:
         self._ranks, self._device, self._store, self._optimizer_view = ranks, device, store, optimizer_view
         self._arrived, self._complete = arrived, complete
-        self._lane, self._sharing = lanes.host("exchange"), lanes.host("share")
+        self._lane, self._sharing = streams.exchange, streams.share
         self._turns: list[_Turn] = []
         self._expected: dict[Subgroup, Buffer] = {}
         self._cuts: weakref.WeakKeyDictionary[Unit, list[int]] = weakref.WeakKeyDictionary()

@@ -33,8 +33,9 @@ from ferryman.model.units import (
     trained_elements,
 )
 from ferryman.plan.staging import Staging
-from ferryman.runtime.lanes import Lanes
+from ferryman.runtime.lanes import DeviceLane
 from ferryman.runtime.marks import Mark
+from ferryman.runtime.streams import Streams
 from ferryman.server.device_updates import Berth
 from ferryman.server.exchange import Exchange
 from ferryman.server.gradient_checks import GradientChecks, non_finite, squares
@@ -65,7 +66,7 @@ class Server:
         self,
         store: RamStore,
         optimizer_view: OptimizerView | None,
-        lanes: Lanes,
+        streams: Streams,
         device: torch.device,
         settings: Settings,
         scale: Scale,
@@ -76,15 +77,15 @@ class Server:
         self._ranks = ranks
         self.scale = scale
         self._optimizer_view = optimizer_view
-        self._host = lanes.host("host")
-        self.gradient_checks = GradientChecks(self._host, lanes.host("checks"), device, settings.threads)
+        self._streams, self._host = streams, streams.host
+        self.gradient_checks = GradientChecks(self._host, streams.checks, device, settings.threads)
         self._settings = settings
         self._staging = staging
-        self._updates = Updates(store, lanes, self._host, device, staging, settings.threads, alone=ranks.alone)
+        self._updates = Updates(store, streams, device, staging, settings.threads, alone=ranks.alone)
         self._landing = LandingBuffers(device)
         self._exchange: Exchange | None = None
         if not ranks.alone and optimizer_view is not None:
-            self._exchange = Exchange(ranks, lanes, device, store, optimizer_view, self._arrived, self._exchanged)
+            self._exchange = Exchange(ranks, streams, device, store, optimizer_view, self._arrived, self._exchanged)
         self._units: Sequence[Unit] = ()  # in forward order
         # Of the step that runs.
         self._orders: dict[Unit, list[Order]] = {}
@@ -101,13 +102,16 @@ class Server:
         self._updates.serve(units, weights, staging, self._optimizer_view, held=held)
 
     @property
-    def updates(self) -> bool:
-        """Whether it has an optimizer to follow."""
+    def has_optimizer(self) -> bool:
         return self._optimizer_view is not None
 
     @property
+    def loss_scale(self) -> float:
+        return self.scale.value
+
+    @property
     def is_eager(self) -> bool:
-        return self.updates and not self._staging.deferred
+        return self.has_optimizer and not self._staging.deferred
 
     @property
     def steps(self) -> int:
@@ -124,9 +128,15 @@ class Server:
         self._norm = None
         self._updates.restart(steps)
 
-    def ready(self, unit: Unit) -> list[Mark]:
+    def weights(self, unit: Unit) -> torch.Tensor:
+        return self.store.weights(unit)
+
+    def weights_ready(self, unit: Unit) -> list[Mark]:
         """After which the unit's weights, on the host, are those of the last update."""
         return self._updates.ready(unit)
+
+    def gradient_buffer(self, unit: Unit) -> torch.Tensor:
+        return self.store.gradients(unit)
 
     def settle(self) -> None:
         """Blocks until all updates are done."""
@@ -159,6 +169,30 @@ class Server:
         return self._updates.rates
 
     # Gradients come in.
+
+    def send_gradients(
+        self, unit: Unit, gradients: torch.Tensor, items: Collection[Item], after: Sequence[Mark]
+    ) -> list[Mark]:
+        """Takes a unit's gradients from the device, subgroup by subgroup; see `ParameterServer.send_gradients`."""
+        used: list[Mark] = []  # lanes are in order, so the last mark of each lane is enough
+        copied: list[Mark] = []
+        for subgroup in self.subgroups(unit):
+            part = gradients[subgroup.start : subgroup.stop]
+            if self.stays(subgroup):
+                used = [self.use(subgroup, part, items, after)]
+                continue
+            target, before = self.receive(subgroup)
+            mark = self._streams.d2h.copy([(target, part)], after=[*after, *before], label=f"flush {unit.name}")
+            self.landed(subgroup, target, mark, items)
+            copied = [mark]
+        return [*after, *copied, *used]
+
+    def send_loss(self, loss: torch.Tensor, after: Sequence[Mark]) -> None:
+        """Takes the loss of one micro-batch; gradients of a loss that is not finite are not used."""
+        target, source, d2h = self.gradient_checks.receive_loss(), loss.float().view(1), self._streams.d2h
+        if isinstance(d2h, DeviceLane):
+            source.record_stream(d2h.stream)
+        self.gradient_checks.expect_loss(target, d2h.copy([(target, source)], after=after, label="loss"))
 
     def subgroups(self, unit: Unit) -> list[Subgroup]:
         """Of all ranks."""
@@ -217,7 +251,7 @@ class Server:
             target = buffer.memory.bytes[:nbytes].view(dtype)
             return target, [buffer.free] if buffer.free is not None else []
         flat = self.store.gradients(unit, dtype).view(dtype)
-        return flat[subgroup.start : subgroup.stop], self.ready(unit)  # the update that used what was there
+        return flat[subgroup.start : subgroup.stop], self.weights_ready(unit)  # the update that used what was there
 
     def landed(self, subgroup: Subgroup, target: torch.Tensor, mark: Mark, items: Collection[Item]) -> None:
         """A subgroup is on its way; its copy ends with the mark."""
@@ -243,7 +277,7 @@ class Server:
         if self.is_eager:
             self._check_losses()
             if unit not in self._orders:
-                for last in self.ready(unit):
+                for last in self.weights_ready(unit):
                     last.wait()  # which tensors the last step's were for is known when they have been made
             orders = self._orders_of(unit, unit.trained)
             self.gradient_checks.on_host(subgroup, gradient, items, [mark], self.what_has_changed)
@@ -251,7 +285,7 @@ class Server:
             return
         source = self._add_source(unit, gradient.dtype, items)
         waits = source.flat[subgroup.start - source.low : subgroup.stop - source.low]
-        seen = self.gradient_checks.on_host(subgroup, gradient, items, [mark, *self.ready(unit)])
+        seen = self.gradient_checks.on_host(subgroup, gradient, items, [mark, *self.weights_ready(unit)])
         buffer.free = self._host.submit(
             lambda: waits.copy_(gradient), after=[seen], label=f"land {unit.name}", reads=[gradient], writes=[waits]
         )
@@ -263,7 +297,7 @@ class Server:
     def _share(self, unit: Unit) -> None:
         """Its updates have been asked for; other ranks update other parts of it."""
         assert self._exchange is not None
-        self._updates.shared(unit, self._exchange.share(unit, self.subgroups(unit), self.ready(unit)))
+        self._updates.shared(unit, self._exchange.share(unit, self.subgroups(unit), self.weights_ready(unit)))
 
     def send_rest(self, kept: Mapping[Unit, Collection[Item]]) -> None:
         """No backward of this rank follows: to others goes what none has sent, gradients that were kept, or nothing."""
@@ -291,7 +325,7 @@ class Server:
         """The unit's gradients were added up in float32 and left for the user."""
         self._sources[unit] = _Source(self.store.gradients(unit).view(GRADIENT), tuple(items), 1.0, is_kept=True)
 
-    def saw_fetch(self, unit: Unit, mark: Mark, nbytes: int) -> None:
+    def record_fetch(self, unit: Unit, mark: Mark, nbytes: int) -> None:
         """The unit's weights are read until the mark."""
         self._updates.fetched(unit, mark, nbytes)
 
@@ -352,7 +386,7 @@ class Server:
 
     def what_has_changed(self) -> str:
         """In the step that runs, for an error that ends it."""
-        if lost := [unit for unit in self._last_orders if any(mark.failed() for mark in self.ready(unit))]:
+        if lost := [unit for unit in self._last_orders if any(mark.failed() for mark in self.weights_ready(unit))]:
             return f"It was the step before whose update failed: {len(lost)} of {len(self._last_orders)} units lack it"
         if not self._updates.begun:
             return "No weight was changed"

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ferryman.distributed.ranks import Share
+from ferryman.model.spans import Span
 from ferryman.model.units import (
     GRADIENT,
     GRAIN,
@@ -80,18 +81,10 @@ def is_whole(unit: Unit, optimizer_view: OptimizerView) -> bool:
     return any(optimizer_view.rule(item) is None for item in unit.trained)
 
 
-class Run(NamedTuple):
-    """Weights of neighbouring tensors, or parts of them, that one copy can move."""
-
-    host: torch.Tensor  # bytes
-    offset: int  # where they begin in the unit's memory
-    at: int  # where they begin in a memory for the weights of the subgroup alone, of one width for all
-
-
 class Spans(NamedTuple):
     """All that an update of a subgroup reads and writes on the host, but for gradients."""
 
-    weights: Sequence[Run]
+    weights: Sequence[Span]
     rest: Sequence[torch.Tensor]  # bytes: what the weights lack in float32 (if they do), and each array of state
 
     def tensors(self) -> list[torch.Tensor]:
@@ -281,9 +274,9 @@ class UnitState:
         rest += [memory.bytes[low * 4 : high * 4] for memory in self._states]
         return Spans(self.runs(subgroup, weights), rest)
 
-    def runs(self, subgroup: Subgroup, weights: torch.Tensor) -> list[Run]:
+    def runs(self, subgroup: Subgroup, weights: torch.Tensor) -> list[Span]:
         """Of any rank's subgroup."""
-        width, runs = weight_itemsize(subgroup.unit), list[Run]()
+        width, runs = weight_itemsize(subgroup.unit), list[Span]()
         before: Item | None = None  # in the unit
         for item in subgroup.unit.items:
             neighbour, before = before, item
@@ -297,9 +290,9 @@ class UnitState:
             end = item.offset + own.stop * item.dtype.itemsize
             last = runs[-1] if runs else None
             if last is not None and neighbour in self._offsets and offset - last.offset == at - last.at:
-                runs[-1] = Run(weights[last.offset : end], last.offset, last.at)
+                runs[-1] = Span(weights[last.offset : end], last.offset, last.at)
             else:
-                runs.append(Run(weights[offset:end], offset, at))
+                runs.append(Span(weights[offset:end], offset, at))
         return runs
 
     def update(

@@ -12,15 +12,16 @@ from typing import Protocol
 
 import torch
 
+from ferryman.model.spans import Span
 from ferryman.model.units import Item, Subgroup, Unit
 from ferryman.plan.staging import Staging
-from ferryman.runtime.lanes import Lane, Lanes
 from ferryman.runtime.marks import Mark
+from ferryman.runtime.streams import Streams
 from ferryman.server import calibration
 from ferryman.server.balancer import Balancer
 from ferryman.server.device_updates import DeviceUpdates, Done
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.state import Order, Run
+from ferryman.server.state import Order
 from ferryman.server.stats import Record, Stats
 from ferryman.server.store import RamStore
 
@@ -37,7 +38,7 @@ class DeviceWeights(Protocol):
     def settle(self, unit: Unit) -> list[Mark]:
         """After which they can be updated there: they are the host's, and nothing uses them any more."""
 
-    def refresh(self, unit: Unit, runs: Sequence[Run], after: Mark) -> Mark | None:
+    def refresh(self, unit: Unit, runs: Sequence[Span], after: Mark) -> Mark | None:
         """The host has updated these; where they stay on the device they are copied there, until the mark."""
 
     def updated(self, unit: Unit, mark: Mark) -> None:
@@ -53,8 +54,7 @@ class Updates:
     def __init__(
         self,
         store: RamStore,
-        lanes: Lanes,
-        host: Lane,
+        streams: Streams,
         device: torch.device,
         staging: Staging,
         threads: int | None,
@@ -65,8 +65,8 @@ class Updates:
         self.on_device: DeviceUpdates | None = None
         self.begun: set[Unit] = set()  # units whose updates were carried out, or begun, in the step that runs
         self.has_begun = False  # any, ever
-        self._store, self._lanes, self._device, self._threads = store, lanes, device, threads
-        self._host = host
+        self._store, self._streams, self._device, self._threads = store, streams, device, threads
+        self._host = streams.host
         self._alone = alone
         self._staging = staging
         self._weights: DeviceWeights | None = None
@@ -92,7 +92,7 @@ class Updates:
         self._weights, self._staging = weights, staging
         if optimizer_view is not None and staging.on_device:
             if self.on_device is None:
-                self.on_device = DeviceUpdates(self._store, staging, self._lanes, self._device, weights.memory)
+                self.on_device = DeviceUpdates(self._store, staging, self._streams, self._device, weights.memory)
             self.on_device.make_room_for(units, staging, held=held)
             if self.balancer.rates is None:
                 measured = calibration.measure(self.on_device, staging, units, optimizer_view, self._threads)
@@ -284,7 +284,7 @@ class Updates:
 
     def _note_last(self) -> None:
         """The last step's updates, if they are over, go into the trace."""
-        trace, last = self._lanes.trace, self._last
+        trace, last = self._streams.lanes.trace, self._last
         if trace is not None and last is not None and not last.noted and last.is_over:
             last.noted = True
             stats = self._stats_of(last)

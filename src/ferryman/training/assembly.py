@@ -26,6 +26,7 @@ from ferryman.relay.driver import Relay
 from ferryman.relay.observer import Roots
 from ferryman.runtime import host_memory
 from ferryman.runtime.lanes import Lanes
+from ferryman.runtime.streams import Streams
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.server import Server
 from ferryman.server.settings import Settings
@@ -60,9 +61,11 @@ class Assembly:
         self.store = RamStore(self.all_units, device, optimizer_view, ranks)
         host_memory.trim()
         self.lanes = Lanes(device, trace=trace)
-        self.server = Server(self.store, optimizer_view, self.lanes, device, settings, scale, plan.staging, ranks)
+        streams = Streams(self.lanes)
+        self.server = Server(self.store, optimizer_view, streams, device, settings, scale, plan.staging, ranks)
         try:
-            self.relay = Relay(plan, device, self.server, self.lanes)
+            self.relay = Relay(plan, device, self.server, streams)
+            self._serve_updates(plan)
         except BaseException as error:  # out of memory, on the device
             ranks.fail(error)
             self.lanes.close()
@@ -95,6 +98,7 @@ class Assembly:
         self.plan = plan
         rename(self._model, self.all_units)
         self.relay.serve(plan)
+        self._serve_updates(plan)
 
     def add(self, block: nn.Module, units: Sequence[Unit], plan: Plan) -> None:
         """The block is in the model, its units are in the plan."""
@@ -159,6 +163,12 @@ class Assembly:
             self.relay.close()
             self.server.close()
             self.store.close(together=together)
+
+    def _serve_updates(self, plan: Plan) -> None:
+        """The server learns which units there are, and where their weights are on the device."""
+        self.server.serve(plan.in_forward_order, self.relay.weights, plan.staging, held=plan.held)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)  # memory that is new to lanes may still be in use elsewhere
 
     def _check_host(self, ranks: Ranks) -> None:
         """Ranks of a node take from the same memory: all of them look before the first one takes any."""

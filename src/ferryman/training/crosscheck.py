@@ -42,6 +42,7 @@ from ferryman.model.units import Item, Unit
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch, ThreadState
 from ferryman.relay.observer import Roots
+from ferryman.relay.trial import run_trial
 from ferryman.training.discovery import Discovery, Watcher
 
 Work = Callable[[], torch.Tensor]
@@ -71,15 +72,16 @@ class CrossCheck:
         def trial(
             works: Sequence[Work], observer: Discovery | _Trial, *, in_turn: bool, forward_only: bool = False
         ) -> None:
-            with relay.trying(check=True):
-                relay.run(
-                    works,
-                    seed,
-                    stash_on_host=stash_on_host,
-                    observer=observer,
-                    in_turn=in_turn,
-                    forward_only=forward_only,
-                )
+            run_trial(
+                relay,
+                works,
+                seed,
+                observer,
+                stash_on_host=stash_on_host,
+                in_turn=in_turn,
+                forward_only=forward_only,
+                check=True,
+            )
 
         discovery = Discovery(relay, self._roots, self._units)
         trial(works[:2], discovery, in_turn=True, forward_only=True)
@@ -204,7 +206,8 @@ class _Trial(Watcher):
     def end(self, losses: dict[int, torch.Tensor], left: ThreadState | None) -> None:
         self.losses = [losses[number] for number in sorted(losses)]
         self._left = {v.name: _plain(_value(v)) for v in self._relay.state.variables}
-        self._left |= self._relay.edited_buffers()
+        edited = self._relay.buffers.edited
+        self._left |= {item.name: item.tensor.detach().to(torch.float64, copy=True) for item in edited}
         if left is not None:
             begun_with = contextvars.copy_context()
             context = {key: value for key, value in left.context.items() if begun_with.get(key) is not value}

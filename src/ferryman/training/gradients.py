@@ -29,10 +29,10 @@ class Gradients:
     def show(self, units: Iterable[Unit]) -> None:
         self._shown.clear()
         for unit in units:
-            views = gradient_views(unit, self._store.gradients(unit)) if unit in self._relay.kept else {}
+            views = gradient_views(unit, self._store.gradients(unit)) if unit in self._relay.gradients.on_host else {}
             for item in unit.trained:
                 item.tensor.grad = None
-                if self._relay.has_gradient(item):
+                if self._relay.gradients.has(item):
                     self._show(item, views[item])
 
     def take(self, units: Iterable[Unit]) -> None:
@@ -45,13 +45,13 @@ class Gradients:
                 if saved is not None and saved is not gradient:
                     saved.data = saved.data.clone()  # somebody has kept it: it must not change with what comes
                 if gradient is None:
-                    self._relay.clear_gradients_of([item])
+                    self._relay.gradients.clear_of([item])
                     continue
                 edited = gradient._version != version and gradient.dtype != GRADIENT
-                if gradient is not saved or edited or not self._relay.has_gradient(item):
+                if gradient is not saved or edited or not self._relay.gradients.has(item):
                     self._settle()  # an update may still read what is there
                     gradient_views(unit, self._store.gradients(unit))[item].copy_(gradient)
-                    self._relay.take_gradient(unit, item)
+                    self._relay.gradients.adopt(unit, item, self._relay.lanes.here())
 
     def _show(self, item: Item, gradient: torch.Tensor) -> None:
         if item.tensor.dtype != GRADIENT:

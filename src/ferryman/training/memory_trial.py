@@ -12,6 +12,7 @@ from ferryman.plan.plan import Need
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.observer import Observer, Roots
+from ferryman.relay.trial import run_trial
 from ferryman.training.discovery import Discovery
 
 # A trial may go this far beyond its room, to know what is needed if that is only a little too much.
@@ -28,14 +29,12 @@ def measure(
     known = relay.order
     if not relay.state.is_known:  # micro-batches that take turns must not see each other's
         discovery = _Discovery(relay, roots, units, _Memory(relay.device, room, roots))
-        with relay.trying(check=False):
-            relay.run(works[:2], 0, stash_on_host=True, observer=discovery, in_turn=True, forward_only=True)
+        run_trial(relay, works[:2], 0, discovery, stash_on_host=True, in_turn=True, forward_only=True, check=False)
         discovery.teach()
     for _ in range(2):  # the second knows where the turn is, and keeps its graph
         relay.host_stash.reset_peak()
         memory = _Memory(relay.device, room, roots)
-        with relay.trying(check=False):
-            relay.run(works, seed=0, stash_on_host=True, observer=memory)
+        run_trial(relay, works, 0, memory, stash_on_host=True, check=False)
         if relay.order == known:
             break
         known = relay.order
@@ -70,7 +69,7 @@ class _Memory(Observer):
         self._where = ""
 
     def resumes(self, batch: MicroBatch) -> None:
-        self._where = "the start" if batch.wish is None else batch.wish.unit.name
+        self._where = "the start" if batch.request is None else batch.request.unit.name
         torch.accelerator.reset_peak_memory_stats(self._device)
 
     def parked(self, batch: MicroBatch) -> None:

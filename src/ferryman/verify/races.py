@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ferryman.engine import Engine
+from ferryman.model.units import Unit
 from ferryman.runtime.marks import Mark
 from ferryman.server.gradient_checks import NonFiniteError
 from ferryman.verify import models
@@ -151,8 +152,9 @@ def _relative(weights: Tensors, others: Tensors) -> float:
 
 
 def _without_fetched_weights(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    real = engine._parts.relay.weights.enter
-    return replaced(engine._parts.relay.weights, "enter", lambda unit, upcoming: (real(unit, upcoming)[0], []))
+    weights = engine._parts.relay.weights
+    real = weights.enter
+    return replaced(weights, "enter", lambda unit, upcoming: real(unit, upcoming)._replace(ready=[]))
 
 
 def _without_free_slots(engine: Engine) -> contextlib.AbstractContextManager[None]:
@@ -160,18 +162,20 @@ def _without_free_slots(engine: Engine) -> contextlib.AbstractContextManager[Non
 
 
 def _without_flushes(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    slots = engine._parts.relay._gradients
-    real = slots._flush
+    slots = engine._parts.relay.gradients
+    real = slots.flush
 
-    def flush(slot: int, *, for_good: bool) -> None:
-        real(slot, for_good=for_good)
-        slots._free[slot] = []
+    def flush(unit: Unit, **how: Any) -> None:
+        slot = slots._slot_of(unit)
+        real(unit, **how)
+        if slot is not None:
+            slot.free = []
 
-    return replaced(slots, "_flush", flush)
+    return replaced(slots, "flush", flush)
 
 
 def _without_updates(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    return replaced(engine._parts.server, "ready", lambda unit: [])
+    return replaced(engine._parts.server, "weights_ready", lambda unit: [])
 
 
 def _without_state(engine: Engine) -> contextlib.AbstractContextManager[None]:

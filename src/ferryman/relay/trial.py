@@ -1,0 +1,104 @@
+"""Trials: runs of micro-batches that leave nothing behind, on host or device, except what was learned from them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferryman.exactness.survey import Survey
+from ferryman.model.units import Item
+from ferryman.relay.micro_batch import MicroBatch
+from ferryman.relay.observer import Observer
+from ferryman.relay.stash import Stash
+from ferryman.relay.step_state import Expectation, StepState, Work
+
+if TYPE_CHECKING:
+    from ferryman.relay.driver import Relay
+
+
+def run_trial(
+    relay: Relay,
+    works: Sequence[Work],
+    seed: int,
+    observer: Observer,
+    *,
+    stash_on_host: bool,
+    in_turn: bool = False,
+    forward_only: bool = False,
+    check: bool,
+) -> None:
+    """Runs forward and backward of all micro-batches, reports to the observer, and undoes everything.
+
+    `in_turn`: one micro-batch after the other, as in plain gradient accumulation. `forward_only`: each ends with its
+    loss. `check`: the second run of each call is compared with the first, and it is noted which buffers are edited.
+    """
+    step = TrialStep(
+        works, seed, relay.stash_for(on_host=stash_on_host), relay.expectation(), observer, in_turn, forward_only
+    )
+    with _undone(relay, check=check):
+        relay.run(step)
+
+
+class TrialStep(StepState):
+    """A step that an observer watches, and whose effects the observer undoes."""
+
+    takes_effect = False
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        seed: int,
+        stash: Stash,
+        expected: Expectation,
+        observer: Observer,
+        in_turn: bool,
+        forward_only: bool,
+    ) -> None:
+        super().__init__(works, seed, stash, expected)
+        self.interleaved, self.runs_backward = not in_turn, not forward_only
+        self._observer = observer
+
+    @property
+    def survey(self) -> Survey | None:
+        return self._observer.survey
+
+    def begin(self) -> None:
+        self._observer.begin()
+
+    def micro_batch_resumes(self, batch: MicroBatch) -> None:
+        self._observer.resumes(batch)
+
+    def micro_batch_parked(self, batch: MicroBatch) -> None:
+        self._observer.parked(batch)
+
+    def has_gradient(self, batch: MicroBatch, item: Item, gradient: torch.Tensor) -> None:
+        self._observer.gradient(batch, item, gradient)
+
+    def succeeded(self) -> None:
+        self._observer.end(self.losses, self.micro_batches[-1].thread_state)
+
+    def ended(self) -> None:
+        self._observer.undo()
+
+
+@contextlib.contextmanager
+def _undone(relay: Relay, *, check: bool) -> Iterator[None]:
+    """Within, a run leaves no gradients, buffers or trace behind. See `run_trial` for `check`."""
+    lanes, weights, checksums = relay.lanes, relay.weights, relay.checksums
+    trace, lanes.trace, fetches = lanes.trace, None, weights.fetches
+    checksums.begin(on=True)  # also where nobody reads them: a trial that measures memory must count theirs
+    buffers = relay.buffers.learning() if check else relay.buffers.ignoring()
+    try:
+        with relay.gradients.discarding(), buffers:
+            yield
+            lanes.wait()
+    finally:
+        weights.forget(everything=relay.has_unit_buffers)  # the device's copies of buffers may have been edited
+        lanes.trace = trace
+        if check:
+            weights.fetches = fetches
+        else:
+            checksums.begin(on=False)
