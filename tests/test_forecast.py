@@ -14,14 +14,14 @@ from torch import nn
 from ferryman.cli.model import describe
 from ferryman.engine import Engine
 from ferryman.forecast.dry_run import DryRunError, dry_run
-from ferryman.forecast.estimate import Machine, Training, look_ahead
+from ferryman.forecast.estimate import Machine, Training, estimate
 from ferryman.model.units import find_units
 from ferryman.plan.batch import portion
-from ferryman.plan.forecast import Sweep, Update, forecast
 from ferryman.plan.network import Crew, exchange
 from ferryman.plan.policy import Policy, parse_policy
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
+from ferryman.plan.step_forecast import Sweep, Update, forecast
 from ferryman.training.user_code import model_loss
 
 RATES = Rates(host=1e9, device=math.inf, link_in=10e9, link_out=5e9)
@@ -169,7 +169,7 @@ def on_meta(name):
 def outlook_of(name, training, memory=None, crew=Crew()):  # noqa: B008 - frozen
     model = on_meta(name)
     machine = Machine(RATES, memory, None, 1e12, crew)
-    return look_ahead(model, torch.optim.AdamW(model.parameters()), training, machine, torch.device("virtual", 0))
+    return estimate(model, torch.optim.AdamW(model.parameters()), training, machine, torch.device("virtual", 0))
 
 
 def tokens(samples):

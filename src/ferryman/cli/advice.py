@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from ferryman.cli.machine import Described
-from ferryman.forecast.estimate import Outlook, Training
+from ferryman.forecast.estimate import Estimate, Training
 from ferryman.model.units import landing_dtype, trained_elements
 from ferryman.runtime.sizes import show_rate
 
 
-def assumptions(given: Described, training: Training, outlook: Outlook) -> list[str]:
+def assumptions(given: Described, training: Training, outlook: Estimate) -> list[str]:
     said = [
         "Times are estimates: matrix products and attention are counted, all else on the device is taken to be free.",
         "A step is as long as the busiest lane of each sweep; what is measured is some percent above that.",
@@ -49,7 +49,7 @@ def _assumed_of_ranks(given: Described) -> list[str]:
     return said
 
 
-def advice(outlook: Outlook, training: Training, given: Described) -> list[str]:
+def advice(outlook: Estimate, training: Training, given: Described) -> list[str]:
     found = outlook.forecast
     if found is None:
         return []
