@@ -22,11 +22,11 @@ from ferryman.cli.machine import MachineDescription, describe_machine
 from ferryman.cli.model_argument import ModelSpec, parse_model, sizes
 from ferryman.cli.optimizer import OPTIMIZERS
 from ferryman.cli.train_options import TrainOptions
-from ferryman.forecast.estimate import Outlook, Training, look_ahead
+from ferryman.forecast.estimate import Estimate, Training, estimate
 from ferryman.model.units import hint
-from ferryman.plan.forecast import Forecast, Lanes
 from ferryman.plan.network import Crew
 from ferryman.plan.plan import Plan
+from ferryman.plan.step_forecast import Forecast, Lanes
 from ferryman.runtime.sizes import show_bytes, show_rate
 from ferryman.training import checks
 
@@ -125,9 +125,7 @@ def plan(
     checks.settings(training, given.device)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its hints are about running the model
     built = description.on_meta()
-    outlook = look_ahead(
-        built, OPTIMIZERS[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device
-    )
+    outlook = estimate(built, OPTIMIZERS[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device)
     if as_json:
         typer.echo(json.dumps(_document(description, built, training, given, outlook), indent=2))
     else:
@@ -174,7 +172,7 @@ def _check(training: Training, optimizer: str) -> None:
 
 
 def _document(
-    description: ModelSpec, model: nn.Module, training: Training, given: MachineDescription, outlook: Outlook
+    description: ModelSpec, model: nn.Module, training: Training, given: MachineDescription, outlook: Estimate
 ) -> dict[str, Any]:
     machine, found = given.machine, outlook.forecast
     return {
@@ -228,7 +226,7 @@ def _document(
     }
 
 
-def _against_one(outlook: Outlook, training: Training, crew: Crew) -> dict[str, Any] | None:
+def _against_one(outlook: Estimate, training: Training, crew: Crew) -> dict[str, Any] | None:
     one, found = outlook.one_device, outlook.forecast
     if one is None or one.forecast is None or found is None or not found.seconds:
         return None
@@ -248,7 +246,7 @@ def _show(
     model: nn.Module,
     training: Training,
     given: MachineDescription,
-    outlook: Outlook,
+    outlook: Estimate,
 ) -> None:
     name, parameters = escape(description.name), _count(_parameters(model))
     if outlook.fits:
@@ -281,7 +279,7 @@ def _show(
         console.print(f"[dim]- {assumption}[/dim]")
 
 
-def _shared_out(training: Training, crew: Crew, outlook: Outlook) -> str:
+def _shared_out(training: Training, crew: Crew, outlook: Estimate) -> str:
     if crew.size == 1:
         return ""
     devices = _many(crew.devices, "device")
@@ -322,7 +320,7 @@ def _times(found: Forecast) -> Table:
     return table
 
 
-def _show_step(console: Console, found: Forecast, training: Training, outlook: Outlook) -> None:
+def _show_step(console: Console, found: Forecast, training: Training, outlook: Estimate) -> None:
     tokens = _tokens(training)
     rate = f"{tokens / found.seconds:,.0f} tokens/s, {_span(found.seconds * 1e9 / tokens)} per billion tokens"
     console.print(
@@ -333,7 +331,7 @@ def _show_step(console: Console, found: Forecast, training: Training, outlook: O
     )
 
 
-def _show_speedup(console: Console, training: Training, crew: Crew, outlook: Outlook) -> None:
+def _show_speedup(console: Console, training: Training, crew: Crew, outlook: Estimate) -> None:
     if (against := _against_one(outlook, training, crew)) is not None:
         console.print(
             f"[bold]{against['speedup']:.2f} times as fast as one device[/bold], which would take "

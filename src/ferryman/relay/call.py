@@ -22,7 +22,7 @@ import contextvars
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -36,15 +36,52 @@ from ferryman.exactness.variables import Variable
 from ferryman.model.units import Unit
 from ferryman.relay.micro_batch import Direction, MicroBatch
 from ferryman.relay.stash import Stashed
-from ferryman.runtime.rng import State
+from ferryman.runtime.rng import Randomness, State
 
 if TYPE_CHECKING:
-    from ferryman.relay.driver import Relay
+    from ferryman.exactness.buffers import Buffers
+    from ferryman.exactness.escapes import Escapes
+    from ferryman.exactness.user_state import UserState
+    from ferryman.relay.checksums import Checksums
+    from ferryman.relay.step_state import StepState
 
 Forward = Callable[..., Any]
 
 
-class _Stash:
+class CallDriver(Protocol):
+    """What a call needs from whatever runs it: the relay in a step, or the dry run of `ferryman plan`."""
+
+    state: UserState
+    buffers: Buffers
+    checksums: Checksums
+    escapes: Escapes
+    randomness: Randomness
+    autocast_devices: list[str]  # device types for which autocast may be enabled
+    anchor: torch.Tensor  # a scalar that requires a gradient
+    inside: dict[Unit, list[nn.Module]]  # the modules of each unit
+
+    @property
+    def step(self) -> StepState:
+        """The step that runs."""
+
+    @property
+    def running(self) -> MicroBatch | None:
+        """The micro-batch whose code runs now."""
+
+    def trains(self, unit: Unit) -> bool:
+        """Whether any parameter that the unit's modules use requires a gradient."""
+
+    def turns_at(self, module: nn.Module) -> bool:
+        """Whether the module's backward is expected to follow its forward at once."""
+
+    def bound(self, unit: Unit, *, adopt: bool) -> contextlib.AbstractContextManager[None]:
+        """Within, the unit's modules have the device's tensors; `adopt`: buffers that they assign are kept."""
+
+    def goes_backward(self, call: Call, *, accumulate: bool) -> None:
+        """The call's backward is about to run; `accumulate`: it adds to the gradients of parameters."""
+
+
+class SavedInputs:
     """A call's inputs, as long as autograd may ask for its backward."""
 
     def __init__(self, inputs: list[Stashed], released: Callable[[], None]) -> None:
@@ -71,7 +108,7 @@ class Call:
 
     def __init__(
         self,
-        relay: Relay,
+        relay: CallDriver,
         batch: MicroBatch,
         unit: Unit,
         module: nn.Module,
@@ -104,7 +141,7 @@ class Call:
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.autocast_devices
         ]
-        self._stash: weakref.ref[_Stash] | None = None
+        self._stash: weakref.ref[SavedInputs] | None = None
 
     def run(self) -> Any:
         """What the module's forward returns to the user's code."""
@@ -146,7 +183,7 @@ class Call:
             id(tensor) in self.batch.inherited or self._relay.state.is_inherited(tensor)
         )
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _Stash]:
+    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], SavedInputs]:
         self.wants = [t.requires_grad for t in tensors]
         self._park(Direction.FORWARD, tensors)
         relay, randomness = self._relay, self._relay.randomness
@@ -154,7 +191,8 @@ class Call:
         self._buffers = relay.buffers.copy()
         if self._shared:
             self._shared_before = Snapshot([v.get() for v in self._shared], relay.state.edited)
-        stash = _Stash([relay.step.stash.save(self.batch, t) for t in tensors], relay.step.open_calls.open(self.unit))
+        step = relay.step
+        stash = SavedInputs([step.stash.save(self.batch, t) for t in tensors], step.open_calls.open(self.unit))
         self._stash = weakref.ref(stash)
         # What edits buffers does not keep its graph, which may need them as they were.
         keeps_graph = relay.turns_at(self.module) and not _outer_hooks() and self._buffers is None
@@ -182,7 +220,7 @@ class Call:
                 f"the unit {self.unit.name!r} edits one of its inputs in place; running it again in the backward would "
                 "edit it twice. Copy the input first (x = x.clone()), or cut the unit differently with units=[...]"
             )
-        relay.step.went_forward(self)
+        step.went_forward(self)
         return outputs, stash
 
     def backward(self, gradients: Sequence[torch.Tensor | None], *, accumulate: bool) -> list[torch.Tensor | None]:
@@ -194,6 +232,14 @@ class Call:
             )
         self._park(Direction.BACKWARD, [g for g in gradients if g is not None])
         self._relay.goes_backward(self, accumulate=accumulate)
+        results = self._input_gradients(stash, gradients, accumulate=accumulate)
+        self._relay.step.stash.track(self.batch, [g for g in results if g is not None])
+        return results
+
+    def _input_gradients(
+        self, stash: SavedInputs, gradients: Sequence[torch.Tensor | None], *, accumulate: bool
+    ) -> list[torch.Tensor | None]:
+        """Runs the module again, unless the forward's graph was kept, and backpropagates through it."""
         with torch.enable_grad(), contextlib.ExitStack() as stack:
             if self._kept is not None:
                 (inputs, outputs), self._kept = self._kept, None
@@ -203,9 +249,7 @@ class Call:
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
             # Checkpointing within the unit runs parts of it once more.
             with self._relay.bound(self.unit, adopt=False):
-                results = self._backpropagate(pairs, inputs, accumulate=accumulate)
-        self._relay.step.stash.track(self.batch, [g for g in results if g is not None])
-        return results
+                return self._backpropagate(pairs, inputs, accumulate=accumulate)
 
     def _backpropagate(
         self,
@@ -246,7 +290,7 @@ class Call:
             )
         self.batch.park(self.unit, direction, needs)
 
-    def _recall(self, stash: _Stash) -> list[torch.Tensor]:
+    def _recall(self, stash: SavedInputs) -> list[torch.Tensor]:
         tensors = [stashed.recall() for stashed in stash.inputs]
         if any(tensor is None for tensor in tensors):
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ferryman.model.units import GRADIENT, Subgroup, Unit, landing_dtype, master_itemsize, weight_itemsize
+from ferryman.model.units import Subgroup, Unit, weight_itemsize
 from ferryman.plan.performance import predict
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Queues, Traffic, assign, choose, idle, on_device
@@ -79,9 +79,9 @@ class Balancer:
         if staging.policy.kind == "auto":
             subgroups = [subgroup for subgroup in subgroups if subgroup.size >= LEAST]
         self._numbers = {subgroup: number for number, subgroup in enumerate(subgroups)}
-        self._traffic, gradient_bytes = traffic_of(units, staging, held=held)
+        self._traffic, gradient_bytes = staging.traffic(units, held=held)
         self._weight_bytes = max((weight_itemsize(unit) for unit in units), default=0)
-        self.waiting_bytes = 0 if staging.holding(units, held=held) else gradient_bytes
+        self.waiting_bytes = 0 if staging.holds_any(units, held=held) else gradient_bytes
         self._assigned.clear()
 
     def at_once(self, subgroup: Subgroup) -> bool:
@@ -175,13 +175,3 @@ class Balancer:
 def _have_moved(old: Rates, new: Rates) -> bool:
     pairs = [(getattr(old, name), getattr(new, name)) for name in ("host", "device", "link_in", "link_out")]
     return any(abs(after / before - 1) > _MOVED for before, after in pairs)
-
-
-def traffic_of(units: Sequence[Unit], staging: Staging, *, held: bool) -> tuple[Traffic, int]:
-    """Bytes for each parameter, with the gradient on the device; and those of the gradient."""
-    able = [unit for unit in units if staging.arrays(unit) is not None]
-    weights = max((weight_itemsize(unit) for unit in able), default=0)
-    rest = max((master_itemsize(u) + (staging.arrays(u) or 0) * GRADIENT.itemsize for u in able), default=0)
-    gradient = max((landing_dtype(unit).itemsize for unit in able), default=0)
-    back = weights if held else 0
-    return Traffic(gradient, back, rest + weights - back, rest + weights), gradient

@@ -14,7 +14,7 @@ from ferryman.server import kernels
 from ferryman.server.device_updates import DeviceUpdates
 from ferryman.server.kernels import Piece
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.rules import Rule
+from ferryman.server.rules import TIMING_NUMBERS, Rule
 
 _MOST = 1 << 18  # elements: enough to see a rate, few enough to take milliseconds
 _TIMES = 2  # the first also warms up; the faster counts
@@ -60,7 +60,7 @@ def _fastest(work: Callable[[], object]) -> float:
 def host_update(rule: Rule, count: int, threads: int | None) -> Callable[[], None]:
     """An update of so many parameters on the host, with the look at their gradients, to be timed."""
     arrays = [torch.zeros(count) for _ in range(len(rule.states) + 2)]
-    piece = Piece(arrays[0], arrays[1], None, arrays[2:], (1.0, 1.0, *[0.0] * 5, 1.0, 1.0, 0.0))
+    piece = Piece(arrays[0], arrays[1], None, arrays[2:], TIMING_NUMBERS)
 
     def work() -> None:
         kernels.sum_of_squares(piece.gradient, threads=threads)

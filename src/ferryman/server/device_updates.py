@@ -38,7 +38,7 @@ from ferryman.runtime.pinned import PinnedMemory
 from ferryman.runtime.streams import Streams
 from ferryman.server import kernels
 from ferryman.server.kernels import Piece, Scratch
-from ferryman.server.rules import Rule
+from ferryman.server.rules import TIMING_NUMBERS, Rule
 from ferryman.server.state import Order, Spans
 from ferryman.server.store import RamStore
 
@@ -250,8 +250,7 @@ class DeviceUpdates:
         berth[:length].zero_()
         torch.accelerator.synchronize(self._device)
         parts = berth[:length].view(GRADIENT).view(-1, count)
-        numbers = (1.0, 1.0, 0.0, 0.1, 0.9, 0.1, -0.1, 1.0, 1e-8, 0.0)
-        piece = Piece(parts[0], parts[0], None, list(parts[1:]), numbers)
+        piece = Piece(parts[0], parts[0], None, list(parts[1:]), TIMING_NUMBERS)
 
         def go_in() -> Mark:
             return self._in.copy([(berth[:length], host.bytes)], label="rehearse in")
@@ -277,7 +276,7 @@ class DeviceUpdates:
         return Berth(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def _size_of(self, subgroup: Subgroup) -> int:
-        return self._staging.berth_bytes([subgroup.unit]) // self._staging.subgroup * subgroup.size
+        return self._staging.element_bytes(subgroup.unit) * subgroup.size
 
     def _areas(self, berth: Berth, subgroup: Subgroup, spans: Spans) -> _Areas:
         end = subgroup.size * weight_itemsize(subgroup.unit)
