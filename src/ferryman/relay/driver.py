@@ -28,7 +28,7 @@ from ferryman.model.binding import adopt_assigned, bind, is_buffer
 from ferryman.model.placeholder import Placeholder
 from ferryman.model.units import Item, Unit
 from ferryman.plan.plan import Plan
-from ferryman.relay.call import Call, Forward, refuse_caches
+from ferryman.relay.call import Call, Forward, Handle, refuse_caches
 from ferryman.relay.checksums import Checksums
 from ferryman.relay.evaluation import Evaluation, upcoming
 from ferryman.relay.gradient_slots import GradientSlots
@@ -90,7 +90,7 @@ class Relay:
         self._hooked: set[tuple[MicroBatch, Item]] = set()  # parameters whose hooks have run
         self._sums: dict[Item, torch.Tensor] = {}  # where gradients of the unit on visit are added up
         self._resident_sums: dict[Item, torch.Tensor] = {}
-        self.entangled: list[weakref.ref[Call]] = []  # calls that can reach what may refer to them
+        self.handles: list[weakref.ref[Handle]] = []  # of calls that autograd may still refer to
         self._open: dict[Unit, int] = {}  # calls whose backward is still to come
         self._latest: Call | None = None  # the last to go forward
         self._turning: set[nn.Module] = set()
@@ -470,7 +470,7 @@ class Relay:
             with self.compute.current():
                 by_bytes = self.escapes.traced or self.checksums.is_on
                 self._resident_edits = WeightEdits(list(self._resident_tensors.items()), by_bytes=by_bytes)
-                self.state.begin(seed, exchange=exchange)
+                self.state.begin(seed, exchange=exchange, careful=observer is not None)
             try:
                 yield
             except BaseException:
@@ -522,9 +522,9 @@ class Relay:
             for batch in self._batches:
                 batch.thread_state, batch.inherited = None, {}
             self._batches = []
-            while self.entangled:
-                if (call := self.entangled.pop()()) is not None:
-                    call.untangle()
+            while self.handles:
+                if (handle := self.handles.pop()()) is not None:
+                    handle.end()
             self._latest = self._observer = self._guard = None
             self.stash.forget()
 
