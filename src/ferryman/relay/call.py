@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -88,8 +89,16 @@ class SavedInputs:
         self.inputs = inputs
         self._released = released
 
+    def give_up(self) -> None:
+        """The step is over."""
+        self.inputs, self._released = [], _do_nothing
+
     def __del__(self) -> None:
         self._released()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class _Run(NamedTuple):
@@ -101,6 +110,33 @@ class _Run(NamedTuple):
     inputs: list[torch.Tensor]
     constants: list[tuple[torch.Tensor, torch.Tensor]]  # in shared variables: without their graph, and as they were
     outputs: list[torch.Tensor]  # those of the result, and others that it has left there; each once
+
+
+class Handle:
+    """What autograd's node keeps of a call: the call itself, until its step is over.
+
+    Something may keep a tensor with its graph for longer, such as a list on a block. The node would then keep the call,
+    which refers to the relay and the model, and so to the list: a cycle through autograd's graph, which Python cannot
+    collect.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call: Call | None = call
+        self.unit = call.unit.name
+        self.number = call.batch.number
+
+    def end(self) -> None:
+        """The step is over."""
+        call, self.call = self.call, None
+        if call is not None and (stash := call.stash()) is not None:
+            stash.give_up()
+
+    def used(self, where: str) -> ValueError:
+        return ValueError(
+            f"what the unit {self.unit!r} has made for micro-batch {self.number} is used {where}. Something keeps "
+            "tensors with their graph from one micro-batch to the next (a list, a dict, an attribute): clear it at the "
+            "start of the loss, or detach what is kept"
+        )
 
 
 class Call:
@@ -129,9 +165,7 @@ class Call:
             self._private.append(batch.context)
         self._context = contextvars.copy_context()
         self._given = args, tuple(kwargs.values())  # until it runs
-        self._before = Snapshot([*self._given, *(v.get() for v in self._private)], relay.state.edited)
-        if self._before.mutables or self._shared or self._context:
-            relay.step.entangled.append(weakref.ref(self))
+        self._before = relay.state.snapshot([*self._given, *(v.get() for v in self._private)])
         self._shared_before: Snapshot | None = None  # at the forward's start
         self._first: _Run | None = None  # between the node's forward and its return
         self._random: State | None = None  # at the forward's start, if it drew any
@@ -141,6 +175,7 @@ class Call:
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.autocast_devices
         ]
+        self._function_modes = _get_current_function_mode_stack()
         self._stash: weakref.ref[SavedInputs] | None = None
 
     def run(self) -> Any:
@@ -164,7 +199,9 @@ class Call:
         hooks = contextlib.ExitStack()
         try:
             # The anchor makes it a node also where no input requires a gradient.
-            made = _Node.apply(self, self._relay.anchor if trains else None, hooks, *given)  # type: ignore[no-untyped-call]
+            handle = Handle(self)
+            self._relay.step.handles.append(weakref.ref(handle))
+            made = _Node.apply(handle, self._relay.anchor if trains else None, hooks, *given)  # type: ignore[no-untyped-call]
         finally:
             hooks.close()
         run, self._first = self._first, None  # only the user's code holds its tensors from here on
@@ -183,6 +220,10 @@ class Call:
             id(tensor) in self.batch.inherited or self._relay.state.is_inherited(tensor)
         )
 
+    def stash(self) -> SavedInputs | None:
+        """Its inputs, as long as autograd may ask for its backward."""
+        return None if self._stash is None else self._stash()
+
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], SavedInputs]:
         self.wants = [t.requires_grad for t in tensors]
         self._park(Direction.FORWARD, tensors)
@@ -190,7 +231,7 @@ class Call:
         before, versions = randomness.state(), [t._version for t in tensors]
         self._buffers = relay.buffers.copy()
         if self._shared:
-            self._shared_before = Snapshot([v.get() for v in self._shared], relay.state.edited)
+            self._shared_before = relay.state.snapshot([v.get() for v in self._shared])
         step = relay.step
         stash = SavedInputs([step.stash.save(self.batch, t) for t in tensors], step.open_calls.open(self.unit))
         self._stash = weakref.ref(stash)
@@ -224,7 +265,7 @@ class Call:
         return outputs, stash
 
     def backward(self, gradients: Sequence[torch.Tensor | None], *, accumulate: bool) -> list[torch.Tensor | None]:
-        stash = None if self._stash is None else self._stash()
+        stash = self.stash()
         if stash is None:
             raise RuntimeError(
                 f"the backward of the unit {self.unit.name!r} runs a second time, and its inputs were given up after "
@@ -269,12 +310,6 @@ class Call:
         found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True) if wanted else ())
         return [next(found) if t.requires_grad else None for t in inputs]
 
-    def untangle(self) -> None:
-        """The step is over. A list that the call was given may hold what it has made, which refers to the call: a cycle
-        through autograd's graph, which Python cannot collect."""
-        self._before, self._shared_before = Snapshot(()), None
-        self._private, self._shared, self._context = [], [], contextvars.Context()
-
     def drop_graph(self) -> None:
         """The backward did not follow at once: gives the memory back; the forward will run again."""
         self._kept = None
@@ -282,12 +317,7 @@ class Call:
     def _park(self, direction: Direction, needs: Sequence[torch.Tensor]) -> None:
         running = self._relay.running
         if running is not self.batch:
-            other = "outside of its step" if running is None else f"by micro-batch {running.number}"
-            raise ValueError(
-                f"what the unit {self.unit.name!r} has made for micro-batch {self.batch.number} is used {other}. "
-                "Something keeps tensors with their graph from one micro-batch to the next (a list, a dict, an "
-                "attribute): clear it at the start of the loss, or detach what is kept"
-            )
+            raise Handle(self).used("outside of its step" if running is None else f"by micro-batch {running.number}")
         self.batch.park(self.unit, direction, needs)
 
     def _recall(self, stash: SavedInputs) -> list[torch.Tensor]:
@@ -329,7 +359,7 @@ class Call:
             changing.append(self.batch.context)  # the unit has set the first context variable
         if self._before.mutables or changing:
             given = {id(t) for t in inputs} | {id(detached) for detached, _ in constants}
-            after = Snapshot([args, values, *(variable.get() for variable in changing)], self._relay.state.edited)
+            after = self._relay.state.snapshot([args, values, *(variable.get() for variable in changing)])
             outputs |= {id(t): t for t in after.tensors if id(t) not in given and not isinstance(t, nn.Parameter)}
         return _Run(result, changing, after, inputs, constants, list(outputs.values()))
 
@@ -339,6 +369,7 @@ class Call:
         relay = self._relay
         stack.enter_context(relay.buffers.as_they_were(self._buffers))
         stack.enter_context(self._unchanged())
+        stack.enter_context(_function_modes(self._function_modes))
         now = relay.randomness.state()
         if self._random is not None:
             relay.randomness.restore(self._random)
@@ -358,11 +389,32 @@ class Call:
         if not mutables and not variables:
             yield
             return
-        now = Snapshot([*mutables, *(v.get() for v in variables)], self._relay.state.edited)
+        now = self._relay.state.snapshot([*mutables, *(v.get() for v in variables)])
         try:
             yield
         finally:
             put_all(variables, now.restore()[len(mutables) :])
+
+
+@contextlib.contextmanager
+def _function_modes(modes: list[TorchFunctionMode]) -> Iterator[None]:
+    """Within, these modes are on, and no others. A mode is off while it handles a function, such as `backward`."""
+    before = _get_current_function_mode_stack()
+    if before == modes:
+        yield
+        return
+    _exchange_function_modes(modes)
+    try:
+        yield
+    finally:
+        _exchange_function_modes(before)
+
+
+def _exchange_function_modes(modes: list[TorchFunctionMode]) -> None:
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
 
 
 def put_all(variables: Sequence[Variable], values: Sequence[Any]) -> None:
@@ -379,15 +431,16 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: Call,
+        handle: Handle,
         anchor: torch.Tensor | None,
         hooks: contextlib.ExitStack,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.call, ctx.is_anchored = call, anchor is not None
+        ctx.handle, ctx.is_anchored = handle, anchor is not None
         ctx.set_materialize_grads(False)
+        assert handle.call is not None
         with _disable_current_modes():
-            outputs, stash = call.forward(tensors)
+            outputs, stash = handle.call.forward(tensors)
         ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
         # Autograd has the stash as it has tensors that it saves: until a backward that does not retain the graph, or
         # until the graph is gone.
@@ -398,18 +451,20 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
+        handle: Handle = ctx.handle
         if all(gradient is None for gradient in gradients):
-            return None, None, None, *(None for _ in call.wants)  # reached, but not used
+            return tuple(None for _ in ctx.needs_input_grad)  # reached, but not used
         if torch.is_grad_enabled():
             raise ValueError(
-                f"a backward with create_graph=True goes through the unit {call.unit.name!r}, whose own backward runs "
+                f"a backward with create_graph=True goes through the unit {handle.unit!r}, whose own backward runs "
                 "the unit again and cannot be differentiated. Take the gradient without create_graph, or keep what is "
                 "differentiated twice outside the units (units=[...])"
             )
+        if handle.call is None:
+            raise handle.used("outside of its step")
         accumulate = ctx.is_anchored and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         with _disable_current_modes():
-            return None, None, None, *call.backward(gradients, accumulate=accumulate)
+            return None, None, None, *handle.call.backward(gradients, accumulate=accumulate)
 
 
 def refuse_caches(unit: Unit, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -321,7 +321,7 @@ class Relay:
                 step.begin()
                 by_bytes = self.escapes.traced or self.checksums.is_on
                 step.resident_edits = WeightEdits(list(self._model.resident_tensors.items()), by_bytes=by_bytes)
-                self.state.begin(step.seed, exchange=step.interleaved)
+                self.state.begin(step.seed, exchange=step.interleaved, careful=not step.takes_effect)
             try:
                 yield
             except BaseException:

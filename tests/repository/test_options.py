@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import CASES, build
 from typer.testing import CliRunner
 
 import ferryman
@@ -21,6 +20,7 @@ from ferryman.engine import Engine
 from ferryman.integrations import arguments
 from ferryman.model.loss import model_loss
 from ferryman.options import SETTINGS, EngineOptions, PlainOptions, declared
+from support.models import CASES, build
 
 # A new setting, another default or another type is a decision: it is written down here, too.
 FROZEN = [
