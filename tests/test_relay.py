@@ -24,6 +24,7 @@ from ferryman.plan.staging import Staging
 from ferryman.relay.gradient_slots import GradientSlots
 from ferryman.relay.weight_slots import WeightSlots, count_fetches
 from ferryman.runtime.lanes import Lane, Lanes
+from ferryman.runtime.streams import Streams
 from ferryman.server.server import Server
 from ferryman.server.settings import Settings
 from ferryman.server.store import RamStore
@@ -72,8 +73,9 @@ def test_gradients_go_to_the_slot_whose_flush_is_longest_ago(virtual):
         units, _ = find_units(Toy())
         staging = Staging(Policy("host"), 1024, lambda unit: None, deferred=False)
         store = RamStore(units, virtual, None, Ranks())
-        server = Server(store, None, lanes, virtual, Settings(), Scale(), staging, Ranks())
-        slots = GradientSlots(virtual, 2, server, lanes.device("h2d"), lanes.device("d2h"))
+        streams = Streams(lanes)
+        server = Server(store, None, streams, virtual, Settings(), Scale(), staging, Ranks())
+        slots = GradientSlots(virtual, 2, server, streams.h2d, streams.d2h)
         slots.make_room_for(units)
         used = []
         for unit in units:

@@ -92,7 +92,7 @@ def test_a_missing_wait_fails(monkeypatch):
 
 def test_values_alone_show_a_missing_wait(monkeypatch):
     """As on a device without a detector."""
-    monkeypatch.setattr(Server, "ready", lambda self, unit: [])
+    monkeypatch.setattr(Server, "weights_ready", lambda self, unit: [])
     monkeypatch.setattr(delays, "_SECONDS", 0.1)  # far more than a visit takes on a busy machine
     monkeypatch.setattr(races, "_TRIES", (1,))
     ran = run("--device", "cpu", "--quick", "--only", "races", "--json")

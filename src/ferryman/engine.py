@@ -156,7 +156,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._parts.relay.finish()
             self._parts.gradients.show(self._parts.all_units)
             for unit, items in self._parts.relay.kept.items():
-                self._parts.server.keep(unit, items)
+                self._parts.server.leave_for_user(unit, items)
         return loss
 
     def step(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
@@ -167,7 +167,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """
         optimizer_view = self._need_optimizer()
         with self._own_reads():
-            self._parts.server.follow_user(optimizer_view)
+            self._parts.server.take_user_changes(optimizer_view)
             loss = self._run(batch, micro_batches, for_good=True)
             self._finish(optimizer_view)
         return loss
@@ -176,10 +176,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """Updates the weights with the gradients that `forward_backward` has left; they are cleared."""
         optimizer_view = self._need_optimizer()
         with self._own_reads():
-            self._parts.server.follow_user(optimizer_view)
+            self._parts.server.take_user_changes(optimizer_view)
             self._parts.gradients.take(self._parts.all_units)
             self._ranks.tell("making an update")
-            self._parts.server.begin_step(kept=True)
+            self._parts.server.begin_step(left_for_user=True)
             self._parts.server.send_rest(self._parts.relay.kept)
             self._finish(optimizer_view)
 
@@ -338,7 +338,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             if isinstance(error, NotRepeatableError):
                 self._first_steps.forget()  # what is wrong now is wrong in the next step, too
             if for_good:
-                error.add_note(f"ferryman: {self._parts.server.what_has_changed()}")
+                error.add_note(f"ferryman: {self._parts.server.describe_changes()}")
             self._recover(forget=for_good or isinstance(error, NewStateError))
             raise
         finally:
@@ -410,7 +410,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         plan = dataclasses.replace(self._parts.plan, units=tuple(units))
         try:
             if self._optimizer_view is not None:
-                self._optimizer_view.look()
+                self._optimizer_view.check_groups()
             self._planner.check_fits(plan, "with this block")
         except BaseException:
             self._blocks.remove(block)

@@ -37,16 +37,16 @@ from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
 from ferryman.relay.observer import Observer
 from ferryman.relay.stash import DeviceStash, HostStash, Stash
 from ferryman.relay.weight_slots import WeightSlots
-from ferryman.runtime.lanes import DeviceLane, Lanes
 from ferryman.runtime.marks import Mark
 from ferryman.runtime.rng import Randomness
+from ferryman.runtime.streams import Streams
 from ferryman.server.server import Server
 
 
 class Relay:
     """Owns what is on the device: slots, residents, and what the last step has taught."""
 
-    def __init__(self, plan: Plan, device: torch.device, server: Server, lanes: Lanes) -> None:
+    def __init__(self, plan: Plan, device: torch.device, server: Server, streams: Streams) -> None:
         self.randomness = Randomness(device)
         self.state = UserState()
         self.buffers = Buffers()
@@ -58,8 +58,8 @@ class Relay:
         self._units: list[Unit] = []
         self._residents = plan.residents
         self._server = server
-        self.lanes = lanes
-        self.compute, h2d, d2h = lanes.device("compute"), lanes.device("h2d"), lanes.device("d2h")
+        self.lanes = streams.lanes
+        self.compute, h2d, d2h = streams.compute, streams.h2d, streams.d2h
         self._d2h = d2h
         kind = HeldWeights if plan.held else WeightSlots
         self.weights = kind(device, plan.weight_slots, server, h2d, self._collect)
@@ -73,7 +73,7 @@ class Relay:
         self.evaluation = Evaluation(self)
         if device.type != "cpu":
             # On lanes of its own: those of units wait for the host at times, and compute must not wait with them.
-            self._host_stash = HostStash(device, self.compute, lanes.device("stash in"), lanes.device("stash out"))
+            self._host_stash = HostStash(device, self.compute, streams.stash_in, streams.stash_out)
         self.stash: Stash = self._device_stash
         self.absent: dict[Unit, list[tuple[Item, Placeholder]]] = {}
         # Of the step that runs.
@@ -194,7 +194,7 @@ class Relay:
                 if self.escapes.traced:
                     self.escapes.check(batch.number, loss)
                 if for_good:
-                    self._send_loss(losses[batch.number])
+                    self._server.send_loss(losses[batch.number], [self.compute.here()])
                 batch.turned = True
                 if not forward_only:
                     loss.backward()
@@ -543,14 +543,6 @@ class Relay:
             self._resident_sums = {}
             for slots in (self._gradients, self._resident_gradients):
                 slots.flush_all(self.compute.here())
-
-    def _send_loss(self, loss: torch.Tensor) -> None:
-        """To the server, which refuses to update with gradients of a loss that is not finite."""
-        target, source = self._server.gradient_checks.receive_loss(), loss.float().view(1)
-        if isinstance(self._d2h, DeviceLane):
-            source.record_stream(self._d2h.stream)
-        mark = self._d2h.copy([(target, source)], after=[self.compute.here()], label="loss")
-        self._server.gradient_checks.expect_loss(target, mark)
 
     def write_back(self, edited: Sequence[tuple[Item, torch.Tensor]], end: Mark) -> None:
         """What the user's code has changed in residents, such as a count in a buffer, goes to the host."""

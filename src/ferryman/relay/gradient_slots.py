@@ -42,7 +42,7 @@ class GradientSlots:
         """Between steps: each slot can hold the gradients of any of these from now on."""
         assert not any(self._held), "between steps all gradients are on the host"
         wide = max(gradient_bytes(unit) for unit in units)
-        narrow = max(narrow_bytes(unit) for unit in units) if self._server.updates else 0
+        narrow = max(narrow_bytes(unit) for unit in units) if self._server.has_optimizer else 0
         self._resize(self._memory, wide)
         self._resize(self._narrow, narrow)
         self._kept = {unit: mark for unit, mark in self._kept.items() if unit in units}
@@ -79,7 +79,7 @@ class GradientSlots:
         slot = min((slot for slot, held in enumerate(self._held) if held is None), key=lambda slot: self._emptied[slot])
         self._held[slot], self._since[slot] = unit, self.flushes
         if unit in self._kept and not self._discards:  # go on from there
-            source, target = self._server.store.gradients(unit), self._memory[slot][: gradient_bytes(unit)]
+            source, target = self._server.gradient_buffer(unit), self._memory[slot][: gradient_bytes(unit)]
             after, label = [*self._free[slot], self._kept.pop(unit)], f"fetch gradients of {unit.name}"
             self._free[slot] = [self._h2d.copy([(target, source)], after=after, label=label)]
         return gradient_views(unit, self._memory[slot]), self._free[slot]
@@ -91,7 +91,7 @@ class GradientSlots:
         """
         first = item not in self._added
         self._added.add(item)
-        scale = self._server.scale.value
+        scale = self._server.loss_scale
         if scale != 1:
             if first:
                 into.copy_(gradient).mul_(1 / scale)
@@ -116,7 +116,7 @@ class GradientSlots:
         wide = gradient_views(unit, self._memory[self._held.index(unit)])
         for item, narrow in self._narrow_views(unit).items():
             if item in self._added and item not in self._narrowed:
-                torch.mul(wide[item], self._server.scale.value, out=narrow)
+                torch.mul(wide[item], self._server.loss_scale, out=narrow)
 
     def leave(self, unit: Unit, end: Mark, *, finished: bool) -> None:
         """A visit that may have added to the unit's gradients is over; `finished`: its backward is, too."""
@@ -192,29 +192,12 @@ class GradientSlots:
         if self._discards:
             self._free[slot] = after
         elif for_good:
-            self._free[slot] = self._send(unit, slot, after)
+            memory = (self._narrow if narrow_bytes(unit) else self._memory)[slot]
+            flat = memory[: landing_bytes(unit)].view(landing_dtype(unit))
+            items = [item for item in unit.trained if item in self._added]
+            self._free[slot] = self._server.send_gradients(unit, flat, items, after)
         else:
-            source, target = self._memory[slot][: gradient_bytes(unit)], self._server.store.gradients(unit)
-            self._kept[unit] = self._copy(unit, source, target, [*after, *self._server.ready(unit)])
+            source, target = self._memory[slot][: gradient_bytes(unit)], self._server.gradient_buffer(unit)
+            before = [*after, *self._server.weights_ready(unit)]
+            self._kept[unit] = self._d2h.copy([(target, source)], after=before, label=f"flush {unit.name}")
             self._free[slot] = [self._kept[unit]]
-
-    def _send(self, unit: Unit, slot: int, after: list[Mark]) -> list[Mark]:
-        """To the server, subgroup by subgroup, those that the device will update excepted. The ends of it."""
-        dtype = landing_dtype(unit)
-        memory = (self._narrow if narrow_bytes(unit) else self._memory)[slot]
-        flat = memory[: landing_bytes(unit)].view(dtype)
-        items = [item for item in unit.trained if item in self._added]
-        ends = {"visit": after, "copies": [], "uses": []}  # lanes are in order: the last of each will do
-        for subgroup in self._server.subgroups(unit):
-            part = flat[subgroup.start : subgroup.stop]
-            if self._server.stays(subgroup):
-                ends["uses"] = [self._server.use(subgroup, part, items, after)]
-                continue
-            target, before = self._server.receive(subgroup)
-            mark = self._copy(unit, part, target, [*after, *before])
-            self._server.landed(subgroup, target, mark, items)
-            ends["copies"] = [mark]
-        return [mark for marks in ends.values() for mark in marks]
-
-    def _copy(self, unit: Unit, source: torch.Tensor, target: torch.Tensor, after: list[Mark]) -> Mark:
-        return self._d2h.copy([(target, source)], after=after, label=f"flush {unit.name}")

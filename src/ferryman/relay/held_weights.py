@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ferryman.model.spans import Span
 from ferryman.model.units import Unit
 from ferryman.relay.weight_slots import WeightSlots
 from ferryman.runtime.marks import Mark
-from ferryman.server.state import Run
 
 _AHEAD = 2  # units that are fetched before they are needed, where they must be
 
@@ -48,7 +48,7 @@ class HeldWeights(WeightSlots):
         self._bring(unit)  # the user may have changed them since their backward
         return [mark for mark in [self._free[self._held.index(unit)]] if mark is not None]
 
-    def refresh(self, unit: Unit, runs: Sequence[Run], after: Mark) -> Mark | None:
+    def refresh(self, unit: Unit, runs: Sequence[Span], after: Mark) -> Mark | None:
         slot = self.memory(unit)
         if slot is None or unit not in self._fresh:
             return None

@@ -12,11 +12,11 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from ferryman.model.spans import Span
 from ferryman.model.units import Item, Unit
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
 from ferryman.server.server import Server
-from ferryman.server.state import Run
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ class WeightSlots:
     def enter(self, unit: Unit, upcoming: Sequence[Unit]) -> tuple[int, list[Mark]]:
         """The slot with the unit's weights, and the marks after which they are there. Begins to fetch what is next."""
         if self._in_place:
-            return -1, self._server.ready(unit)
+            return -1, self._server.weights_ready(unit)
         if unit not in self._held:
             chosen = choose_fetch(self._held, (), [unit, *upcoming[:_LOOK_AHEAD]])
             assert chosen is not None, "the unit that is needed now can always be fetched"
@@ -131,7 +131,7 @@ class WeightSlots:
         """After which the device can update weights that stay there."""
         return []
 
-    def refresh(self, unit: Unit, runs: Sequence[Run], after: Mark) -> Mark | None:
+    def refresh(self, unit: Unit, runs: Sequence[Span], after: Mark) -> Mark | None:
         """The host has updated a part of a unit, which is fetched when it is needed."""
         return None
 
@@ -145,7 +145,7 @@ class WeightSlots:
     def tensors(self, unit: Unit, slot: int) -> list[tuple[Item, torch.Tensor]]:
         """The unit's tensors in a slot, made once: parameters, so that autograd and modules take them for such."""
         if (unit, slot) not in self._bound:
-            flat = self._server.store.weights(unit) if self._in_place else self._memory[slot]
+            flat = self._server.weights(unit) if self._in_place else self._memory[slot]
             with torch.inference_mode(False):  # they outlive the evaluation that they may be made in
                 self._bound[unit, slot] = [(item, self._as_member(item, item.view(flat).data)) for item in unit.items]
         return self._bound[unit, slot]
@@ -164,11 +164,11 @@ class WeightSlots:
         return parameter
 
     def _fetch(self, unit: Unit, slot: int) -> None:
-        source, target = self._server.store.weights(unit), self._memory[slot][: unit.nbytes]
+        source, target = self._server.weights(unit), self._memory[slot][: unit.nbytes]
         free = self._free[slot]
-        after = [*([] if free is None else [free]), *self._server.ready(unit)]
+        after = [*([] if free is None else [free]), *self._server.weights_ready(unit)]
         mark = self._h2d.copy([(target, source)], after=after, label=f"fetch {unit.name}")
-        self._server.saw_fetch(unit, mark, unit.nbytes)
+        self._server.record_fetch(unit, mark, unit.nbytes)
         self._submitted(unit, slot, mark)
         self.fetches += 1
 

@@ -26,6 +26,7 @@ from ferryman.relay.driver import Relay
 from ferryman.relay.observer import Roots
 from ferryman.runtime import host_memory
 from ferryman.runtime.lanes import Lanes
+from ferryman.runtime.streams import Streams
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.server import Server
 from ferryman.server.settings import Settings
@@ -60,9 +61,10 @@ class Assembly:
         self.store = RamStore(self.all_units, device, optimizer_view, ranks)
         host_memory.trim()
         self.lanes = Lanes(device, trace=trace)
-        self.server = Server(self.store, optimizer_view, self.lanes, device, settings, scale, plan.staging, ranks)
+        streams = Streams(self.lanes)
+        self.server = Server(self.store, optimizer_view, streams, device, settings, scale, plan.staging, ranks)
         try:
-            self.relay = Relay(plan, device, self.server, self.lanes)
+            self.relay = Relay(plan, device, self.server, streams)
         except BaseException as error:  # out of memory, on the device
             ranks.fail(error)
             self.lanes.close()
@@ -137,7 +139,7 @@ class Assembly:
     def settle(self) -> None:
         """When no lane has work and the host has everything, as the user has edited it."""
         self.reads.settle()
-        self.server.bring_home()
+        self.server.copy_state_to_host()
         self.store.follow_edits()
 
     def close(self, *, together: bool = True) -> None:
@@ -147,7 +149,7 @@ class Assembly:
         """
         try:
             try:
-                self.server.bring_home()
+                self.server.copy_state_to_host()
                 self.store.take_states()
             finally:
                 self.lanes.close()
@@ -173,7 +175,7 @@ class Assembly:
         """To whoever looks at `optimizer.state`."""
         assert self._optimizer_view is not None
         self.reads.settle()
-        self.server.bring_home()
+        self.server.copy_state_to_host()
         self.store.show_states()
         for kept in dict.values(self._optimizer_view.optimizer.state):
             for value in kept.values():

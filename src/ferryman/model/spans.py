@@ -1,0 +1,15 @@
+"""A span: neighbouring weights of a unit that one copy can move."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Span(NamedTuple):
+    """Weights of neighbouring tensors, or of parts of them, that are contiguous in the unit's memory."""
+
+    host: torch.Tensor  # their bytes on the host
+    offset: int  # where they begin in the unit's flat memory, in bytes
+    at: int  # where they begin in a buffer for the subgroup's weights alone, in which all elements have one width

@@ -1,0 +1,89 @@
+"""Every lane of an engine, made in this one place.
+
+A lane is made when it is first used, so an engine has only the lanes that its settings need: a device offers a limited
+number of hardware queues, and a trace shows one row per lane.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from ferryman.runtime.lanes import Lane, Lanes
+
+
+class Streams:
+    """The lanes of one engine. Lanes overlap with one another, except where a mark orders them."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+
+    # The relay's lanes.
+
+    @functools.cached_property
+    def compute(self) -> Lane:
+        """Forward and backward of units, and the user's code between them. Every other lane overlaps with this one."""
+        return self.lanes.device("compute")
+
+    @functools.cached_property
+    def h2d(self) -> Lane:
+        """Weights to the device: the next unit is fetched while `compute` serves the current one."""
+        return self.lanes.device("h2d")
+
+    @functools.cached_property
+    def d2h(self) -> Lane:
+        """Gradients to the host: a unit's are flushed while `compute` serves the next one and `h2d` fetches."""
+        return self.lanes.device("d2h")
+
+    # The stash has lanes of its own: `h2d` and `d2h` wait for the host at times, and `compute` must not wait with them.
+
+    @functools.cached_property
+    def stash_in(self) -> Lane:
+        """Activations of the next micro-batch to the device, while `compute` serves the current one."""
+        return self.lanes.device("stash in")
+
+    @functools.cached_property
+    def stash_out(self) -> Lane:
+        """Activations of the last micro-batch to the host, while `compute` serves the current one."""
+        return self.lanes.device("stash out")
+
+    # The server's lanes.
+
+    @functools.cached_property
+    def host(self) -> Lane:
+        """Updates on the host and checks of gradients there, beside the sweeps on the device."""
+        return self.lanes.host("host")
+
+    @functools.cached_property
+    def checks(self) -> Lane:
+        """Results of checks that the device has made. Not on `host`, which may have a long queue."""
+        return self.lanes.host("checks")
+
+    @functools.cached_property
+    def state_in(self) -> Lane:
+        """Optimizer state to the device, while `update` works on another subgroup and `state_out` returns a third."""
+        return self.lanes.device("state in")
+
+    @functools.cached_property
+    def update(self) -> Lane:
+        """Updates on the device, beside those on `host`. `apart`: launching them would keep the submitting thread."""
+        return self.lanes.device("update", apart=True)
+
+    @functools.cached_property
+    def state_out(self) -> Lane:
+        """Updated weights and optimizer state to the host, while `state_in` brings the next subgroup."""
+        return self.lanes.device("state out")
+
+    @functools.cached_property
+    def look(self) -> Lane:
+        """Norms of gradients on the device, while `update` works on gradients that have been checked."""
+        return self.lanes.device("look", apart=True)
+
+    @functools.cached_property
+    def exchange(self) -> Lane:
+        """Gradients to the ranks that own them, beside the backward and the updates on `host`."""
+        return self.lanes.host("exchange")
+
+    @functools.cached_property
+    def share(self) -> Lane:
+        """Updated weights from their owners to all ranks, while `exchange` sends gradients of other units."""
+        return self.lanes.host("share")
