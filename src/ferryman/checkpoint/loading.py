@@ -126,7 +126,7 @@ class Checkpoint:
             if self._contents.optimizer_view is None or (stretch.key == "master" and self._differs(stretch.name)):
                 return None
             state = self._contents.store.state(self._units[item])
-            return state.kept(item)[stretch.key], state.part(item)
+            return state.tensors_of(item)[stretch.key], state.part(item)
 
         def target(entry: Entry) -> torch.Tensor:
             stretch = parse_stretch(entry.name)
@@ -242,7 +242,7 @@ class Checkpoint:
             there.setdefault(stretch.name, set()).update({stretch.key} - {"master"})
         for name, item in self._names.items():
             if item.trains:
-                mine = set(self._contents.store.state(self._units[item]).kept(item)) - {"master"}
+                mine = set(self._contents.store.state(self._units[item]).tensors_of(item)) - {"master"}
                 if mine != there.get(name, set()):
                     self._refuse(
                         f"{self.path} has {sorted(there.get(name, ()))} of {name!r}, and the optimizer keeps "

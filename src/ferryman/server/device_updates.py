@@ -111,7 +111,7 @@ class DeviceUpdates:
             if copied is not None:
                 copied.copy_(gradient)
 
-        mark = self._sums_lane.submit(work, after=after, label=f"look at {subgroup.unit.name}")
+        mark = self._sums_lane.submit(work, after=after, label=f"check {subgroup.unit.name}")
         return SquaredSums(list(parts), on_host, mark)
 
     def update(

@@ -94,7 +94,7 @@ class GradientChecks:
             found = squares(subgroup.unit, gradient, subgroup.start, items, self._threads)
             self._add(subgroup, found, describe_changes)
 
-        mark = self._host.submit(check, after=after, label=f"look at {subgroup.unit.name}", reads=[gradient])
+        mark = self._host.submit(check, after=after, label=f"check {subgroup.unit.name}", reads=[gradient])
         self._marks.append(mark)
         return mark
 

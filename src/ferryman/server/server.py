@@ -86,39 +86,27 @@ class Server:
                 self._device_updates = DeviceUpdates(self.store, staging, self._streams, self._device, self._log)
             self._device_updates.make_room_for(units, staging, held=held)
             if self._log.balancer.rates is None:
-                self._log.balancer.start_from(
-                    calibration.measure(
-                        self._device_updates, staging, units, self._optimizer_view, self._settings.threads
-                    )
-                )
+                view, threads = self._optimizer_view, self._settings.threads
+                measured = calibration.measure(self._device_updates, staging, units, view, threads)
+                self._log.balancer.start_from(measured)
         elif self._device_updates is not None:
             self._device_updates.copy_state_to_host()
             self._device_updates.release()
         self._log.balancer.serve(units, staging, held=held)
-        self._log.begin_step()
+        self._log.begin_record()
         self._strategy.close()
         self._strategy = self._make_strategy()
 
     def _make_strategy(self) -> Strategy:
         device_updates = self._device_updates if self._staging.on_device else None
         parts = UpdateParts(
-            self.store,
-            self._log,
-            self._checks,
-            self._streams.host,
-            self._host_updates,
-            device_updates,
-            self._device,
-            self.scale,
-            self.describe_changes,
-        )
+            self.store, self._log, self._checks, self._streams.host, self._host_updates, device_updates, self._device,
+            self.scale, self.describe_changes,
+        )  # fmt: skip
         raises = self._settings.on_nonfinite == "raise" and not self.scale.moves
-        strategy: Strategy
-        if self._staging.deferred:
-            # Several ranks find out together, from the gradients, whether a step is finite.
-            strategy = DeferredUpdates(parts, checks_losses=raises and self._exchange.is_local)
-        else:
-            strategy = EagerUpdates(parts, checks_losses=raises)
+        # With deferred updates several ranks find out together, from the gradients, whether a step is finite.
+        kind = DeferredUpdates if self._staging.deferred else EagerUpdates
+        strategy = kind(parts, checks_losses=raises and (self._exchange.is_local or kind is EagerUpdates))
         self._exchange.serve(strategy)
         return strategy
 
@@ -250,16 +238,15 @@ class Server:
         checks.wait()
         scales = {item: waiting.scale for waiting in step.waiting.values() for item in waiting.items}
         nonfinite = checks.nonfinite_item()
-        # Of all ranks; a single one hears only itself.
-        reports = self._ranks.count([float(nonfinite is None), checks.norm(scales)])
+        reports = self._ranks.count([float(nonfinite is None), checks.norm(scales)])  # of all ranks
         is_finite = all(finite for finite, _ in reports)
         self._norm = math.sqrt(math.fsum(norm * norm for _, norm in reports))
         if not is_finite and not self.scale.moves and self._settings.on_nonfinite == "raise":
             raise nonfinite_error(nonfinite, self.describe_changes(), agreed=True)
-        self.scale.went(finite=is_finite)
+        self.scale.update(finite=is_finite)
         if is_finite:
             self._log.observe()
-            clip = self._clip_factor(self._norm)
+            clip = _clip_factor(self._norm, self._settings.max_grad_norm)
             for unit in units:
                 self._strategy.update_waiting(unit, self._exchange.owned(self.subgroups(unit)), clip)
                 if not self._strategy.is_eager:
@@ -332,10 +319,10 @@ class Server:
         if not waiting:
             return self._norm
         self.settle()
-        sums = dict[Item, float]()
+        sums = list[float]()
         for unit, gradients in waiting.items():
-            sums.update(squares(unit, gradients.flat, 0, gradients.items, self._settings.threads))
-        return math.sqrt(sum(sums.values())) if math.isfinite(sum(sums.values())) else math.nan
+            sums += squares(unit, gradients.flat, 0, gradients.items, self._settings.threads).values()
+        return math.sqrt(sum(sums)) if math.isfinite(sum(sums)) else math.nan
 
     def describe_changes(self) -> str:
         """Which weights the step that runs has changed, for an error that ends it."""
@@ -355,7 +342,7 @@ class Server:
         cuts = itertools.pairwise(bounds(unit, self._optimizer_view, self._ranks.share))
         return [subgroup for low, high in cuts for subgroup in cut_into_subgroups(unit, size, low, high)]
 
-    def _clip_factor(self, norm: float) -> float:
-        """As torch.nn.utils.clip_grad_norm_ computes it."""
-        max_norm = self._settings.max_grad_norm
-        return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+def _clip_factor(norm: float, max_norm: float | None) -> float:
+    """The factor of gradients, as torch.nn.utils.clip_grad_norm_ computes it."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))

@@ -142,7 +142,7 @@ class UnitState:
                     self._start(item)
                 continue
             rule = self._optimizer_view.rule(item)
-            if rule is None and theirs is self.kept_by_torch(item):
+            if rule is None and theirs is self.torch_state(item):
                 continue  # the state that torch's optimizer uses already
             self._theirs[item] = theirs
             self._torch.pop(item, None)  # another one is made, with this state
@@ -185,7 +185,7 @@ class UnitState:
         for item, steps in self._steps.items():
             rule, theirs = self._optimizer_view.rule(item), self._theirs.get(item)
             if rule is None:
-                theirs = self.kept_by_torch(item)
+                theirs = self.torch_state(item)
             elif steps:
                 shape, dtype = item.tensor.shape, GRADIENT if in_place else item.tensor.dtype
                 states = zip(rule.states, self._states_of(item, rule), strict=True)
@@ -194,7 +194,7 @@ class UnitState:
             if theirs:
                 self._optimizer_view.give_state(item.tensor, theirs)
 
-    def kept(self, item: Item) -> dict[str, torch.Tensor]:
+    def tensors_of(self, item: Item) -> dict[str, torch.Tensor]:
         """The memory of a tensor beside its weights: "master", if these are not float32, and the rule's state."""
         master, rule = self._master[item], self._optimizer_view.rule(item)
         found = {} if master is None else {"master": master}
@@ -202,7 +202,7 @@ class UnitState:
             found.update(zip(rule.states, self._states_of(item, rule), strict=True))
         return found
 
-    def kept_by_torch(self, item: Item) -> dict[str, Any] | None:
+    def torch_state(self, item: Item) -> dict[str, Any] | None:
         """The state of a tensor that torch's own optimizer updates, not a copy; some optimizers keep none."""
         if item in self._torch:
             return next(iter(self._torch[item].state.values()), {})
@@ -212,7 +212,7 @@ class UnitState:
         return self._steps[item]
 
     def restore(self, item: Item, steps: int, theirs: dict[str, Any] | None) -> None:
-        """Sets the step count, and the state of torch's own optimizer. The caller has written what `kept` returns."""
+        """Sets the step count and the state of torch's own optimizer. `tensors_of` was filled before."""
         self._steps[item] = steps
         self._torch.pop(item, None)
         self._theirs.pop(item, None)

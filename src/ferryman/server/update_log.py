@@ -55,17 +55,20 @@ class UpdateLog:
         self._staging = staging
         self._units: defaultdict[Unit, UnitProgress] = defaultdict(UnitProgress)
         self._subgroups: defaultdict[Subgroup, SubgroupProgress] = defaultdict(SubgroupProgress)
-        self.step = self._new_step()
+        self.step = UpdateStep(self._new_record())
 
     def serve(self, weights: DeviceWeights, staging: Staging) -> None:
         """Units, or who updates them, have changed; no lane has work."""
         self.weights, self._staging = weights, staging
         self.forget_marks()
-        self.begin_step()
+
+    def begin_record(self) -> None:
+        """Begins the current step's record again; gradients that wait stay."""
+        self.step.record = self._new_record()
 
     def begin_step(self) -> None:
         """A new step: gradients and requests of the current one are dropped. Updates that were submitted go on."""
-        self.step = self._new_step()
+        self.step = UpdateStep(self._new_record())
 
     def end_step(self) -> None:
         """All updates of the step have been submitted."""
@@ -76,7 +79,7 @@ class UpdateLog:
     def restart(self, steps: int) -> None:
         """Everything was loaded as it was after `steps` steps; no lane has work."""
         self.steps, self.last = steps, None
-        self.begin_step()
+        self.begin_record()
 
     def forget_unit(self, unit: Unit) -> None:
         """The unit has left the model."""
@@ -202,6 +205,5 @@ class UpdateLog:
         if self.balancer.rates is not None:
             self.balancer.link_out.add(mark, nbytes)
 
-    def _new_step(self) -> UpdateStep:
-        staging = self._staging
-        return UpdateStep(StepRecord(self.steps, str(staging.policy), not staging.deferred, self.balancer.rates))
+    def _new_record(self) -> StepRecord:
+        return StepRecord(self.steps, str(self._staging.policy), not self._staging.deferred, self.balancer.rates)
