@@ -116,7 +116,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._parts.relay.gradients.wait()
             self._parts.gradients.show(self._parts.all_units)
             for unit, items in self._parts.relay.gradients.on_host.items():
-                self._parts.server.keep(unit, items)
+                self._parts.server.leave_for_user(unit, items)
         return loss
 
     def step(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
@@ -127,7 +127,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """
         optimizer_view = self._need_optimizer()
         with self._own_reads():
-            self._parts.server.follow_user(optimizer_view)
+            self._parts.server.take_user_changes(optimizer_view)
             loss = self._run(batch, micro_batches, for_update=True)
             self._finish(optimizer_view)
         return loss
@@ -136,10 +136,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """Updates the weights with the gradients that `forward_backward` left, and clears the gradients."""
         optimizer_view = self._need_optimizer()
         with self._own_reads():
-            self._parts.server.follow_user(optimizer_view)
+            self._parts.server.take_user_changes(optimizer_view)
             self._parts.gradients.take(self._parts.all_units)
             self._ranks.tell("making an update")
-            self._parts.server.begin_step(kept=True)
+            self._parts.server.begin_step(left_for_user=True)
             self._parts.server.send_rest(self._parts.relay.gradients.on_host)
             self._finish(optimizer_view)
 
@@ -321,7 +321,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             if isinstance(error, NotRepeatableError):
                 first_steps.forget()  # what is wrong now is wrong in the next step, too
             if for_update:
-                error.add_note(f"ferryman: {self._parts.server.what_has_changed()}")
+                error.add_note(f"ferryman: {self._parts.server.describe_changes()}")
             self._recover(forget=for_update or isinstance(error, NewStateError))
             raise
         finally:

@@ -144,7 +144,7 @@ class Assembly:
     def settle(self) -> None:
         """When no lane has work and the host has everything, as the user has edited it."""
         self.reads.settle()
-        self.server.bring_home()
+        self.server.copy_state_to_host()
         self.store.follow_edits()
 
     def close(self, *, together: bool = True) -> None:
@@ -154,7 +154,7 @@ class Assembly:
         """
         try:
             try:
-                self.server.bring_home()
+                self.server.copy_state_to_host()
                 self.store.take_states()
             finally:
                 self.lanes.close()
@@ -186,7 +186,7 @@ class Assembly:
         """To whoever looks at `optimizer.state`."""
         assert self._optimizer_view is not None
         self.reads.settle()
-        self.server.bring_home()
+        self.server.copy_state_to_host()
         self.store.show_states()
         for kept in dict.values(self._optimizer_view.optimizer.state):
             for value in kept.values():

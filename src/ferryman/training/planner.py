@@ -95,7 +95,7 @@ class Planner:
         units = sorted((*plan.units, *added), key=lambda unit: min(order[module] for module in unit.modules))
         changed = replace(plan, units=tuple(units))
         if self.optimizer_view is not None:
-            self.optimizer_view.look()
+            self.optimizer_view.check_groups()
         if self.budget is not None and changed.fixed > self.budget:
             raise ValueError(
                 f"with this block {show_bytes(changed.fixed)} would always be on the device, where "
