@@ -24,7 +24,7 @@ import weakref
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -207,7 +207,7 @@ class Snapshot:
             node.contents = [(key, self._take(member, depth + 1)) for key, member in dict.items(value)]
         elif isinstance(value, list | deque):
             node.kind, node.prefix = "list", self._prefix_of(value)
-            copied = value if node.prefix is None else value[len(node.prefix) :]
+            copied = value if node.prefix is None else cast("list[Any]", value)[len(node.prefix) :]
             node.contents = [self._take(member, depth + 1) for member in copied]
         elif isinstance(value, set):
             node.kind, node.contents = "set", list(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -24,8 +25,8 @@ def _bind_flat_weight(module: nn.RNNBase, attribute: str, tensor: torch.Tensor) 
     the weak references beside it show that a parameter is another tensor."""
     if attribute in module._flat_weights_names:
         at = module._flat_weights_names.index(attribute)
-        module._flat_weights[at] = tensor  # type: ignore[assignment]
-        module._flat_weight_refs[at] = weakref.ref(tensor)
+        module._flat_weights[at] = tensor
+        module._flat_weight_refs[at] = weakref.ref(cast("nn.Parameter", tensor))
 
 
 def is_buffer(item: Item) -> bool:
