@@ -31,7 +31,7 @@ def arguments(
         raise ValueError(
             f"stash={stash!r}: it is kept on the 'device' or on the 'host', or where there is room: 'auto'"
         )
-    if not callable(loss) or isinstance(loss, nn.Module):
+    if not callable(loss) or isinstance(loss, nn.modules.loss._Loss):  # those take outputs and targets
         raise ValueError(
             f"loss= must be a function of the model and a micro-batch that returns the loss, this is a "
             f"{type(loss).__name__}; for example loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])"

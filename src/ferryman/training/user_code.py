@@ -18,7 +18,10 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 def model_loss(model: nn.Module, micro_batch: Any) -> torch.Tensor:
     """The default: what the model itself calls its loss."""
-    output = model(*micro_batch) if isinstance(micro_batch, tuple) else model(**micro_batch)
+    if isinstance(micro_batch, torch.Tensor):
+        output = model(micro_batch)
+    else:
+        output = model(*micro_batch) if isinstance(micro_batch, tuple) else model(**micro_batch)
     loss = getattr(output, "loss", None)
     if loss is None:
         raise ValueError(
@@ -41,6 +44,8 @@ def weighted_loss(
     adopt([x for x in pytree.tree_leaves(here) if isinstance(x, torch.Tensor)])
     value = loss(model, here)
     checks.loss(value)
+    if value.dim():
+        value = value.reshape(())  # of one element, as backward() accepts it
     return value.to(torch.promote_types(value.dtype, torch.float32)) * weight
 
 
