@@ -246,6 +246,7 @@ class Call:
                 "Something keeps tensors with their graph from one micro-batch to the next (a list, a dict, an "
                 "attribute): clear it at the start of the loss, or detach what is kept"
             )
+        self._relay.step.refuse_other_threads(self.unit)
         self.batch.park(self.unit, direction, needs)
 
     def _recall(self, stash: _Stash) -> list[torch.Tensor]:
