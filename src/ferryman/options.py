@@ -83,7 +83,7 @@ def _policy(name: str, value: Any) -> None:
 
 
 def _loss(name: str, value: Any) -> None:
-    if not callable(value) or isinstance(value, nn.Module):
+    if not callable(value) or isinstance(value, nn.modules.loss._Loss):  # those take outputs and targets
         raise ValueError(
             f"{name}= must be a function of the model and a micro-batch that returns the loss, this is a "
             f"{type(value).__name__}; for example loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])"

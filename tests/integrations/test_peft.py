@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, VeraConfig, get_peft_model
 from transformers import Trainer
 
 import ferryman
@@ -56,6 +56,23 @@ def test_equals_plain_training(device, model, kind):
             theirs.zero_grad()
     assert_near(dict(model.state_dict()), {name: value.cpu() for name, value in plain.state_dict().items()})
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters() if name in before)
+
+
+def test_vera_whose_units_share_their_buffers(device):
+    torch.manual_seed(5)
+    model = get_peft_model(build("llama"), VeraConfig(r=4, target_modules=["q_proj", "v_proj"])).train()
+    plain = on(device, model)
+    optimizer, theirs = (torch.optim.AdamW(trained(which), lr=1e-2) for which in (model, plain))
+    with ferryman.Engine(model, optimizer, device=device) as engine:
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = engine.step(text(8, step), 4)
+            torch.manual_seed(step)
+            expected = plain_step(plain, cut(text(8, step), 4)).loss
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+            theirs.step()
+            theirs.zero_grad()
+    assert_near(dict(model.state_dict()), {name: value.cpu() for name, value in plain.state_dict().items()})
 
 
 def test_the_frozen_model_has_no_state_and_no_gradients(virtual):

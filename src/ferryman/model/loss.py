@@ -13,7 +13,10 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 def model_loss(model: nn.Module, micro_batch: Any) -> torch.Tensor:
     """The default: calls the model with the micro-batch and returns the `loss` of its output."""
-    output = model(*micro_batch) if isinstance(micro_batch, tuple) else model(**micro_batch)
+    if isinstance(micro_batch, torch.Tensor):
+        output = model(micro_batch)
+    else:
+        output = model(*micro_batch) if isinstance(micro_batch, tuple) else model(**micro_batch)
     loss = getattr(output, "loss", None)
     if loss is None:
         raise ValueError(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
@@ -456,7 +457,11 @@ def _made_of(
     """Units of these modules, and the residents."""
     found: list[Unit] = []
     travelling: set[int] = set()
-    for group in _merge(candidates):
+    groups = _merge(candidates)
+    # A buffer that several units share stays on the device. (Those that share a parameter have become one unit.)
+    owners = Counter(key for group in groups for key in {id(tensor) for c in group for tensor in c.tensors()})
+    staying = staying | {key for key, count in owners.items() if count > 1}
+    for group in groups:
         tensors = (tensor for candidate in group for tensor in candidate.tensors() if id(tensor) not in staying)
         items = _lay_out(tensors, places, dtype_of)
         travelling.update(id(item.tensor) for item in items)

@@ -21,7 +21,7 @@ class Part(NamedTuple):
 
 
 def parts_of(batch: Any, micro_batches: int | None, reduction: str = "mean", own: Split | None = None) -> list[Part]:
-    """A dict or tuple of tensors is cut along dimension 0; a list is taken as micro-batches that are ready.
+    """A tensor, or a dict or tuple of tensors, is cut along dimension 0; a list holds micro-batches that are ready.
 
     `own` is the user's function, which cuts whatever is not a list, and may say what its micro-batches weigh.
 
@@ -103,10 +103,10 @@ def portion(samples: int, micro_batches: int | None, rank: int, size: int) -> tu
 
 
 def _cut(batch: Any, count: int) -> list[Any]:
-    if not isinstance(batch, Mapping | tuple):
+    if not isinstance(batch, Mapping | tuple | torch.Tensor):
         raise ValueError(
-            f"a batch is a dict or a tuple of tensors, to be cut along dimension 0, or a list of micro-batches; "
-            f"this is a {type(batch).__name__}. Engine(split=...) takes others"
+            "a batch is a tensor, or a dict or tuple of tensors, to be cut along dimension 0, or a list of "
+            f"micro-batches; this is a {type(batch).__name__}. Engine(split=...) takes others"
         )
     lengths = _lengths(batch)
     if lengths == [0]:

@@ -36,7 +36,7 @@ from ferryman.exactness.snapshot import Snapshot
 from ferryman.exactness.variables import Variable
 from ferryman.model.units import Unit
 from ferryman.relay.micro_batch import Direction, MicroBatch
-from ferryman.relay.stash import Stashed
+from ferryman.relay.stash import Stashed, edited_since, version_of
 from ferryman.runtime.rng import Randomness, State
 
 if TYPE_CHECKING:
@@ -186,8 +186,10 @@ class Call:
             return self._run_as_node(tensors, trains=trains)
         self._park(Direction.FORWARD, tensors)
         args, values = self._given
+        versions = [version_of(t) for t in tensors]
         with torch.no_grad(), _disable_current_modes():
             result = self._call(args, values, adopt=True)
+        self._relay.step.stash.edited(edited_since(tensors, versions))
         self._relay.step.stash.track(self.batch, Snapshot([result]).tensors)
         return result
 
@@ -228,7 +230,7 @@ class Call:
         self.wants = [t.requires_grad for t in tensors]
         self._park(Direction.FORWARD, tensors)
         relay, randomness = self._relay, self._relay.randomness
-        before, versions = randomness.state(), [t._version for t in tensors]
+        before, versions = randomness.state(), [version_of(t) for t in tensors]
         self._buffers = relay.buffers.copy()
         if self._shared:
             self._shared_before = relay.state.snapshot([v.get() for v in self._shared])
@@ -256,7 +258,7 @@ class Call:
             self._kept = inputs, run.outputs
         if not randomness.state().same_as(before):
             self._random = before
-        if [t._version for t in tensors] != versions:
+        if [version_of(t) for t in tensors] != versions:
             raise ValueError(
                 f"the unit {self.unit.name!r} edits one of its inputs in place; running it again in the backward would "
                 "edit it twice. Copy the input first (x = x.clone()), or cut the unit differently with units=[...]"
@@ -318,6 +320,7 @@ class Call:
         running = self._relay.running
         if running is not self.batch:
             raise Handle(self).used("outside of its step" if running is None else f"by micro-batch {running.number}")
+        self._relay.step.refuse_other_threads(self.unit)
         self.batch.park(self.unit, direction, needs)
 
     def _recall(self, stash: SavedInputs) -> list[torch.Tensor]:
@@ -347,12 +350,15 @@ class Call:
         args, values, *variables = self._before.restore(inputs)
         put_all(self._private, variables)
         constants: list[tuple[torch.Tensor, torch.Tensor]] = []
+        shared = [] if self._shared_before is None else self._shared_before.tensors
+        versions = [version_of(tensor) for tensor in shared]
         if self._shared_before is not None:
-            for tensor in self._shared_before.tensors:
+            for tensor in shared:
                 self._relay.step.stash.use(self.batch, tensor)
-            constants = [(t.detach(), t) for t in self._shared_before.tensors]
+            constants = [(t.detach(), t) for t in shared]
             put_all(self._shared, self._shared_before.restore([detached for detached, _ in constants]))
         result = Snapshot([self._call(args, values, adopt=adopt)])
+        self._relay.step.stash.edited(edited_since(shared, versions))
         after, outputs = None, {id(t): t for t in result.tensors}
         changing = [*self._private, *self._shared]
         if self.batch.context not in changing and self.batch.context.get():

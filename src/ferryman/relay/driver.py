@@ -95,7 +95,10 @@ class Relay:
         """The function that replaces a module's forward."""
 
         def relayed(*args: Any, **kwargs: Any) -> Any:
-            if (running := self.running) is not None:
+            if self._step is not None:
+                self._step.refuse_other_threads(unit)
+                running = self._step.running
+                assert running is not None
                 refuse_caches(unit, forward, args, kwargs)
                 self._check_call_in_backward(unit, running)
                 return Call(self, running, unit, module, forward, args, kwargs).run()
@@ -379,8 +382,12 @@ class Relay:
         step.running = batch
         try:
             batch.resume()
+        except Exception as error:
+            step.check_refusal(error)
+            raise
         finally:
             step.running = None
+        step.check_refusal()
         self._sample_memory()
         with self.compute.current():
             step.micro_batch_parked(batch)

@@ -117,6 +117,10 @@ class MicroBatch:
             self.done = True
             self._drivers.release()
 
+    def runs_here(self) -> bool:
+        """Whether the thread that calls is the micro-batch's own."""
+        return threading.current_thread() is self._thread
+
     def requests(self, unit: Unit) -> bool:
         """Whether the micro-batch is parked and waits for this unit."""
         return self.request is not None and self.request.unit is unit

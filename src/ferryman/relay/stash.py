@@ -15,6 +15,14 @@ and the results of operators between calls, which a dispatch mode sees. The mode
 a tensor that one micro-batch has made and another one uses (a table that a module has cached) comes back in time, and
 is left alone from then on. Within units the mode is off: it costs microseconds an operator.
 
+Note [Edits in place]
+A storage that was copied to the host and then edited must be copied again. Version counters of tensors do not tell of
+all edits: a tensor that the dispatch mode makes has a counter of its own, an edit through `.data` counts nowhere, and
+inference tensors have no counter. So each storage has its own count, which rises with every operator that writes to
+any tensor in the storage. The mode sees these operators between calls. Where it is off, in units, `Call` reports the
+tensors whose versions have changed. An edit that neither of them sees is refused in the trial, which compares the bytes
+(`checking`).
+
 Note [The window]
 A storage can be emptied only when its copy to the host has ended, and a slow link ends copies late. Were storages
 emptied whenever their copies happen to end, the peak of device memory would depend on the link. So at most `IN_FLIGHT`
@@ -26,8 +34,9 @@ step needs.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,6 +50,17 @@ from ferryman.runtime.marks import Mark
 from ferryman.runtime.pinned import PinnedMemory
 
 _SMALL = 64  # bytes; less is not worth a copy
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Rises with edits of the tensor in place; None if they are not counted (inference tensors)."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def edited_since(tensors: Sequence[torch.Tensor], versions: Sequence[int | None]) -> list[torch.Tensor]:
+    """Those that were edited since they had these versions, or may have been."""
+    now = [version_of(tensor) for tensor in tensors]
+    return [t for t, new, old in zip(tensors, now, versions, strict=True) if new is None or new != old]
 
 
 class Stashed(Protocol):
@@ -74,6 +94,12 @@ class Stash(Protocol):
     def use(self, batch: MicroBatch, tensor: torch.Tensor) -> None:
         """The micro-batch is about to use a tensor, which may be on the host, or another one's."""
 
+    def edited(self, tensors: Sequence[torch.Tensor]) -> None:
+        """A unit has edited these tensors in place."""
+
+    def checking(self) -> contextlib.AbstractContextManager[None]:
+        """Within, a ValueError tells of edits in place that were not seen."""
+
     def bring_back(self) -> None:
         """The step is over: what the user still holds is on the device again."""
 
@@ -85,10 +111,10 @@ class Stash(Protocol):
 
 class _OnDevice(NamedTuple):
     alias: torch.Tensor
-    version: int
+    version: int | None
 
     def recall(self) -> torch.Tensor | None:
-        return self.alias if self.alias._version == self.version else None
+        return self.alias if version_of(self.alias) == self.version else None
 
 
 class DeviceStash:
@@ -99,7 +125,7 @@ class DeviceStash:
 
     def save(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
         alias = tensor.detach()  # shares the version counter, which tells of edits
-        return _OnDevice(alias, alias._version)
+        return _OnDevice(alias, version_of(alias))
 
     def watch(self, batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -115,6 +141,12 @@ class DeviceStash:
 
     def use(self, batch: MicroBatch, tensor: torch.Tensor) -> None:
         pass
+
+    def edited(self, tensors: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def checking(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def bring_back(self) -> None:
         pass
@@ -138,13 +170,13 @@ class _Level:
 
 
 class _Copy:
-    """The host's copy of a storage, as it was at one version. Its memory is used again when nobody needs it."""
+    """The host's copy of a storage, as it was after so many edits. Its memory is used again when nobody needs it."""
 
     def __init__(
-        self, memory: torch.Tensor, version: int, spare: list[tuple[torch.Tensor, Mark | None]], level: _Level
+        self, memory: torch.Tensor, edits: int, spare: list[tuple[torch.Tensor, Mark | None]], level: _Level
     ) -> None:
         self.memory = memory
-        self.version = version
+        self.edits = edits
         self.landed: Mark | None = None
         self.fetched: Mark | None = None  # the last fetch from it
         self._spare = spare
@@ -160,8 +192,9 @@ class _TrackedStorage:
     """One storage of a micro-batch, on the device or emptied."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.alias = tensor.detach()  # shares storage and version counter
+        self.alias = tensor.detach()  # shares the storage, and no version counter
         self.nbytes = self.storage().nbytes()
+        self.edits = 0  # see Note [Edits in place]
         self.on_device = True
         self.copy: _Copy | None = None
         self.ready: Mark | None = None
@@ -225,6 +258,7 @@ class HostStash:
         self._memory: list[PinnedMemory] = []  # all of it
         self._window: deque[_Leaving] = deque()  # see Note [The window]
         self._copied = _Level()
+        self._checks = False  # whether bytes are compared where no edit was seen
 
     @property
     def peak(self) -> int:
@@ -265,15 +299,32 @@ class HostStash:
     def edit(self, tensor: torch.Tensor) -> None:
         """The micro-batch is about to edit a tensor in place, which a copy to the host may still be reading."""
         key = tensor.untyped_storage()._cdata
+        self._count_edit(key)
         for tracked, copy in self._window:
             if tracked.storage()._cdata == key and copy.landed is not None:
                 self._compute.follow(copy.landed)
+
+    def edited(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._count_edit(tensor.untyped_storage()._cdata)
+
+    def _count_edit(self, key: int) -> None:
+        if (owner := self._owners.get(key)) is not None:
+            self._tracked[owner][key].edits += 1
+
+    @contextlib.contextmanager
+    def checking(self) -> Iterator[None]:
+        self._checks = True
+        try:
+            yield
+        finally:
+            self._checks = False
 
     def save(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
         tracked = self._tracked.get(batch, {}).get(tensor.untyped_storage()._cdata)
         if tracked is None:  # small, or on another device
             alias = tensor.detach()
-            return _OnDevice(alias, alias._version)
+            return _OnDevice(alias, version_of(alias))
         return _OnHost(self, self._copy_of(tracked), _Geometry.of(tensor))
 
     def watch(self, batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
@@ -374,9 +425,11 @@ class HostStash:
 
     def _copy_of(self, tracked: _TrackedStorage) -> _Copy:
         """The host's copy of what the storage has now."""
-        version = tracked.alias._version
-        if tracked.copy is not None and tracked.copy.version == version:
+        if tracked.copy is not None and tracked.copy.edits == tracked.edits:
+            if self._checks:
+                self._check_unedited(tracked, tracked.copy)
             return tracked.copy
+        tracked.nbytes = tracked.storage().nbytes()  # an edit may have resized it
         spare = self._spare.setdefault(tracked.nbytes, [])
         if spare:
             memory, free = spare.pop()
@@ -385,7 +438,7 @@ class HostStash:
         else:
             self._memory.append(PinnedMemory(tracked.nbytes, self._device))
             memory, free = self._memory[-1].bytes, None
-        copy = tracked.copy = _Copy(memory, version, spare, self._copied)
+        copy = tracked.copy = _Copy(memory, tracked.edits, spare, self._copied)
         flat = tracked.flat()
         copy.landed = self._d2h.submit(
             lambda: memory.copy_(flat, non_blocking=True),
@@ -397,6 +450,19 @@ class HostStash:
         while len(self._window) > IN_FLIGHT:
             self._leave_window(self._window.popleft())
         return copy
+
+    def _check_unedited(self, tracked: _TrackedStorage, copy: _Copy) -> None:
+        assert copy.landed is not None
+        copy.landed.wait()
+        with self._compute.current():
+            now = tracked.flat().cpu()
+        if not torch.equal(now, copy.memory):
+            shape, dtype = tuple(tracked.alias.shape), str(tracked.alias.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"a tensor that the model or the loss holds between units (shape {shape}, {dtype}) is edited in a way "
+                "that the engine cannot see: through .data in a unit, or by another library. With the stash on the "
+                "host the edit would be lost. Edit it with torch's operators between units, or specify stash='device'"
+            )
 
 
 class _Watch(TorchDispatchMode):
@@ -412,10 +478,24 @@ class _Watch(TorchDispatchMode):
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for tensor in given:
             self._stash.use(self._batch, tensor)
-            if function._schema.is_mutable:
+        if function._schema.is_mutable:
+            for tensor in _written(function, args, kwargs or {}):
                 self._stash.edit(tensor)
         result = function(*args, **(kwargs or {}))
         storages = {tensor.untyped_storage()._cdata for tensor in given}
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self._stash.track(self._batch, [t for t in made if t.untyped_storage()._cdata not in storages])
         return result
+
+
+def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that the operator writes to."""
+    values = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(function)]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+@functools.cache
+def _written_arguments(function: Any) -> list[tuple[int, str]]:
+    """Their positions and names."""
+    arguments = enumerate(function._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]

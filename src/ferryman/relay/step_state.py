@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -87,6 +88,7 @@ class StepState:
         self.skips_units = bool(expected.skipped)
         self.micro_batches: list[MicroBatch] = []
         self.running: MicroBatch | None = None
+        self._refusal = ""  # of a call in another thread, whose error the user's code may not hand on
         self.losses: dict[int, torch.Tensor] = {}  # by micro-batch
         self.visited: list[Unit] = []  # the order of visits so far
         self.visit: Visit | None = None  # the one that is under way
@@ -135,6 +137,23 @@ class StepState:
     def upcoming(self) -> Sequence[Unit]:
         """The visits to expect after the one that has just begun."""
         return upcoming(self._expected, self.visited) if self.interleaved else ()
+
+    def refuse_other_threads(self, unit: Unit) -> None:
+        """A unit runs only in the thread of the micro-batch that runs: stream, autocast, random numbers and the watch
+        of the stash belong to that thread."""
+        if self.running is not None and self.running.runs_here():
+            return
+        self._refusal = (
+            f"the unit {unit.name!r} is used in the thread {threading.current_thread().name!r}, and not in the thread "
+            "that calls the loss. In a step, forward and backward of a micro-batch must run in that thread: call the "
+            "model and backward() there, and use other threads only for work on the host"
+        )
+        raise ValueError(self._refusal)
+
+    def check_refusal(self, error: BaseException | None = None) -> None:
+        """Raises again what was refused in another thread; `error` is what followed from it."""
+        if self._refusal:
+            raise ValueError(self._refusal) from error
 
     def has_turned(self) -> bool:
         """Whether no micro-batch will go forward any more."""

@@ -33,12 +33,12 @@ def run_trial(
     """Runs forward and backward of all micro-batches, reports to the observer, and undoes everything.
 
     `in_turn`: one micro-batch after the other, as in plain gradient accumulation. `forward_only`: each ends with its
-    loss. `check`: the second run of each call is compared with the first, and it is noted which buffers are edited.
+    loss. `check`: the second run of each call is compared with the first, edits in place that the
+    stash has not seen are refused, and it is noted which buffers are edited.
     """
-    step = TrialStep(
-        works, seed, relay.stash_for(on_host=stash_on_host), relay.expectation(), observer, in_turn, forward_only
-    )
-    with _undone(relay, check=check):
+    stash = relay.stash_for(on_host=stash_on_host)
+    step = TrialStep(works, seed, stash, relay.expectation(), observer, in_turn, forward_only)
+    with _undone(relay, check=check), stash.checking() if check else contextlib.nullcontext():
         relay.run(step)
 
 

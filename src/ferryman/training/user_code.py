@@ -27,6 +27,8 @@ def weighted_loss(
     adopt([x for x in pytree.tree_leaves(here) if isinstance(x, torch.Tensor)])
     value = loss(model, here)
     check_loss(value)
+    if value.dim():
+        value = value.reshape(())  # of one element, as backward() accepts it
     return value.to(torch.promote_types(value.dtype, torch.float32)) * weight
 
 

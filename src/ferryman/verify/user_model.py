@@ -52,12 +52,12 @@ class UserModel:
         loss = rest[0] if rest else model_loss
         if not isinstance(model, nn.Module):
             raise ValueError(f"{about}, where the model is a torch.nn.Module; its model is a {type(model).__name__}")
-        if not isinstance(batch, dict | tuple | list):
+        if not isinstance(batch, dict | tuple | list | torch.Tensor):
             raise ValueError(
-                f"{about}, where the batch is a dict or tuple of tensors, or a list of micro-batches; its batch is a "
-                f"{type(batch).__name__}"
+                f"{about}, where the batch is a tensor, a dict or tuple of tensors, or a list of micro-batches; its "
+                f"batch is a {type(batch).__name__}"
             )
-        if not callable(loss) or isinstance(loss, nn.Module):
+        if not callable(loss) or isinstance(loss, nn.modules.loss._Loss):
             raise ValueError(
                 f"{about}, where the loss is a function of the model and a micro-batch; its loss is a "
                 f"{type(loss).__name__}"
