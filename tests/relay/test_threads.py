@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ferryman.engine import Engine
-from support.small_models import Model, batches, loss
+from support.small_models import Model, assert_equal_to_plain, batches, loss
 
 
 def in_a_thread(model, batch):
@@ -41,6 +41,35 @@ def backward_in_a_thread(model, batch):
     return value
 
 
+class AddsInThreads(Model):
+    def forward(self, x):
+        total = torch.zeros_like(x)
+        for block in self.blocks:
+            y = block(x)
+            thread = threading.Thread(target=lambda y=y: total.data.add_(y.detach()), name="of-the-user")
+            thread.start()
+            thread.join()
+        return self.head(x + total)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("stash", ["host", "device"])
+def test_tensors_of_an_accelerator_in_another_thread_are_refused(stash, accelerator):
+    model = AddsInThreads()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer, start = torch.optim.SGD(model.parameters(), lr=0.1), threading.Thread.start
+    with Engine(model, optimizer, device=accelerator, loss=loss, stash=stash) as engine:
+        with pytest.raises(ValueError, match=r"a tensor on .* is used in the thread 'of-the-user'"):
+            engine.step(next(batches(1)), 2)
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+    assert threading.Thread.start is start
+
+
+def test_on_the_host_tensors_may_be_used_in_another_thread():
+    assert_equal_to_plain(AddsInThreads, loss, None, 2, torch.device("cpu"))
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("function", [in_a_thread, in_a_pool, backward_in_a_thread])
 def test_a_unit_in_another_thread_is_refused_before_a_weight_changes(function, device):
@@ -54,7 +83,9 @@ def test_a_unit_in_another_thread_is_refused_before_a_weight_changes(function, d
     with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), device=device, loss=switched) as engine:
         for batch in batches(2):  # in the trial, and in a step of a kind that was tried
             wrong.set()
-            with pytest.raises(ValueError, match=r"the unit .* is used in the thread '(of-the-user|Dummy)"):
+            with pytest.raises(
+                ValueError, match=r"(the unit|a tensor on) .* is used in the thread '(of-the-user|Dummy)"
+            ):
                 engine.step(batch, 2)
             for name, tensor in model.state_dict().items():
                 torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -141,12 +141,15 @@ class StepState:
     def refuse_other_threads(self, unit: Unit) -> None:
         """A unit runs only in the thread of the micro-batch that runs: stream, autocast, random numbers and the watch
         of the stash belong to that thread."""
-        if self.running is not None and self.running.runs_here():
-            return
+        if self.running is None or not self.running.runs_here():
+            self.refuse_thread(f"the unit {unit.name!r}")
+
+    def refuse_thread(self, what: str) -> NoReturn:
+        """The thread that calls is not the micro-batch's, and uses what it must not use there."""
         self._refusal = (
-            f"the unit {unit.name!r} is used in the thread {threading.current_thread().name!r}, and not in the thread "
-            "that calls the loss. In a step, forward and backward of a micro-batch must run in that thread: call the "
-            "model and backward() there, and use other threads only for work on the host"
+            f"{what} is used in the thread {threading.current_thread().name!r}, and not in the thread that calls the "
+            "loss. In a step, forward and backward of a micro-batch must run in that thread: call the model and "
+            "backward() there, and use other threads only for work on the host"
         )
         raise ValueError(self._refusal)
 

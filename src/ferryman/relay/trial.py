@@ -14,6 +14,7 @@ from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.observer import Observer
 from ferryman.relay.stash import Stash
 from ferryman.relay.step_state import Expectation, StepState, Work
+from ferryman.relay.user_threads import refusing_user_threads
 
 if TYPE_CHECKING:
     from ferryman.relay.driver import Relay
@@ -38,7 +39,11 @@ def run_trial(
     """
     stash = relay.stash_for(on_host=stash_on_host)
     step = TrialStep(works, seed, stash, relay.expectation(), observer, in_turn, forward_only)
-    with _undone(relay, check=check), stash.checking() if check else contextlib.nullcontext():
+    with (
+        _undone(relay, check=check),
+        stash.checking() if check else contextlib.nullcontext(),
+        refusing_user_threads(step, relay.device),
+    ):
         relay.run(step)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,6 +41,48 @@ class Skips(Feature):
         elif held:
             x = x + 0.5 * held.pop()
         return x
+
+
+class Accumulator(Feature):
+    """What blocks return is added up in place between them, as in loops over experts."""
+
+    weight = 1.5
+
+    def __init__(self, rng: random.Random, sizes: Sizes) -> None:
+        super().__init__(rng, sizes)
+        self.variant = rng.choice(["+=", "index_add_", "slices", "data"])
+
+    def between(self, net, depth, x, local):
+        if "total" not in local:
+            local["total"] = torch.zeros_like(x)
+        total = local["total"]
+        if self.variant == "+=":
+            total += x
+        elif self.variant == "index_add_":
+            total.index_add_(0, torch.arange(len(x), device=x.device), x.to(total.dtype))
+        elif self.variant == "slices":
+            total[depth % 2 :: 2] += x[depth % 2 :: 2]
+        else:
+            total.data.add_(x.detach())
+        return x
+
+    def after(self, net, x, local):
+        return x + 0.3 * local["total"] if "total" in local else x
+
+
+class InThreads(Feature):
+    """Blocks are called in a thread of the user's own, which is refused."""
+
+    weight = 0.3
+    cause = "is used in the thread"
+    traits = conflicts = frozenset({"checkpoint"})
+
+    def around(self, net, block, call):
+        def elsewhere(*args: Any, **kwargs: Any) -> Any:
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(call, *args, **kwargs).result()
+
+        return elsewhere
 
 
 class Reuse(Feature):
@@ -342,6 +385,7 @@ class DataRandom(Feature):
 
 
 FEATURES = (
-    Skips, Reuse, Skipping, Carried, CarriedAndEdited, Keywords, NoGradIsland, Autocast, Checkpointed, EditsInPlace,
-    ActivationHook, ModuleHooks, Dropout, OutsideDropout, GlobalRandom, OwnRandom, DataRandom,
+    Skips, Accumulator, InThreads, Reuse, Skipping, Carried, CarriedAndEdited, Keywords, NoGradIsland, Autocast,
+    Checkpointed, EditsInPlace, ActivationHook, ModuleHooks, Dropout, OutsideDropout, GlobalRandom, OwnRandom,
+    DataRandom,
 )  # fmt: skip
