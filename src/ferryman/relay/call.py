@@ -220,6 +220,9 @@ class Call:
             id(tensor) in self.batch.inherited or self._relay.state.is_inherited(tensor)
         )
 
+    def _was_there(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) or self._relay.state.is_history(tensor)
+
     def stash(self) -> SavedInputs | None:
         """Its inputs, as long as autograd may ask for its backward."""
         return None if self._stash is None else self._stash()
@@ -360,7 +363,7 @@ class Call:
         if self._before.mutables or changing:
             given = {id(t) for t in inputs} | {id(detached) for detached, _ in constants}
             after = self._relay.state.snapshot([args, values, *(variable.get() for variable in changing)])
-            outputs |= {id(t): t for t in after.tensors if id(t) not in given and not isinstance(t, nn.Parameter)}
+            outputs |= {id(t): t for t in after.tensors if id(t) not in given and not self._was_there(t)}
         return _Run(result, changing, after, inputs, constants, list(outputs.values()))
 
     def _replay(self, inputs: list[torch.Tensor], stack: contextlib.ExitStack) -> list[torch.Tensor]:
