@@ -151,16 +151,13 @@ class Seeing(TorchDispatchMode):
 def test_a_dispatch_mode_is_refused_by_name(where):
     model, before = made(Model, None), made(Model, None)
 
-    def seen(model, batch):
-        with Seeing():
+    def function(model, batch):
+        with Seeing() if where == "in the loss" else contextlib.nullcontext():
             return loss(model, batch)
 
-    with pytest.raises(ValueError, match=r"TorchDispatchMode .*test_surroundings.Seeing is on"):
-        if where == "in the loss":
-            train(model, seen, "cpu", 2)
-        else:
-            with Seeing():
-                train(model, loss, "cpu", 2)
+    around = Seeing() if where == "around the step" else contextlib.nullcontext()
+    with around, pytest.raises(ValueError, match=r"TorchDispatchMode .*test_surroundings.Seeing is on"):
+        train(model, function, "cpu", 2)
     torch.testing.assert_close(model.state_dict(), before.state_dict(), rtol=0, atol=0)
 
 
