@@ -48,18 +48,30 @@ class Replacing(Logging):
 
 
 class Emptied(Logging):
-    """The first micro-batch of the second step empties it, which no trial has seen."""
+    """The second micro-batch of the second step empties it, and it is short when the third one runs."""
 
     class block(Logging.block):  # noqa: N801
         def keep(self, value):
-            if len(self.log) == self.full:
-                self.log.clear()
             self.log.append(value)
+            if len(self.log) > self.full:
+                self.log.clear()
+
+        def forward(self, x):
+            y = Block.forward(self, x)
+            self.keep(y.detach().mean())
+            return y * 2 if len(self.log) < 50 else y  # which no trial sees
 
     def prepare(self):
         super().prepare()
         for block in self.blocks:
-            block.full = self.history + 3
+            block.full = self.history + 4
+
+
+class ReadLate(Logging):
+    """The loss reads what blocks have appended for the same micro-batch."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + sum(block.log[-1] for block in self.blocks))
 
 
 class OfNumbers(Logging):
@@ -72,8 +84,10 @@ class OfNumbers(Logging):
             block.log = [float(number) for number in range(self.history)]
 
 
-@pytest.mark.parametrize("micro_batches", [3])
-@pytest.mark.parametrize("make", [Logging, Windowed, Replacing, Emptied, OfNumbers], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("micro_batches", [3, 1])
+@pytest.mark.parametrize(
+    "make", [Logging, Windowed, Replacing, Emptied, ReadLate, OfNumbers], ids=lambda make: make.__name__
+)
 def test_lists_with_a_history_are_those_of_plain_pytorch(make, micro_batches, device):
     assert_equal_to_plain(make, loss, None, micro_batches, device)
 
@@ -99,3 +113,21 @@ def elements_copied(history, monkeypatch):
 
 def test_what_a_step_copies_does_not_grow_with_a_list(monkeypatch):
     assert elements_copied(50, monkeypatch) == elements_copied(2000, monkeypatch)
+
+
+def test_what_was_learned_of_three_micro_batches_holds_after_a_step_of_one():
+    plain, model = made(Emptied, None), made(Emptied, None)
+    for block in (*plain.blocks, *model.blocks):
+        block.full = 105  # the second micro-batch of the third step empties it
+    counts = (3, 1, 3)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch, count in zip(batches(3), counts, strict=True):
+        for part in zip(*(t.chunk(count) for t in batch), strict=True):
+            (loss(plain, part) / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu", loss=loss) as engine:
+        for batch, count in zip(batches(3), counts, strict=True):
+            engine.step(batch, count)
+    for mine, theirs in zip(model.blocks, plain.blocks, strict=True):
+        torch.testing.assert_close(mine.log, theirs.log, atol=1e-5, rtol=1e-4)

@@ -1,6 +1,7 @@
 """What a step's code finds around it: a thread, modes of torch, modules of torch with lists of their own; and
 what is left behind when the engine is gone."""
 
+import contextlib
 import gc
 import sqlite3
 import threading
@@ -9,6 +10,9 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ferryman.engine import Engine
 from support.small_models import WIDTH, Block, Model, assert_equal_to_plain, batches, loss, made, train, train_plainly
@@ -136,3 +140,63 @@ def test_tensors_with_a_graph_that_a_block_keeps_do_not_keep_the_engine(function
     del engine, model
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
+
+
+class Seeing(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("where", ["around the step", "in the loss"])
+def test_a_dispatch_mode_is_refused_by_name(where):
+    model, before = made(Model, None), made(Model, None)
+
+    def function(model, batch):
+        with Seeing() if where == "in the loss" else contextlib.nullcontext():
+            return loss(model, batch)
+
+    around = Seeing() if where == "around the step" else contextlib.nullcontext()
+    with around, pytest.raises(ValueError, match=r"TorchDispatchMode .*test_surroundings.Seeing is on"):
+        train(model, function, "cpu", 2)
+    torch.testing.assert_close(model.state_dict(), before.state_dict(), rtol=0, atol=0)
+
+
+def coarse():
+    """Gradients are computed from rounded activations."""
+    return saved_tensors_hooks(lambda x: x.bfloat16().float() if x.is_floating_point() else x, lambda x: x)
+
+
+def coarsely(model, batch):
+    with coarse():
+        return loss(model, batch)
+
+
+@pytest.mark.parametrize("around", [coarse, save_on_cpu, torch.autograd.detect_anomaly])
+def test_how_autograd_saves_tensors_around_a_step_holds_in_the_step(around, device):
+    model, plain, without = made(Model, None), made(Model, None), made(Model, None)
+    with around():
+        expected = train_plainly(plain, loss, device, 3)
+        losses = train(model, loss, device, 3)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    if around is coarse:  # it makes a difference that the comparison sees
+        assert train_plainly(without, loss, device, 3) != pytest.approx(expected, rel=1e-6)
+
+
+def test_hooks_for_saved_tensors_in_a_loss_hold_in_units(device):
+    model, plain = made(Model, None), made(Model, None)
+    expected = train_plainly(plain, coarsely, device, 3)
+    assert train(model, coarsely, device, 3) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("where", ["around the step", "in the loss"])
+def test_forward_mode_differentiation_through_a_unit_is_refused(where):
+    def function(model, batch):
+        with forward_ad.dual_level() if where == "in the loss" else contextlib.nullcontext():
+            x = forward_ad.make_dual(batch[0], torch.ones_like(batch[0]))
+            return loss(model, batch) + forward_ad.unpack_dual(model(x)).tangent.square().mean()
+
+    model, before = made(Model, None), made(Model, None)
+    around = forward_ad.dual_level() if where == "around the step" else contextlib.nullcontext()
+    with around, pytest.raises(RuntimeError, match="forward"):
+        train(model, function, "cpu", 2)
+    torch.testing.assert_close(model.state_dict(), before.state_dict(), rtol=0, atol=0)

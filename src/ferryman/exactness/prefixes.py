@@ -34,8 +34,8 @@ class Prefix:
         self.owner = owner
         self._careful = careful
         self.elements = list(itertools.takewhile(lambda value: _is_settled(value, edited), owner))
-        self._tensors = [value for value in self.elements if isinstance(value, torch.Tensor)]
-        self._versions = [tensor._version for tensor in self._tensors]
+        self.tensors = [value for value in self.elements if isinstance(value, torch.Tensor)]
+        self._versions = [tensor._version for tensor in self.tensors]
         self._is_broken = False
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class Prefix:
 
     def _is_intact(self) -> bool:
         same = all(map(operator.is_, self.owner, self.elements))
-        return same and [tensor._version for tensor in self._tensors] == self._versions
+        return same and [tensor._version for tensor in self.tensors] == self._versions
 
 
 class Prefixes:
@@ -68,12 +68,13 @@ class Prefixes:
     def __init__(self) -> None:
         self._learns = self._careful = False
         self._by_list: dict[int, Prefix] = {}
+        self._tensors: set[int] = set()  # in prefixes, by identity
         self._edited: list[list[Any]] = []  # lists whose elements were seen to be replaced or edited
 
     @contextlib.contextmanager
     def learning(self, *, careful: bool) -> Iterator[None]:
         """A step begins. Within, lists that `meet` is told of get a prefix."""
-        self._by_list.clear()
+        self.clear()
         self._learns, self._careful = True, careful
         try:
             yield
@@ -86,8 +87,13 @@ class Prefixes:
             prefix = Prefix(value, edited, careful=self._careful)
             if len(prefix) >= _LONG and not any(value is other for other in self._edited):
                 self._by_list[id(value)] = prefix
+                self._tensors.update(map(id, prefix.tensors))
         found = self._by_list.get(id(value))
         return found if found is not None and found.begins() else None
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a prefix has it: it was there before the step, also where the whole list is copied by now."""
+        return id(tensor) in self._tensors
 
     def check(self) -> bool:
         """Whether no list has had elements of its prefix replaced or edited; those that have get none from now on."""
@@ -97,6 +103,7 @@ class Prefixes:
 
     def clear(self) -> None:
         self._by_list.clear()
+        self._tensors.clear()
 
 
 def _is_settled(value: Any, edited: Collection[int]) -> bool:

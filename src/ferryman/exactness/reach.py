@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ferryman.exactness.snapshot import Snapshot
-from ferryman.exactness.variables import MISSING, Variable, cell_contents
+from ferryman.exactness.variables import MISSING, Cell, Variable
 
 
 def set_context(values: Iterable[tuple[contextvars.ContextVar[Any], Any]]) -> None:
@@ -69,7 +69,7 @@ def _referred_to_by(hook: Any) -> Iterator[Variable]:
         yield from _referred_to_by(hook.__func__)
     elif isinstance(hook, types.FunctionType):
         for cell in hook.__closure__ or ():
-            yield Variable("a variable of a hook", cell, functools.partial(cell_contents, cell), _setter(cell))
+            yield Cell("a variable of a hook", cell).variable
     elif not isinstance(hook, types.BuiltinFunctionType):
         yield _constant(hook)
 
@@ -77,11 +77,3 @@ def _referred_to_by(hook: Any) -> Iterator[Variable]:
 def _constant(value: Any) -> Variable:
     """It stays the same object; what it holds may change."""
     return Variable("what a hook refers to", value, lambda: value, lambda _: None)
-
-
-def _setter(cell: types.CellType) -> Any:
-    def put(value: Any) -> None:
-        if value is not MISSING:
-            cell.cell_contents = value
-
-    return put

@@ -8,9 +8,10 @@ micro-batch goes on, like registers at a context switch. How depends on the vari
   the value of the last micro-batch that changed it.
 - *temporary*: changed and put back within a micro-batch, as a flag that a context manager sets. Each micro-batch has
   its own, and begins with what was there before the step.
-- *log*: a list that only grows. Each micro-batch has its own, and in the end all that was added is there in order.
+- *log*: a list that only grows, and cannot be shared: several units append to it, or the loss reads it. Each
+  micro-batch has its own, and in the end all that was added is there in order.
 - *shared*: left alone, for what is right in the order in which the relay runs things: counters in a block, which serves
-  micro-batches in order, or a list of losses, since losses are computed in order.
+  micro-batches in order, a list that one block appends to, or a list of losses, since losses are computed in order.
 - *seeded*: the global generators of `random` and numpy. Each micro-batch seeds its own, as it does torch's.
 
 What a variable is, the cross-check of the first step finds out (`crosscheck.py`).
@@ -21,7 +22,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +45,14 @@ class Policy(Enum):
     LOG = "log"
     SHARED = "shared"
     SEEDED = "seeded"
+
+
+class Knowledge(NamedTuple):
+    """What was found out about the variables for one kind of step."""
+
+    variables: dict[Any, Variable]
+    policies: dict[Any, Policy]
+    by_unit: dict[Unit, tuple[list[Variable], list[Variable]]]  # those in its reach: not shared, and shared
 
 
 class UserState:
@@ -86,13 +95,21 @@ class UserState:
 
     def know(self, variables: Iterable[Variable], policies: Mapping[Any, Policy], units: Collection[Unit]) -> None:
         """These change in a step. `units`: all that there are; those that can reach a variable take it for theirs."""
-        self._variables = {variable.key: variable for variable in variables}
+        self.use(Knowledge({variable.key: variable for variable in variables}, dict(policies), {}))
+        if self._variables:
+            self._by_unit.update((unit, self._reached_by(unit)) for unit in units)
+
+    @property
+    def knowledge(self) -> Knowledge:
+        return Knowledge(self._variables, self._policies, self._by_unit)
+
+    def use(self, knowledge: Knowledge) -> None:
+        """For the steps that follow."""
+        self._variables, self._policies, self._by_unit = knowledge
         self._owners = {id(variable.owner) for variable in self._variables.values()}
-        self._policies = dict(policies)
         self.is_known = True
         self._edited = [v for v in self._variables.values() if isinstance(v, Elements)]
         self._arrays = {id(v.owner): v.owner for v in self._variables.values() if isinstance(v, Array)}
-        self._by_unit = {unit: self._reached_by(unit) for unit in units} if self._variables else {}
 
     def knows(self, variable: Variable) -> bool:
         places = (edited.place for edited in self._edited)
@@ -126,6 +143,10 @@ class UserState:
     def snapshot(self, values: Iterable[Any]) -> Snapshot:
         """Of values that variables hold, or that a unit is given, in the step that runs."""
         return Snapshot(values, self.edited, self._prefixes)
+
+    def is_history(self, tensor: torch.Tensor) -> bool:
+        """Whether a long list had it before the step began."""
+        return self._prefixes.has(tensor)
 
     def edited_logs(self) -> list[str]:
         """Names of lists that the code was taken only to append to, and has changed otherwise in this step."""

@@ -106,7 +106,15 @@ class Holder:
         raise NotImplementedError
 
 
-class Namespace(Holder):
+class Named(Holder):
+    """Something that holds values by name."""
+
+    def put_back(self, before: dict[str, Any]) -> None:
+        for variable in self.changed(before):
+            variable.put(before.get(variable.name.rpartition(".")[2], MISSING))
+
+
+class Namespace(Named):
     """The attributes of an object, or some globals."""
 
     def __init__(self, name: str, owner: Any, mapping: dict[str, Any], only: frozenset[str] | None = None) -> None:
@@ -134,10 +142,6 @@ class Namespace(Holder):
             if name not in INTERNAL and not is_same([now.get(name, MISSING)], [before.get(name, MISSING)])
         ]
 
-    def put_back(self, before: dict[str, Any]) -> None:
-        for variable in self.changed(before):
-            variable.put(before.get(variable.name.rpartition(".")[2], MISSING))
-
     def variable(self, name: str) -> Variable:
         mapping = self._mapping
 
@@ -150,7 +154,7 @@ class Namespace(Holder):
         return Variable(f"{self.name}.{name}", self.owner, lambda: mapping.get(name, MISSING), put)
 
 
-class Attributes(Holder):
+class Attributes(Named):
     """Attributes that lie in no dict that can be edited: those of a class, or those in slots."""
 
     def __init__(self, name: str, owner: Any) -> None:
@@ -172,10 +176,6 @@ class Attributes(Holder):
             for name in sorted({*before, *now})
             if not is_same([now.get(name, MISSING)], [before.get(name, MISSING)])
         ]
-
-    def put_back(self, before: dict[str, Any]) -> None:
-        for variable in self.changed(before):
-            variable.put(before.get(variable.name.rpartition(".")[2], MISSING))
 
     def _get(self, name: str) -> Any:
         return self.look().get(name, MISSING)
@@ -258,26 +258,25 @@ class Container(Holder):
             (self.container.update if isinstance(self.container, set) else self.container.extend)(before)
 
 
-def cell_contents(cell: types.CellType) -> Any:
-    """The value of a variable that functions share with the function around them."""
-    try:
-        return cell.cell_contents
-    except ValueError:  # not set yet
-        return MISSING
-
-
 class Cell(Holder):
+    """A variable that functions share with the function around them."""
+
     def __init__(self, name: str, cell: types.CellType) -> None:
         super().__init__(name)
         self.cell = cell
 
+    @property
+    def variable(self) -> Variable:
+        return Variable(self.name, self.cell, self.look, self.put_back)
+
     def look(self) -> Any:
-        return cell_contents(self.cell)
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # not set yet
+            return MISSING
 
     def changed(self, before: Any) -> list[Variable]:
-        if is_same([self.look()], [before]):
-            return []
-        return [Variable(self.name, self.cell, self.look, self.put_back)]
+        return [] if is_same([self.look()], [before]) else [self.variable]
 
     def put_back(self, before: Any) -> None:
         if before is not MISSING:

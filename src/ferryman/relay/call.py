@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -36,6 +35,7 @@ from ferryman.exactness.snapshot import Snapshot
 from ferryman.exactness.variables import Variable
 from ferryman.model.units import Unit
 from ferryman.relay.micro_batch import Direction, MicroBatch
+from ferryman.relay.modes import Modes, saving_hooks
 from ferryman.relay.stash import Stashed, edited_since, version_of
 from ferryman.runtime.rng import Randomness, State
 
@@ -175,7 +175,7 @@ class Call:
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.autocast_devices
         ]
-        self._function_modes = _get_current_function_mode_stack()
+        self._modes = Modes.here()
         self._stash: weakref.ref[SavedInputs] | None = None
 
     def run(self) -> Any:
@@ -222,6 +222,9 @@ class Call:
             id(tensor) in self.batch.inherited or self._relay.state.is_inherited(tensor)
         )
 
+    def _was_there(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) or self._relay.state.is_history(tensor)
+
     def stash(self) -> SavedInputs | None:
         """Its inputs, as long as autograd may ask for its backward."""
         return None if self._stash is None else self._stash()
@@ -238,7 +241,7 @@ class Call:
         stash = SavedInputs([step.stash.save(self.batch, t) for t in tensors], step.open_calls.open(self.unit))
         self._stash = weakref.ref(stash)
         # What edits buffers does not keep its graph, which may need them as they were.
-        keeps_graph = relay.turns_at(self.module) and not _outer_hooks() and self._buffers is None
+        keeps_graph = relay.turns_at(self.module) and saving_hooks() is None and self._buffers is None
         has_graph = keeps_graph or relay.escapes.traced
         inputs = self._detached(tensors) if has_graph else [t.detach() for t in tensors]
         if relay.escapes.traced:
@@ -366,7 +369,7 @@ class Call:
         if self._before.mutables or changing:
             given = {id(t) for t in inputs} | {id(detached) for detached, _ in constants}
             after = self._relay.state.snapshot([args, values, *(variable.get() for variable in changing)])
-            outputs |= {id(t): t for t in after.tensors if id(t) not in given and not isinstance(t, nn.Parameter)}
+            outputs |= {id(t): t for t in after.tensors if id(t) not in given and not self._was_there(t)}
         return _Run(result, changing, after, inputs, constants, list(outputs.values()))
 
     def _replay(self, inputs: list[torch.Tensor], stack: contextlib.ExitStack) -> list[torch.Tensor]:
@@ -375,7 +378,7 @@ class Call:
         relay = self._relay
         stack.enter_context(relay.buffers.as_they_were(self._buffers))
         stack.enter_context(self._unchanged())
-        stack.enter_context(_function_modes(self._function_modes))
+        stack.enter_context(self._modes.on())
         now = relay.randomness.state()
         if self._random is not None:
             relay.randomness.restore(self._random)
@@ -402,35 +405,9 @@ class Call:
             put_all(variables, now.restore()[len(mutables) :])
 
 
-@contextlib.contextmanager
-def _function_modes(modes: list[TorchFunctionMode]) -> Iterator[None]:
-    """Within, these modes are on, and no others. A mode is off while it handles a function, such as `backward`."""
-    before = _get_current_function_mode_stack()
-    if before == modes:
-        yield
-        return
-    _exchange_function_modes(modes)
-    try:
-        yield
-    finally:
-        _exchange_function_modes(before)
-
-
-def _exchange_function_modes(modes: list[TorchFunctionMode]) -> None:
-    while torch._C._len_torch_function_stack():
-        torch._C._pop_torch_function_stack()
-    for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)
-
-
 def put_all(variables: Sequence[Variable], values: Sequence[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.put(value)
-
-
-def _outer_hooks() -> bool:
-    """Whether what autograd saves goes through hooks, such as those of torch.utils.checkpoint."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class _Node(torch.autograd.Function):

@@ -16,10 +16,10 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
 
 from ferryman.exactness.reach import context_variables, set_context
 from ferryman.model.units import Unit
+from ferryman.relay.modes import Modes
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.rng import Randomness, State
 
@@ -212,7 +212,7 @@ class Surroundings:
         self.thread_locals = thread_locals
         self._lane = lane
         self._seed = seed
-        self._function_modes = _get_current_function_mode_stack()
+        self._modes = Modes.here()
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind)) for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)
         ]
@@ -226,9 +226,7 @@ class Surroundings:
             stack.enter_context(self._lane.current())
             for kind, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
-            for mode in self._function_modes:  # as of torch.set_default_device; not entered anew, which they may refuse
-                torch._C._push_on_torch_function_stack(mode)
-                stack.callback(torch._C._pop_torch_function_stack)
+            stack.enter_context(self._modes.on())
             # Backward stays on this thread: the parked node would else block autograd's thread for the device.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield

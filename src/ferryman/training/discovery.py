@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,12 @@ class Discovery(Watcher):
         """Has the relay know what was found; `ends`: variables as each of several micro-batches has left them."""
         policies = {key: _first_policy(v, key in self._early, ends) for key, v in self.found.items()}
         self._relay.state.know(self.found.values(), policies, self._units)
+
+    def logs_of_one_unit(self) -> list[Variable]:
+        """Lists that were taken for logs, and that at most one unit can reach."""
+        state = self._relay.state
+        reached = Counter(v.key for unit in self._units for found in state.of(unit) for v in found)
+        return [v for v in state.variables if state.policy(v) is Policy.LOG and reached[v.key] <= 1]
 
 
 def _first_policy(variable: Variable, early: bool, ends: Sequence[dict[Any, Snapshot]]) -> Policy:

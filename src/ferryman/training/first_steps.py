@@ -11,6 +11,7 @@ from torch import nn
 from ferryman.exactness.guard import Guard
 from ferryman.exactness.reach import context_roots
 from ferryman.exactness.survey import Survey
+from ferryman.exactness.user_state import Knowledge
 from ferryman.model.units import Unit
 from ferryman.plan.batch import Part
 from ferryman.relay.driver import Relay
@@ -29,7 +30,7 @@ class FirstSteps:
         inside = frozenset(module for unit in units for top in unit.modules for module in top.modules())
         self.roots = Roots([(model, "model"), (loss, "the loss")], inside)
         self._units = units
-        self._checked: set[Any] = set()
+        self._checked: dict[Any, Knowledge] = {}  # kinds of steps, and what their checks have found
         self._context: list[tuple[Any, str]] = []  # what context variables held in the last trial
         self._survey: Survey | None = None
         self._tried: tuple[int, list[float]] | None = None  # the seed and the losses of the trial that has just run
@@ -50,7 +51,7 @@ class FirstSteps:
         """Runs the cross-check for a kind of step."""
         losses = CrossCheck(self._relay, self.roots, self._units).run(works, seed, stash_on_host=stash_on_host)
         self._tried = seed, [loss / part.weight for loss, part in zip(losses, parts, strict=False)]
-        self._checked.add(_kind_of(parts))
+        self._checked[_kind_of(parts)] = self._relay.state.knowledge
         self._survey, self._context = None, context_roots()
 
     def forget(self) -> None:
@@ -61,6 +62,9 @@ class FirstSteps:
         """A step begins; it `skips` blocks, which a trial does not."""
         self._relay.checksums.begin(on=self._steps < _ALWAYS or self._steps % _NOW_AND_AGAIN == 0)
         self._steps += 1
+        known = self._checked.get(_kind_of(parts)) if parts else None
+        if known is not None and known.variables is not self._relay.state.knowledge.variables:
+            self._relay.state.use(known)
         if self._survey is None:
             self._survey = Survey([*self.roots.values, *context_roots()], self.roots.inside, thorough=False)
         expected: list[float] = []

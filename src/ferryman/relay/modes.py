@@ -1,0 +1,66 @@
+"""What of torch's modes is on where the user's code is called, to be on again in another thread or in a second run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+_CHECKPOINT = "torch.utils.checkpoint"
+_KNOWN = ("ferryman.", _CHECKPOINT)  # modules whose dispatch modes are off while a unit runs, as they should be
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class Modes(NamedTuple):
+    """Of the thread that calls `here`. Other modes hold in all threads (default dtype, deterministic algorithms,
+    detection of anomalies), or change no results."""
+
+    functions: list[TorchFunctionMode]  # such as that of torch.set_default_device
+    saving: Hooks | None  # for tensors that autograd saves, as of torch.autograd.graph.saved_tensors_hooks
+
+    @staticmethod
+    def here() -> Modes:
+        for mode in _get_current_dispatch_mode_stack():
+            kind = type(mode)
+            if not kind.__module__.startswith(_KNOWN):
+                raise ValueError(
+                    f"the TorchDispatchMode {kind.__module__}.{kind.__qualname__} is on around a step or a unit. Units "
+                    "run twice, and in threads of the engine, so that the mode would see other operations than in "
+                    "plain PyTorch. Enter it inside a unit's forward, or leave it for the time of engine.step()"
+                )
+        hooks = saving_hooks()
+        if hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT:
+            hooks = None  # which belong to one run
+        return Modes(_get_current_function_mode_stack(), hooks)
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Within, these function modes are on, and no others. A mode is off while it handles a function, such as
+        `backward`."""
+        before = _get_current_function_mode_stack()
+        with contextlib.ExitStack() as stack:
+            if before != self.functions:
+                _exchange(self.functions)
+                stack.callback(_exchange, before)
+            if self.saving is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saving))
+            yield
+
+
+def saving_hooks() -> Hooks | None:
+    """What autograd saves goes through these, such as those of torch.utils.checkpoint."""
+    found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
+
+def _exchange(modes: list[TorchFunctionMode]) -> None:
+    """Not by entering them anew, which they may refuse."""
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
