@@ -11,8 +11,9 @@ Note [What a unit reads and writes]
 The inputs of a call are the tensors in its arguments and in the user's variables that its code can reach
 (`user_state.py`, `reach.py`); its outputs are those that it returns and those that it leaves in arguments or variables.
 A loss that a block stores on itself has its gradient for that reason. The second run sees arguments, variables and
-buffers as the first run did, and what it does to them is undone. A tensor that leaves a unit in any other way would
-lose its gradient; the trial of the first step refuses it (`escapes.py`).
+buffers as the first run did, and what it does to them is undone before the backward begins: hooks and custom autograd
+functions see them there as in plain PyTorch, and what they change stays. A tensor that leaves a unit in any other way
+would lose its gradient; the trial of the first step refuses it (`escapes.py`).
 """
 
 from __future__ import annotations
@@ -194,15 +195,18 @@ class Call:
             )
         self._park(Direction.BACKWARD, [g for g in gradients if g is not None])
         self._relay.goes_backward(self, accumulate=accumulate)
-        with torch.enable_grad(), contextlib.ExitStack() as stack:
+        buffers = self._relay.buffers
+        with torch.enable_grad():
+            now = buffers.values(self._buffers)
             if self._kept is not None:
                 (inputs, outputs), self._kept = self._kept, None
             else:
                 inputs = self._detached(self._recall(stash))
-                outputs = self._replay(inputs, stack)
+                outputs = self._replay(inputs)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-            # Checkpointing within the unit runs parts of it once more.
-            with self._relay.bound(self.unit, adopt=False):
+            # The user's code runs here too: hooks, custom autograd functions, and checkpointing, which runs parts of
+            # the unit once more.
+            with self._relay.bound(self.unit, adopt=False), buffers.in_backward(self.unit, now):
                 results = self._backpropagate(pairs, inputs, accumulate=accumulate)
         self._relay.step.stash.know(self.batch, [g for g in results if g is not None])
         return results
@@ -289,18 +293,18 @@ class Call:
             outputs |= {id(t): t for t in after.tensors if id(t) not in given and not isinstance(t, nn.Parameter)}
         return _Run(result, changing, after, inputs, constants, list(outputs.values()))
 
-    def _replay(self, inputs: list[torch.Tensor], stack: contextlib.ExitStack) -> list[torch.Tensor]:
-        """The outputs again, with a graph. What it does to buffers and variables is undone when the stack is closed:
-        until the backward is over, the graph may need them as they are."""
+    def _replay(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs again, with a graph. What it does to variables is undone; buffers are left as it leaves them,
+        because the graph may need those values."""
         relay = self._relay
-        stack.enter_context(relay.buffers.as_they_were(self._buffers))
-        stack.enter_context(self._unchanged())
+        relay.buffers.put(self._buffers)
         now = relay.randomness.state()
         if self._random is not None:
             relay.randomness.restore(self._random)
         try:
-            # In a copy of the context that the first run had: what it sets there is gone afterwards.
-            outputs = self._context.copy().run(self._execute, inputs, adopt=False).outputs
+            with self._unchanged():
+                # In a copy of the context that the first run had: what it sets there is gone afterwards.
+                outputs = self._context.copy().run(self._execute, inputs, adopt=False).outputs
         finally:
             if self._random is not None:
                 relay.randomness.restore(now)
