@@ -223,6 +223,7 @@ class Call:
             return [None] * len(inputs)
         outputs, gradients = [o for o, _ in pairs], [g for _, g in pairs]
         if accumulate:
+            self._relay.note_leaves(outputs, inputs)
             torch.autograd.backward(outputs, gradients)
             return [t.grad if t.requires_grad else None for t in inputs]
         wanted = [t for t in inputs if t.requires_grad]

@@ -211,6 +211,8 @@ class Relay:
         """These tensors were made for the micro-batch that runs."""
         assert self.running is not None
         self.step.stash.know(self.running, tensors)
+        if self.escapes.traced:
+            self.escapes.began(self.running.number, tensors)
 
     def turns_at(self, module: nn.Module) -> bool:
         """Whether the module's backward followed its forward at once, in the last step."""
@@ -234,6 +236,15 @@ class Relay:
         finally:
             self._model.bind_placeholders(unit)
             self._model.bind_resident_buffers(unit)
+
+    def note_leaves(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """A backward from these is about to run, whose gradients of leaves outside the model may be undone. `inputs`:
+        leaves of a call's own."""
+        step = self.step
+        if not step.takes_effect or self.checksums.is_on:
+            bound = () if step.visit is None else step.visit.tensors
+            own = {id(tensor) for _, tensor in (*bound, *self._model.resident_tensors.items())}
+            step.leaves.note(outputs, own | {id(tensor) for tensor in (*inputs, self.anchor)})
 
     def goes_backward(self, call: Call, *, accumulate: bool) -> None:
         """A call is about to run its backward. To `accumulate` gradients of parameters, the unit needs a slot."""
@@ -327,6 +338,7 @@ class Relay:
             except BaseException:
                 self.state.end(undo=True)
                 self.buffers.undo()
+                step.leaves.put_back()
                 raise
             with self.compute.current():
                 step.resident_edits.check()
@@ -335,6 +347,9 @@ class Relay:
                 self._model.adopt_assigned_residents()
                 if step.takes_effect:
                     self.buffers.keep()
+                    step.leaves.forget()
+                else:
+                    step.leaves.put_back()
                 step.succeeded()
         finally:
             with self.compute.current():
@@ -368,6 +383,7 @@ class Relay:
                 self._server.send_loss(value, [self.compute.here()])
             batch.turned = True
             if step.runs_backward:
+                self.note_leaves([loss], ())
                 loss.backward()
 
     def _resume(self, batch: MicroBatch) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ferryman.exactness.guard import Guard
+from ferryman.exactness.outside_leaves import OutsideLeaves
 from ferryman.exactness.survey import Survey
 from ferryman.exactness.weight_edits import WeightEdits
 from ferryman.model.units import Item, Unit
@@ -95,6 +96,7 @@ class StepState:
         self.hooked: set[tuple[MicroBatch, Item]] = set()  # parameters whose gradient hooks have run
         self.entangled: list[weakref.ref[Call]] = []  # calls that can reach objects that may refer to them
         self.resident_edits = WeightEdits((), by_bytes=False)
+        self.leaves = OutsideLeaves()
         self._latest_call: Call | None = None  # the last to go forward; it may keep its graph
         self._guard = guard
         self._expected = [unit for unit in expected.visits if unit not in expected.skipped]
@@ -172,6 +174,7 @@ class StepState:
         self.works, self.micro_batches, self.running, self.visit = (), [], None, None
         self.losses = {}
         self.hooked.clear()
+        self.leaves.forget()
         self.resident_edits = WeightEdits((), by_bytes=False)
         self._latest_call = self._guard = None
         self.stash.forget()
