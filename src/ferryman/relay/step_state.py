@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
+from ferryman.exactness.batch_edits import BatchEdits
 from ferryman.exactness.guard import Guard
 from ferryman.exactness.outside_leaves import OutsideLeaves
 from ferryman.exactness.survey import Survey
@@ -97,6 +98,7 @@ class StepState:
         self.entangled: list[weakref.ref[Call]] = []  # calls that can reach objects that may refer to them
         self.resident_edits = WeightEdits((), by_bytes=False)
         self.leaves = OutsideLeaves()
+        self.batch_edits = BatchEdits()
         self._latest_call: Call | None = None  # the last to go forward; it may keep its graph
         self._guard = guard
         self._expected = [unit for unit in expected.visits if unit not in expected.skipped]
@@ -164,6 +166,11 @@ class StepState:
             self._guard.check(self.losses)
             self.resident_edits.check()
 
+    def undo(self) -> None:
+        """Puts back what the step has changed outside the model, as far as that was noted."""
+        self.leaves.put_back()
+        self.batch_edits.put_back()
+
     def close(self) -> None:
         """Lets go of everything: a traceback may keep this object alive."""
         for batch in self.micro_batches:
@@ -175,6 +182,7 @@ class StepState:
         self.losses = {}
         self.hooked.clear()
         self.leaves.forget()
+        self.batch_edits.forget()
         self.resident_edits = WeightEdits((), by_bytes=False)
         self._latest_call = self._guard = None
         self.stash.forget()
