@@ -26,8 +26,8 @@ from ferryman.cli.corpus import open_corpus
 from ferryman.cli.display import open_display
 from ferryman.cli.model_argument import parse_model
 from ferryman.cli.optimizer import make_optimizer
-from ferryman.cli.options import Options
 from ferryman.cli.run_directory import new_run
+from ferryman.cli.train_options import TrainOptions
 from ferryman.cli.training_run import TrainingRun
 from ferryman.distributed.ranks import Ranks
 from ferryman.runtime.sizes import parse_bytes, show_bytes
@@ -43,7 +43,7 @@ Batch = dict[str, torch.Tensor]
 class Plain:
     """A training loop as anyone writes it, on one device."""
 
-    def __init__(self, options: Options, device: str) -> None:
+    def __init__(self, options: TrainOptions, device: str) -> None:
         torch.manual_seed(options.seed)
         self._options, self._device = options, device
         self._model = parse_model(options.model).on_host()
@@ -67,7 +67,7 @@ class Plain:
         return total
 
 
-def run_out_of_memory(options: Options, batch: Batch, console: Console) -> str:
+def run_out_of_memory(options: TrainOptions, batch: Batch, console: Console) -> str:
     """Plain PyTorch on the small device; returns what it was doing when memory ran out."""
     plain = Plain(options, SMALL)
     try:
@@ -88,7 +88,7 @@ class Compared:
     difference: float  # of the losses, at most
 
 
-def compare(options: Options, batches: list[Batch]) -> Compared:
+def compare(options: TrainOptions, batches: list[Batch]) -> Compared:
     """In turn, from the same weights and on the same batches, so that both see the same machine."""
     plain = Plain(options, LARGE)
     torch.manual_seed(options.seed)
@@ -113,7 +113,7 @@ def compare(options: Options, batches: list[Batch]) -> Compared:
     )
 
 
-def table(options: Options, where: str, compared: Compared, events: list[dict]) -> Table:
+def table(options: TrainOptions, where: str, compared: Compared, events: list[dict]) -> Table:
     tokens = options.batch * options.sequence
     steps, evaluations = ([event for event in events if event["event"] == kind] for kind in ("step", "eval"))
     bits = [f"{event['bits_per_byte']:.2f}" for event in (evaluations[0], evaluations[-1])]
@@ -150,7 +150,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)  # the model is small; the other core is for the host's part
 
-    options = Options(
+    options = TrainOptions(
         model="gpt:tiny" if given.tiny else "gpt:layers=8,width=160,heads=4,context=128",
         data=[STDLIB / "json"] if given.tiny else sorted(STDLIB.glob("*.py")),
         output=given.output or free_name(Path("runs") / "demo"),

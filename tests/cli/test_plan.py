@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from ferryman.cli import defaults
 from ferryman.cli.main import app, main
 from ferryman.cli.model_argument import parse_model
-from ferryman.cli.options import Options
+from ferryman.cli.train_options import TrainOptions
 from ferryman.forecast import measure
 from ferryman.model.units import find_units
 from ferryman.runtime.sizes import parse_rate, show_rate
@@ -247,7 +247,7 @@ def test_bf16_is_not_advised_to_who_has_it():
     [
         (("gpt:smal",), "did you mean 'gpt:small'"),
         (("gpt:small", *MACHINE, "--link", "fast"), "--link='fast' is not a rate"),
-        (("gpt:small", *MACHINE, "--link", "0GB/s"), "more than nothing"),
+        (("gpt:small", *MACHINE, "--link", "0GB/s"), "more than 0"),
         (("gpt:small", *MACHINE, "--link", "-3GB/s"), "is not a rate"),
         (("gpt:small", *MACHINE, "--device-flops", "150GB/s"), "--device-flops='150GB/s' is not a rate of operations"),
         (("gpt:small", *MACHINE, "--device-memory", "much"), "--device-memory='much' is not an amount of memory"),
@@ -269,7 +269,7 @@ def test_bf16_is_not_advised_to_who_has_it():
         (("gpt:tiny", *MACHINE, "--nodes", "2"), "--network is needed with --nodes 2"),
         (("gpt:tiny", *MACHINE, "--network", "slow"), "--network='slow' is not a rate"),
         (("gpt:tiny", *MACHINE, "--nodes", "2", "--network", "fast"), "--network='fast' is not a rate"),
-        (("gpt:tiny", *MACHINE, *SEVERAL, "--network", "10Gb/s"), "--network='10Gb/s' may be bits or bytes a second"),
+        (("gpt:tiny", *MACHINE, *SEVERAL, "--network", "10Gb/s"), "--network='10Gb/s' may be bits or bytes per second"),
         (("gpt:tiny", *MACHINE, *SEVERAL, "--micro-batches", "0"), "--micro-batches 0"),
         (("gpt:tiny", *MACHINE, *SEVERAL, "--batch", "17", "--micro-batches", "16"), "micro_batches=2: a batch of 1"),
         (("gpt:tiny", *MACHINE, "--devices", "9"), "--batch 8: the samples of a step are distributed over 9 devices"),
@@ -308,7 +308,7 @@ def test_what_may_be_bits_or_bytes_is_refused(text):
 
 @pytest.mark.parametrize("text", ["12", "GB/s", "12GB", "1e3GB/s", "12GiFLOPS", "12iB/s", "12bit", ""])
 def test_what_is_no_rate_is_refused(text):
-    with pytest.raises(ValueError, match=r"--x=.* is not a rate of bytes a second; write it like '12GB/s'"):
+    with pytest.raises(ValueError, match=r"--x=.* is not a rate of bytes per second; write it like '12GB/s'"):
         parse_rate(text, "--x", "bytes")
 
 
@@ -377,8 +377,8 @@ def test_what_is_not_given_is_as_train_has_it(tmp_path):
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=4096
     ).save_pretrained(tmp_path)
     found = document(str(tmp_path), *MACHINE)["training"]
-    assert found["length"] == defaults.window(Options.sequence, parse_model(str(tmp_path))) == 1024
-    assert (found["precision"], found["samples"]) == (Options.precision, Options.batch) == (None, 8)
+    assert found["length"] == defaults.window(TrainOptions.sequence, parse_model(str(tmp_path))) == 1024
+    assert (found["precision"], found["samples"]) == (TrainOptions.precision, TrainOptions.batch) == (None, 8)
 
 
 def test_nothing_is_left_in_torch():

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from ferryman.cli import optimizer, training_run
 from ferryman.cli.display import open_display
+from ferryman.cli.engine_flags import SETTINGS
 from ferryman.cli.main import app
 from ferryman.cli.model_argument import SIZES
-from ferryman.cli.options import ENGINE, OPTIONAL, Options
 from ferryman.cli.run_directory import new_run
+from ferryman.cli.train_options import OPTIONAL, TrainOptions
 from ferryman.cli.training_run import TrainingRun
 from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
@@ -30,13 +31,13 @@ def test_every_engine_option_is_an_option():
     """`model`, `optimizer`, `loss` and `split` are code, or have options of their own; `trace` is --trace."""
     known = set(inspect.signature(Engine.__init__).parameters)
     own = {"self", "model", "optimizer", "loss", "reduction", "split", "trace"}
-    assert set(ENGINE) == known - own
-    assert set(ENGINE) <= set(inspect.signature(Options).parameters)
+    assert set(SETTINGS) == known - own
+    assert set(SETTINGS) <= set(inspect.signature(TrainOptions).parameters)
 
 
 def test_help_shows_every_option_and_examples():
     shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "150"}).output
-    for name in inspect.signature(Options).parameters:
+    for name in inspect.signature(TrainOptions).parameters:
         assert f"--{name.replace('_', '-')}" in shown or name == "model"
     assert shown.count("ferryman train ") >= 4
     assert all(f"{size} {gpt.parameters / 1e6:.1f}" in " ".join(shown.split()) for size, gpt in SIZES.items())
@@ -100,7 +101,7 @@ def test_quiet_is_quiet(corpus, tmp_path):
 
 
 def test_the_live_display(corpus, tmp_path, virtual):
-    options = Options(GPT, [corpus], steps=3, output=tmp_path / "run", device="virtual", memory="400KiB")
+    options = TrainOptions(GPT, [corpus], steps=3, output=tmp_path / "run", device="virtual", memory="400KiB")
     screen = io.StringIO()
     with open_display(console=Console(file=screen, force_terminal=True, width=120)) as display:
         TrainingRun(*new_run(options), display.show, Ranks()).train()

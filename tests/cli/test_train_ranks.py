@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from ferryman.cli.options import Options
 from ferryman.cli.run_directory import new_run, restarted
+from ferryman.cli.train_options import TrainOptions
 from support import rank_jobs
 from support.commands import EXACT, GPT, losses, metrics, sending, trained
 from support.torchrun import Torchrun
@@ -192,7 +192,7 @@ def test_started_again_a_job_does_not_go_on_with_the_run_of_another(corpus, tmp_
 
 
 def test_what_a_job_goes_on_with(corpus, tmp_path):
-    given = Options(GPT, [corpus], output=tmp_path / "run")
+    given = TrainOptions(GPT, [corpus], output=tmp_path / "run")
     assert restarted(given, {"model"}, ["host/1/2"]) == (given, {"model"})
     new_run(given, ["host/1/2"])
     assert restarted(given, {"model"}, ["host/7/8", "host/1/2"]) == (dataclasses.replace(given, resume=True), {"model"})

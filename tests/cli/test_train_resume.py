@@ -13,8 +13,8 @@ import torch
 from ferryman.cli import training_run
 from ferryman.cli.errors import message_for
 from ferryman.cli.main import main
-from ferryman.cli.options import Options
 from ferryman.cli.run_directory import RunDirectory, new_run
+from ferryman.cli.train_options import TrainOptions
 from ferryman.cli.training_run import TrainingRun
 from ferryman.data.text import as_bytes
 from ferryman.distributed.ranks import Ranks
@@ -22,6 +22,15 @@ from ferryman.relay.driver import Relay
 from support.commands import EXACT, GPT, losses, metrics, refused, sending, train, trained
 from support.devices import torch_virtual
 from support.slow import slow
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_not_ignored():
+    """Whoever starts the tests in the background, or with nohup, may have them ignore SIGINT or SIGHUP."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.slow
@@ -261,6 +270,6 @@ def test_when_nobody_listens_any_more_it_saves_and_ends(corpus, tmp_path):
         if event["event"] == "step":
             raise OSError("the terminal is gone")
 
-    options, run = new_run(Options(GPT, [corpus], steps=30, output=tmp_path / "run", device="cpu", trace=False))
+    options, run = new_run(TrainOptions(GPT, [corpus], steps=30, output=tmp_path / "run", device="cpu", trace=False))
     TrainingRun(options, run, tell, Ranks()).train()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]

@@ -94,7 +94,7 @@ def test_a_missing_wait_fails(monkeypatch, take_races):
 
 def test_values_alone_show_a_missing_wait(monkeypatch):
     """As on a device without a detector."""
-    monkeypatch.setattr(Server, "ready", lambda self, unit: [])
+    monkeypatch.setattr(Server, "weights_ready", lambda self, unit: [])
     monkeypatch.setattr(delays, "_DELAY_SECONDS", 0.1)  # far more than a visit takes on a busy machine
     monkeypatch.setattr(races, "_CONTROL_DELAYS", (1,))
     ran = run("--device", "cpu", "--quick", "--only", "races", "--json")

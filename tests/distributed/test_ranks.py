@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ferryman.distributed.ranks import RankError
-from ferryman.forecast.estimate import Machine, Training, look_ahead
+from ferryman.forecast.estimate import Machine, Training, estimate
 from ferryman.model.units import trained_elements, weight_itemsize
 from ferryman.plan.network import Crew
 from ferryman.plan.rates import Rates
@@ -227,7 +227,7 @@ def planned_for(crew, **options):
     length = CASES["llama"].batch(1)["input_ids"].shape[1]
     optimizer, _ = adamw(model)
     training = Training(2 * crew.size, length, **options)
-    return look_ahead(
+    return estimate(
         model, optimizer, training, Machine(Rates(1e9, math.inf, 1.0, 1.0), crew=crew), whole(chosen_accelerator())
     )
 

@@ -159,5 +159,5 @@ def test_evaluations_leave_nothing_behind(accelerator):
         for _ in range(400):
             with torch.no_grad():
                 pair.model(**text(1))
-        gauge = pair.engine._parts.server._updates.balancer.link_in
-        assert len(gauge._under_way) + len(gauge._passed) <= 2200
+        meter = pair.engine._parts.server._log.balancer.link_in
+        assert len(meter._pending) + len(meter._passed) <= 2200

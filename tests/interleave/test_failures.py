@@ -12,6 +12,7 @@ from ferryman.relay.held_weights import HeldWeights
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
 from ferryman.server.device_updates import DeviceUpdates
+from ferryman.server.eager import EagerUpdates
 from ferryman.server.gradient_checks import GradientChecks
 from ferryman.server.server import Server
 from support.devices import torch_virtual
@@ -182,7 +183,7 @@ HELD = {**RELAYED, "held": True}
 WAITS = {
     "for state that comes in": (Lane, "copy", _without_arrival, RELAYED),
     "for a free berth": (DeviceUpdates, "_next_berth", _without_berths, RELAYED),
-    "for the gradient's use": (Server, "use", _without_use, RELAYED),
+    "for the gradient's use": (EagerUpdates, "use_on_device", _without_use, RELAYED),
     "for weights that the device updates": (HeldWeights, "updated", lambda real: lambda self, unit, mark: None, HELD),
     "for weights that the host updates": (HeldWeights, "refresh", _without_host, HELD),
     "for updates before a fetch": (Server, "weights_ready", lambda real: lambda self, unit: [], RELAYED),
@@ -225,14 +226,14 @@ def test_a_missing_wait_is_found(wait, virtual, monkeypatch):
 
 def test_a_missing_look_is_found(virtual, monkeypatch):
     """If the update did not wait for what the host says of a gradient, it would be used."""
-    real = GradientChecks.on_device
+    real = GradientChecks.check_sums
 
-    def on_device(self, subgroup, look, consequence=None):
-        real(self, subgroup, look, consequence)
-        return look.landed
+    def check_sums(self, subgroup, squared, describe_changes=None):
+        real(self, subgroup, squared, describe_changes)
+        return squared.landed
 
     torch_virtual.set_link(virtual, delay=0.002)
-    monkeypatch.setattr(GradientChecks, "on_device", on_device)
+    monkeypatch.setattr(GradientChecks, "check_sums", check_sums)
     with Pair(virtual, updates="static:1", subgroup=SIZE) as pair:
         pair.ours(0)
         pair.engine.wait()

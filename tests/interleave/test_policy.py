@@ -1,8 +1,12 @@
 """What `updates=` takes, and which subgroups are the device's."""
 
 import pytest
+import torch
+from torch import nn
 
+from ferryman.model.units import find_units
 from ferryman.plan.policy import Policy, parse_policy
+from ferryman.plan.staging import Staging, hold_bytes
 
 
 @pytest.mark.parametrize(
@@ -65,3 +69,20 @@ def test_a_share_is_spread_evenly_and_without_rounding(percent):
 
 def test_the_host_alone_owns_everything():
     assert not any(Policy("host").device_owns(index) for index in range(100))
+
+
+@pytest.mark.parametrize("policy", ["host", "static:0.3", "static:1", "stride:3", "auto"])
+@pytest.mark.parametrize("size", [64, 192, 4096])
+@pytest.mark.parametrize("held", [True, False])
+def test_the_bytes_of_subgroups_are_the_same_counted_and_listed(policy, size, held):
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(10 + width, 64) for width in range(5)))
+    units, residents = find_units(model, units=[str(number) for number in range(5)])
+    staging = Staging(parse_policy(policy), size, lambda unit: None if unit is units[1] else 2, deferred=True)
+    every = (residents, *units)
+    account = staging.account(every, held=held)
+    resident, holding = staging.resident(every), staging.holding(every, held=held)
+    assert sum(s.size * staging.element_bytes(s.unit) for s in resident) == account.get("state on the device", 0)
+    assert sum(hold_bytes(s) for s in holding) == account.get("gradients on the device", 0)
+    assert staging.holds_any(every, held=held) == bool(holding)
+    assert {s.unit for s in staging.subgroups(every)} == {*units} - {units[1]}

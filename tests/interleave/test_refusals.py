@@ -29,7 +29,7 @@ def adamw(model):
         ({"subgroup": 3}, "subgroup=3: a whole number of parameters is needed, at least 16"),
         ({"subgroup": 1e6}, r"subgroup=1000000\.0: a whole number"),
         ({"subgroup": True}, "subgroup=True: a whole number"),
-        ({"held": "yes"}, "held='yes': it is True, False, or None"),
+        ({"held": "yes"}, "held='yes': it must be True or False, or None"),
         ({"held": True, "slots": 2}, "held=True keeps all weights on the device, so slots=2 has no meaning"),
     ],
 )

@@ -11,16 +11,16 @@ from torch import nn
 
 from ferryman.cli.model_argument import parse_model
 from ferryman.engine import Engine
-from ferryman.forecast.dry_run import NotRehearsedError, rehearse
-from ferryman.forecast.estimate import Machine, Training, look_ahead
+from ferryman.forecast.dry_run import DryRunError, dry_run
+from ferryman.forecast.estimate import Machine, Training, estimate
+from ferryman.model.loss import model_loss
 from ferryman.model.units import find_units
 from ferryman.plan.batch import portion
-from ferryman.plan.forecast import Sweep, Update, forecast
 from ferryman.plan.network import Crew, exchange
 from ferryman.plan.policy import Policy, parse_policy
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
-from ferryman.training.user_code import model_loss
+from ferryman.plan.step_forecast import Sweep, Update, forecast
 from support.devices import chosen_accelerator, torch_virtual, whole
 from support.slow import slow
 
@@ -169,7 +169,7 @@ def on_meta(name):
 def outlook_of(name, training, memory=None, crew=Crew()):  # noqa: B008 - frozen
     model = on_meta(name)
     machine = Machine(RATES, memory, None, 1e12, crew)
-    return look_ahead(model, torch.optim.AdamW(model.parameters()), training, machine, whole(chosen_accelerator()))
+    return estimate(model, torch.optim.AdamW(model.parameters()), training, machine, whole(chosen_accelerator()))
 
 
 def tokens(samples):
@@ -227,7 +227,7 @@ def test_activations_are_near_what_a_step_takes(name, precision, virtual):
 def rehearsed(model, samples=1):
     units, residents = find_units(model)
     ids = torch.zeros(samples, LENGTH, dtype=torch.long, device="meta")
-    return rehearse(model, units, residents, model_loss, {"input_ids": ids, "labels": ids}), units
+    return dry_run(model, units, residents, model_loss, {"input_ids": ids, "labels": ids}), units
 
 
 def test_a_rehearsal_visits_units_as_a_step_does_and_leaves_nothing_behind():
@@ -275,8 +275,8 @@ def test_a_model_that_needs_data_says_so():
     with torch.device("meta"):
         model = GradientChecks()
     units, residents = find_units(model)
-    with pytest.raises(NotRehearsedError, match="nonzero"):
-        rehearse(model, units, residents, lambda m, x: m(x).sum(), torch.empty(2, 4, device="meta"))
+    with pytest.raises(DryRunError, match="nonzero"):
+        dry_run(model, units, residents, lambda m, x: m(x).sum(), torch.empty(2, 4, device="meta"))
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])

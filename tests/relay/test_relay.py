@@ -16,6 +16,7 @@ from ferryman.engine import Engine
 from ferryman.model.precision import Scale
 from ferryman.model.units import find_units
 from ferryman.observe.trace import Trace
+from ferryman.options import PlainOptions
 from ferryman.plan.policy import Policy
 from ferryman.plan.staging import Staging
 from ferryman.relay.gradient_slots import GradientSlots
@@ -23,7 +24,6 @@ from ferryman.relay.weight_slots import WeightSlots, count_fetches
 from ferryman.runtime.lanes import Lane, Lanes
 from ferryman.runtime.streams import Streams
 from ferryman.server.server import Server
-from ferryman.server.settings import Settings
 from ferryman.server.store import RamStore
 from support.devices import delay_copies, torch_virtual
 from support.models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
@@ -74,7 +74,7 @@ def test_gradients_go_to_the_slot_whose_flush_is_longest_ago(accelerator):
         streams = Streams(lanes)
         staging = Staging(Policy("host"), 1024, lambda unit: None, deferred=False)
         store = RamStore(units, accelerator, None, Ranks())
-        server = Server(store, None, streams, accelerator, Settings(), Scale(), staging, Ranks())
+        server = Server(store, None, streams, accelerator, PlainOptions(), Scale(), staging, Ranks())
         slots = GradientSlots(accelerator, 2, residents, server, streams.h2d, streams.d2h)
         slots.make_room_for(units)
         used = []

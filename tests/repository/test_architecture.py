@@ -8,8 +8,8 @@ import ferryman
 ROOT = Path(ferryman.__file__).parent
 # From the top to the bottom: each imports only from those below it.
 LAYERS = [
-    "cli", "integrations", "verify", "forecast", "engine", "training", "checkpoint", "relay", "server", "observe",
-    "data", "distributed", "exactness", "plan", "model", "runtime", "_version",
+    "cli", "integrations", "verify", "forecast", "engine", "training", "checkpoint", "relay", "server", "options",
+    "observe", "data", "distributed", "exactness", "plan", "model", "runtime", "_version",
 ]  # fmt: skip
 
 
@@ -52,8 +52,8 @@ def test_every_folder_has_its_layer():
     assert found - {"__init__"} == set(LAYERS)
 
 
-def test_only_the_engine_lies_beside_the_folders():
-    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "_version.py", "engine.py"}
+def test_only_the_engine_and_its_options_lie_beside_the_folders():
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "_version.py", "engine.py", "options.py"}
 
 
 def files_in_the_map():

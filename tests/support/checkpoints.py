@@ -73,7 +73,7 @@ def everything(engine: Engine) -> dict[str, Any]:
             state = contents.store.state(unit)
             found[item.name] = state.in_float32(item).detach().clone()
             found[f"{item.name}: steps"] = state.steps(item)
-            for key, value in {**state.kept(item), **(state.kept_by_torch(item) or {})}.items():
+            for key, value in {**state.tensors_of(item), **(state.torch_state(item) or {})}.items():
                 if key != "master":
                     found[f"{item.name}: {key}"] = value.clone() if isinstance(value, torch.Tensor) else value
     if contents.optimizer_view is not None:

@@ -132,6 +132,6 @@ def let_auto_guess(monkeypatch, seed=0):
     chance = random.Random(seed)
     monkeypatch.setattr(split, "LEAST", 16)
     monkeypatch.setattr("ferryman.training.planner.LEAST", 16)
-    monkeypatch.setattr(split, "_have_moved", lambda old, new: old is not new)  # once a step
+    monkeypatch.setattr(split, "_have_changed", lambda old, new: old is not new)  # once a step
     monkeypatch.setattr(split, "choose", lambda *args: chance.random() < 0.5)
     monkeypatch.setattr(split, "assign", lambda sizes, *args: [chance.random() < 0.5 for _ in sizes])

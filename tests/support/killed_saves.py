@@ -45,7 +45,7 @@ def digest(engine: Engine) -> str:
     for unit in contents.units:
         found.update(contents.store.weights(unit).numpy().tobytes())
         for item in unit.trained:
-            for values in contents.store.state(unit).kept(item).values():
+            for values in contents.store.state(unit).tensors_of(item).values():
                 found.update(values.numpy().tobytes())
     return found.hexdigest()
 

@@ -66,11 +66,11 @@ def test_a_parameter_twice():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"precision": "fp8"}, "precision='fp8': there are 'fp32', 'bf16', 'fp16'"),
-        ({"precision": torch.bfloat16}, "precision=torch.bfloat16: there are"),
+        ({"precision": "fp8"}, "precision='fp8': choose 'fp32', 'bf16' or 'fp16'"),
+        ({"precision": torch.bfloat16}, "precision=torch.bfloat16: choose"),
         ({"max_grad_norm": 0}, "max_grad_norm=0: a number above 0"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1': a number above 0"),
-        ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore': it is 'raise' or 'skip'"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore': choose 'raise' or 'skip'"),
         ({"host_threads": 0}, "host_threads=0: a whole number"),
     ],
 )

@@ -104,7 +104,7 @@ def test_whoever_reads_weights_sees_the_finished_update(way, device, monkeypatch
 def test_a_missing_wait_for_an_update_is_found(virtual, monkeypatch):
     """The negative control."""
     slow_kernels(monkeypatch, 0.05)
-    monkeypatch.setattr(Server, "ready", lambda self, unit: [])
+    monkeypatch.setattr(Server, "weights_ready", lambda self, unit: [])
     model = build(CASES["toy"])
     engine = Engine(model, adamw(model)[0], device=virtual, deferred=True)
 

@@ -125,7 +125,7 @@ class Checkpoint:
             if self._contents.optimizer_view is None or (state_key.key == "master" and self._differs(state_key.name)):
                 return None
             state = self._contents.store.state(self._units[item])
-            return state.kept(item)[state_key.key], state.part(item)
+            return state.tensors_of(item)[state_key.key], state.part(item)
 
         def target(entry: Entry) -> torch.Tensor:
             state_key = parse_state_key(entry.name)
@@ -241,7 +241,7 @@ class Checkpoint:
             there.setdefault(state_key.name, set()).update({state_key.key} - {"master"})
         for name, item in self._names.items():
             if item.trains:
-                mine = set(self._contents.store.state(self._units[item]).kept(item)) - {"master"}
+                mine = set(self._contents.store.state(self._units[item]).tensors_of(item)) - {"master"}
                 if mine != there.get(name, set()):
                     self._refuse(
                         f"{self.path} has {sorted(there.get(name, ()))} for {name!r}, but the optimizer keeps "

@@ -174,7 +174,7 @@ def _state(contents: Contents, names: dict[Item, str]) -> Tensors:
         state = contents.store.state(unit)
         for item in unit.trained:
             start = state.part(item).start
-            kept = state.kept(item) if state.owns(item) else {}
+            kept = state.tensors_of(item) if state.owns(item) else {}
             found += [(str(StateKey(names[item], key, start)), tensor) for key, tensor in kept.items()]
     return found
 
@@ -208,7 +208,7 @@ def _describe_optimizer(
         state = contents.store.state(unit)
         for item in unit.trained:
             steps[names[item]] = state.steps(item)
-            if state.owns(item) and (kept := state.kept_by_torch(item)):
+            if state.owns(item) and (kept := state.torch_state(item)):
                 theirs[names[item]] = encoding.encode(kept, f"{names[item]}/torch", tensors)
     groups = []
     for number, group in enumerate(optimizer_view.optimizer.param_groups):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from ferryman.cli.machine import MachineDescription
-from ferryman.forecast.estimate import Outlook, Training
+from ferryman.forecast.estimate import Estimate, Training
 from ferryman.model.units import landing_dtype, trained_elements
 from ferryman.runtime.sizes import show_rate
 
 
-def assumptions(given: MachineDescription, training: Training, outlook: Outlook) -> list[str]:
+def assumptions(given: MachineDescription, training: Training, outlook: Estimate) -> list[str]:
     said = [
         "Times are estimates: only matrix products and attention are counted as work of the device.",
         "A step takes as long as the busiest lane of each sweep; measured steps take a few percent longer.",
@@ -51,7 +51,7 @@ def _assumed_of_ranks(given: MachineDescription) -> list[str]:
     return said
 
 
-def advice(outlook: Outlook, training: Training, given: MachineDescription) -> list[str]:
+def advice(outlook: Estimate, training: Training, given: MachineDescription) -> list[str]:
     found = outlook.forecast
     if found is None:
         return []

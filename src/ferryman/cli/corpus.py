@@ -11,8 +11,8 @@ import torch
 
 from ferryman.cli.defaults import window
 from ferryman.cli.model_argument import BYTE_VOCABULARY, ModelSpec
-from ferryman.cli.options import Options
 from ferryman.cli.run_directory import RunDirectory
+from ferryman.cli.train_options import TrainOptions
 from ferryman.data.text import SUFFIXES, as_bytes, find_files, with_tokenizer, write_tokens
 from ferryman.data.tokens import Tokens, open_tokens
 from ferryman.data.windows import Windows
@@ -40,7 +40,7 @@ class Corpus:
         return None if self.tokenizer is None else str(self.tokenizer.decode(ids))
 
 
-def open_corpus(options: Options, model: ModelSpec, run: RunDirectory) -> Corpus:
+def open_corpus(options: TrainOptions, model: ModelSpec, run: RunDirectory) -> Corpus:
     """Tokenizes text into the run's directory, unless that was done before; token files are mapped in place."""
     sequence, cache = window(options.sequence, model), run.tokens
     texts, token_files = find_files(options.data or [], options.suffix or SUFFIXES, without=run.directory)
@@ -64,7 +64,9 @@ def open_corpus(options: Options, model: ModelSpec, run: RunDirectory) -> Corpus
     return _split(tokens, options, sequence, tokenizer, is_bytes, note if is_bytes and not model.is_bytes else None)
 
 
-def _split(tokens: Tokens, options: Options, sequence: int, tokenizer: Any, is_bytes: bool, note: str | None) -> Corpus:
+def _split(
+    tokens: Tokens, options: TrainOptions, sequence: int, tokenizer: Any, is_bytes: bool, note: str | None
+) -> Corpus:
     kept = int(len(tokens) * options.validation)
     kept = 0 if options.validation == 0 else max(sequence, kept)
     border = len(tokens) - kept
@@ -115,10 +117,10 @@ def _tokenizer(model: ModelSpec) -> Any:
         raise ValueError(f"the tokenizer in {str(directory)!r} cannot be used: {error}") from error
 
 
-def check_batch(options: Options, model: ModelSpec, corpus: Corpus, device: torch.device, ranks: Ranks) -> None:
+def check_batch(options: TrainOptions, model: ModelSpec, corpus: Corpus, device: torch.device, ranks: Ranks) -> None:
     """Refuses a batch that the data or the host's memory cannot provide. The default fits any data."""
     windows = corpus.training.count
-    if options.batch > max(windows, Options.batch):
+    if options.batch > max(windows, TrainOptions.batch):
         raise ValueError(
             f"--batch {options.batch}: the data has {windows} windows of {corpus.sequence} tokens to train on, so one "
             f"step would see some of them twice. Give --batch {windows} or less, more --data, or a shorter --sequence"
@@ -133,7 +135,7 @@ def check_batch(options: Options, model: ModelSpec, corpus: Corpus, device: torc
         )
 
 
-def _min_host_bytes(options: Options, model: ModelSpec, sequence: int, device: torch.device) -> int:
+def _min_host_bytes(options: TrainOptions, model: ModelSpec, sequence: int, device: torch.device) -> int:
     """A lower bound of the host memory that a batch takes: its tokens, as windows and as a batch; the boundary
     activations of each layer, if they wait on the host; and on the CPU the logits of a micro-batch and their gradient.
     """

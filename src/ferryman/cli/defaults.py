@@ -1,6 +1,6 @@
 """What is taken where nothing is given, by `ferryman train` and by `ferryman plan`, which tells what it would do.
 
-All other defaults that both have are those of `Options`.
+All other defaults that both have are those of `TrainOptions`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def window(sequence: int | None, model: ModelSpec) -> int:
     return sequence
 
 
-def budget(device: torch.device, memory: str | None) -> int | None:
+def budget(device: torch.device, memory: int | str | None) -> int | None:
     """Bytes of the device that may be used; None for the CPU, which has no memory of its own."""
     if memory is not None:
         given = parse_bytes(memory, "memory")

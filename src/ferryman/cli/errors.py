@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 import shlex
 
-from ferryman.cli.options import ENGINE, flag
+from ferryman.cli.engine_flags import SETTINGS, flag, is_flag, opposite
 
 USER_ERRORS = (ValueError, OSError)  # errors that the user can fix
 
-_NAMES = "|".join((*ENGINE, "micro_batches", "keep", "betas"))
+_NAMES = "|".join((*SETTINGS, "micro_batches", "keep", "betas"))
 _VALUE = r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^)]*\)|[-+\w][-+\w./]*(?<![.])|(?=\W|$)"
 _PYTHON = re.compile(rf"(?<![\w:,./-])({_NAMES})=({_VALUE})")
 
 # Settings that are switches on the command line, without a value.
-_FLAGS = {("held", "True"): "--held", ("held", "False"): "--relayed", ("deferred", "True"): "--deferred"}
+_FLAGS = {
+    (name, str(on)): flag(name) if on else opposite(name) for name in filter(is_flag, SETTINGS) for on in (True, False)
+}
 
 
 def exit_code(error: BaseException) -> int:

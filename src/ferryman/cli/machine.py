@@ -30,20 +30,20 @@ class MachineDescription:
     notes: list[str]
 
 
-def find_device(name: str | None, place: int | None = None) -> torch.device:
+def find_device(device: torch.device | str | None, place: int | None = None) -> torch.device:
     """The device that `--device` names, checked to work; by default the accelerator that PyTorch reports, else the CPU.
 
     `place`: the index of this rank within its node, where each rank has a device of its own.
     """
-    if name is not None and name.partition(":")[0] == "virtual":  # importing the module registers the device
+    if device is not None and str(device).partition(":")[0] == "virtual":  # importing the module registers the device
         try:
             importlib.import_module("torch_virtual")
         except ImportError as error:
             raise ValueError(
-                f"--device {name} needs torch_virtual, which is in the folder virtual/ of Ferryman's repository: "
+                f"--device {device} needs torch_virtual, which is in the folder virtual/ of Ferryman's repository: "
                 f"pip install --no-build-isolation ./virtual ({error})"
             ) from error
-    return checks.real_device(name, place)
+    return checks.real_device(device, place)
 
 
 def describe_machine(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ferryman.cli.options import Options
+from ferryman.cli.train_options import TrainOptions
 from ferryman.server.rules import Lion
 
 OPTIMIZERS: dict[str, Any] = {
@@ -22,7 +22,7 @@ OPTIMIZERS: dict[str, Any] = {
 _FINAL_COSINE_FACTOR = 0.1  # of the peak learning rate, at the end of a cosine schedule
 
 
-def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
     """Applies weight decay to matrices only, not to biases and normalization weights."""
     settings: dict[str, Any] = {"lr": options.lr}
     if options.weight_decay is not None:
@@ -42,7 +42,7 @@ def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
     return rule
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, options: Options, step: int, steps: int) -> float:
+def set_learning_rate(optimizer: torch.optim.Optimizer, options: TrainOptions, step: int, steps: int) -> float:
     """Sets and returns the learning rate of the next step, after `step` of `steps` steps have been made."""
     rate = options.lr * learning_rate_factor(options.schedule, step, steps, options.warmup)
     for group in optimizer.param_groups:

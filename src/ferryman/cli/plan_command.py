@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -14,17 +14,19 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
+from ferryman.cli import engine_flags
 from ferryman.cli.advice import advice, assumptions
 from ferryman.cli.defaults import LONGEST, window
+from ferryman.cli.engine_flags import values_of
 from ferryman.cli.machine import MachineDescription, describe_machine
 from ferryman.cli.model_argument import ModelSpec, parse_model, sizes
 from ferryman.cli.optimizer import OPTIMIZERS
-from ferryman.cli.options import Deferred, Held, OnNonfinite, Options, Resident, Slots, SubgroupSize, Units, or_none
-from ferryman.forecast.estimate import Outlook, Training, look_ahead
+from ferryman.cli.train_options import TrainOptions
+from ferryman.forecast.estimate import Estimate, Training, estimate
 from ferryman.model.units import hint
-from ferryman.plan.forecast import Forecast, Lanes
 from ferryman.plan.network import Crew
 from ferryman.plan.plan import Plan
+from ferryman.plan.step_forecast import Forecast, Lanes
 from ferryman.runtime.sizes import show_bytes, show_rate
 from ferryman.training import checks
 
@@ -49,6 +51,9 @@ ferryman plan gpt:xl --device-memory 2GiB --link 12GB/s --json | jq .step.second
 """
 
 _BAR_WIDTH = 24
+
+# The engine's settings that are options of this command too; those of the machine have options of their own.
+_SETTINGS = [name for name in engine_flags.SETTINGS if name not in ("device", "memory", "host_threads")]
 
 
 def plan(
@@ -93,33 +98,16 @@ def plan(
         str | None,
         typer.Option(help="Rate between nodes in each direction, such as 10GB/s or 100Gbit/s."),
     ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="Of compute and of the link: fp32, bf16 or fp16; else what the model has.")
-    ] = Options.precision,
-    batch: Annotated[int, typer.Option(help="Samples in a step, of all devices together.")] = Options.batch,
+    batch: Annotated[int, typer.Option(help="Samples in a step, of all devices together.")] = TrainOptions.batch,
     sequence: Annotated[
         int | None, typer.Option(help=f"Tokens in a sample; else what the model takes, at most {LONGEST}.")
     ] = None,
     micro_batches: Annotated[
         int | None, typer.Option(help="Parts that a step's batch is cut into; else as few as fit.")
     ] = None,
-    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = Options.optimizer,
-    max_grad_norm: Annotated[
-        float | None,
-        typer.Option(help="Clip gradients by their global norm; updates are deferred then.", **or_none(float)),
-    ] = None,
-    updates: Annotated[
-        str, typer.Option(help="Who updates the weights: auto, host, stride:K or static:R.")
-    ] = Options.updates,
-    stash: Annotated[str, typer.Option(help="Where boundary activations wait: auto, device or host.")] = Options.stash,
-    on_nonfinite: OnNonfinite = Options.on_nonfinite,
-    deferred: Deferred = Options.deferred,
-    units: Units = Options.units,
-    resident: Resident = Options.resident,
-    slots: Slots = Options.slots,
-    held: Held = Options.held,
-    subgroup: SubgroupSize = Options.subgroup,
+    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = TrainOptions.optimizer,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document, and nothing else.")] = False,
+    **typed: Any,
 ) -> None:
     """Tell whether a training run will fit, what takes the memory, and what bounds the time of a step.
 
@@ -127,35 +115,39 @@ def plan(
     half a trillion parameters can be planned on a laptop.
     """
     description = parse_model(model)
-    training = Training(
-        batch, window(sequence, description), micro_batches, precision, max_grad_norm, on_nonfinite, deferred,
-        units or None, resident or (), stash, slots, held, updates, subgroup,
-    )  # fmt: skip
+    settings = values_of(typed)
+    training = Training(batch, window(sequence, description), micro_batches, **settings)
     _check(training, optimizer)
     given = describe_machine(
         device, device_memory, host_memory, link, link_in, link_out, device_flops, host_updates, devices, nodes,
         loopback, network, training,
     )  # fmt: skip
-    checks.interleave_arguments(True, given.device, slots, held, updates, subgroup)
+    checks.settings(training, given.device)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its hints are about running the model
     built = description.on_meta()
-    outlook = look_ahead(
-        built, OPTIMIZERS[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device
-    )
+    outlook = estimate(built, OPTIMIZERS[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device)
     if as_json:
         typer.echo(json.dumps(_document(description, built, training, given, outlook), indent=2))
     else:
         _show(Console(), description, built, training, given, outlook)
-        asked = Options(
-            model, device=None if given.device.type == "meta" else device, memory=device_memory, precision=precision,  # type: ignore[arg-type]
-            batch=batch, sequence=sequence, micro_batches=micro_batches, optimizer=optimizer, updates=updates,  # type: ignore[arg-type]
-            max_grad_norm=max_grad_norm, stash=stash, on_nonfinite=on_nonfinite, deferred=deferred,  # type: ignore[arg-type]
-            units=units or None, resident=resident or None, slots=slots, held=held, subgroup=subgroup,
+        asked = TrainOptions(
+            model, device=None if given.device.type == "meta" else device, memory=device_memory, batch=batch,
+            sequence=sequence, micro_batches=micro_batches, optimizer=optimizer, **settings,  # type: ignore[arg-type]
         )  # fmt: skip
         if outlook.fits:
             typer.echo(f"train with: {_launcher(given.machine.crew)}{asked.new_command()}")
     if not outlook.fits:
         raise typer.Exit(1)
+
+
+_OWN = [
+    one
+    for one in inspect.signature(plan, eval_str=True).parameters.values()
+    if one.kind is not inspect.Parameter.VAR_KEYWORD
+]
+plan.__signature__ = engine_flags.signature(  # type: ignore[attr-defined]
+    _OWN, map(engine_flags.parameter, _SETTINGS), before="as_json"
+)
 
 
 def _launcher(crew: Crew) -> str:
@@ -174,20 +166,13 @@ def _check(training: Training, optimizer: str) -> None:
         raise ValueError(f"--micro-batches {training.micro_batches}: must be at least 1")
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {optimizer!r} is not supported{hint(optimizer, OPTIMIZERS)}")
-    checks.update_arguments(
-        True, training.precision, training.max_grad_norm, training.on_nonfinite, training.deferred, None
-    )
-    checks.arguments(
-        nn.Identity(), len, "mean", units=training.units, resident=training.resident, stash=training.stash,
-        slots=training.slots,
-    )  # fmt: skip
 
 
 # Output.
 
 
 def _document(
-    description: ModelSpec, model: nn.Module, training: Training, given: MachineDescription, outlook: Outlook
+    description: ModelSpec, model: nn.Module, training: Training, given: MachineDescription, outlook: Estimate
 ) -> dict[str, Any]:
     machine, found = given.machine, outlook.forecast
     return {
@@ -195,7 +180,7 @@ def _document(
         "problems": outlook.problems,
         "notes": [*given.notes, *outlook.notes],
         "model": {"name": description.name, "kind": type(model).__name__, "parameters": _parameters(model)},
-        "training": asdict(training),
+        "training": {name: getattr(training, name) for name in ("samples", "length", "micro_batches", *_SETTINGS)},
         "machine": {
             "device_memory": machine.device_memory,
             "host_memory": machine.host_memory,
@@ -241,7 +226,7 @@ def _document(
     }
 
 
-def _against_one(outlook: Outlook, training: Training, crew: Crew) -> dict[str, Any] | None:
+def _against_one(outlook: Estimate, training: Training, crew: Crew) -> dict[str, Any] | None:
     one, found = outlook.one_device, outlook.forecast
     if one is None or one.forecast is None or found is None or not found.seconds:
         return None
@@ -261,7 +246,7 @@ def _show(
     model: nn.Module,
     training: Training,
     given: MachineDescription,
-    outlook: Outlook,
+    outlook: Estimate,
 ) -> None:
     name, parameters = escape(description.name), _count(_parameters(model))
     if outlook.fits:
@@ -294,7 +279,7 @@ def _show(
         console.print(f"[dim]- {assumption}[/dim]")
 
 
-def _shared_out(training: Training, crew: Crew, outlook: Outlook) -> str:
+def _shared_out(training: Training, crew: Crew, outlook: Estimate) -> str:
     if crew.size == 1:
         return ""
     devices = _many(crew.devices, "device")
@@ -335,7 +320,7 @@ def _times(found: Forecast) -> Table:
     return table
 
 
-def _show_step(console: Console, found: Forecast, training: Training, outlook: Outlook) -> None:
+def _show_step(console: Console, found: Forecast, training: Training, outlook: Estimate) -> None:
     tokens = _tokens(training)
     rate = f"{tokens / found.seconds:,.0f} tokens/s, {_span(found.seconds * 1e9 / tokens)} per billion tokens"
     console.print(
@@ -346,7 +331,7 @@ def _show_step(console: Console, found: Forecast, training: Training, outlook: O
     )
 
 
-def _show_speedup(console: Console, training: Training, crew: Crew, outlook: Outlook) -> None:
+def _show_speedup(console: Console, training: Training, crew: Crew, outlook: Estimate) -> None:
     if (against := _against_one(outlook, training, crew)) is not None:
         console.print(
             f"[bold]{against['speedup']:.2f} times as fast as one device[/bold], which would take "

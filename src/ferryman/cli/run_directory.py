@@ -23,7 +23,8 @@ from typing import Any
 
 import ferryman
 from ferryman.checkpoint.directory import last_saved, locked, series, step_of
-from ferryman.cli.options import FIXED, LENGTHS, Options, flag
+from ferryman.cli.engine_flags import flag
+from ferryman.cli.train_options import FIXED, LENGTHS, TrainOptions
 from ferryman.distributed.ranks import Ranks
 from ferryman.runtime.files import replacing_file
 
@@ -60,7 +61,7 @@ class RunDirectory:
             raise ValueError(f"--from-step {step}: no checkpoint of this step in {self.checkpoints}; {there}")
         return found[step]
 
-    def write_settings(self, options: Options) -> None:
+    def write_settings(self, options: TrainOptions) -> None:
         content = {"ferryman": ferryman.__version__, "options": options.to_json(), _AGENTS: list(self._agents)}
         _replace(self.directory / _SETTINGS, json.dumps(content, indent=2) + "\n")
 
@@ -91,7 +92,7 @@ class RunDirectory:
         )
 
 
-def new_run(options: Options, agents: Sequence[str] = ()) -> tuple[Options, RunDirectory]:
+def new_run(options: TrainOptions, agents: Sequence[str] = ()) -> tuple[TrainOptions, RunDirectory]:
     """Creates the directory of a new run, which must not exist yet or must be empty."""
     directory = _directory(options)
     if options.from_step is not None:
@@ -125,8 +126,8 @@ def _start_time(process: int) -> str:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
 
 
-def restarted(given: Options, explicit: set[str], agents: Sequence[str]) -> tuple[Options, set[str]]:
-    """Options to resume with, if torchrun has restarted this job; otherwise the options as given.
+def restarted(given: TrainOptions, explicit: set[str], agents: Sequence[str]) -> tuple[TrainOptions, set[str]]:
+    """TrainOptions to resume with, if torchrun has restarted this job; otherwise the options as given.
 
     After a restart, --from-step is ignored once the job has saved a later checkpoint.
     """
@@ -140,8 +141,8 @@ def restarted(given: Options, explicit: set[str], agents: Sequence[str]) -> tupl
 
 
 def resumed_run(
-    given: Options, explicit: set[str], agents: Sequence[str] = ()
-) -> tuple[Options, RunDirectory, list[str]]:
+    given: TrainOptions, explicit: set[str], agents: Sequence[str] = ()
+) -> tuple[TrainOptions, RunDirectory, list[str]]:
     """Opens an existing run. Its recorded settings apply, except for those given now.
 
     Returns the options, the directory and a sentence for each setting that has changed.
@@ -152,13 +153,13 @@ def resumed_run(
         found = _what_is_in(directory, advice=False) if directory.exists() else "there is no such directory"
         raise ValueError(f"--resume --output {directory}: there is no run to resume: {found}")
     try:
-        recorded = Options.from_json(json.loads(file.read_text())["options"], output=directory)
+        recorded = TrainOptions.from_json(json.loads(file.read_text())["options"], output=directory)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{file} is damaged, and the run cannot be resumed from it: {error!r}") from error
     now = {name: getattr(given, name) for name in (*explicit, "json", "quiet")}
     if explicit & set(LENGTHS):  # a new length replaces the recorded one, whichever option it was
         now = {**dict.fromkeys(LENGTHS), **now}
-    options = Options.from_json(recorded.to_json(), **{**now, "output": directory, "resume": True})
+    options = TrainOptions.from_json(recorded.to_json(), **{**now, "output": directory, "resume": True})
     before, after = recorded.to_json(), options.to_json()
     different = options.differences(recorded)
     for name in different:
@@ -191,7 +192,7 @@ def _has_agent(settings: Path, agents: Sequence[str]) -> bool:
         return False
 
 
-def _directory(options: Options) -> Path:
+def _directory(options: TrainOptions) -> Path:
     if options.output is None:
         raise ValueError("--output is missing: a directory for checkpoints, metrics, trace and report")
     return options.output

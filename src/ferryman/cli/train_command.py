@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import inspect
 import signal
@@ -14,10 +13,11 @@ import typer
 from typer.core import TyperCommand
 
 from ferryman.cli.display import open_display, show_error
+from ferryman.cli.engine_flags import NONE, SETTINGS, flag, values_of
 from ferryman.cli.errors import USER_ERRORS, exit_code, message_for
-from ferryman.cli.options import NONE, OPTIONAL, Options, flag, given_as
 from ferryman.cli.run_directory import RunDirectory, new_run, restarted, resumed_run, torchrun_agents
 from ferryman.cli.signals import InterruptOnSignal
+from ferryman.cli.train_options import OPTIONAL, PARAMETERS, TrainOptions
 from ferryman.cli.training_run import DivergedError, TrainingRun
 from ferryman.distributed.ranks import RankError, Ranks
 
@@ -70,13 +70,13 @@ class Command(TyperCommand):
 
 
 def train(ctx: typer.Context, **values: Any) -> None:
-    given = Options(**given_as(values))
     explicit = {name for name in values if _is_explicit(ctx, name)}
     ranks = Ranks()
     try:
+        given = TrainOptions(**{**values, **values_of({name: values[name] for name in SETTINGS})})
         code = _begin(ranks, given, explicit)
     except Exception as error:
-        if given.json and ranks.rank == 0:
+        if values["json"] and ranks.rank == 0:
             show_error(message_for(error))
         is_first = ranks.fail(error)
         if not is_first and isinstance(error, (*USER_ERRORS, RankError)):  # another rank has printed it
@@ -86,12 +86,12 @@ def train(ctx: typer.Context, **values: Any) -> None:
         raise typer.Exit(code)
 
 
-def _begin(ranks: Ranks, given: Options, explicit: set[str]) -> int:
+def _begin(ranks: Ranks, given: TrainOptions, explicit: set[str]) -> int:
     """Opens the run on the first rank, whose options and errors apply to all ranks, and trains."""
-    ranks.agree({flag(field.name): str(getattr(given, field.name)) for field in dataclasses.fields(given)})
+    ranks.agree({flag(name): str(getattr(given, name)) for name in PARAMETERS})
     started_by = torchrun_agents(ranks)
     with contextlib.ExitStack() as held:
-        opened: list[tuple[Options, RunDirectory]] = []
+        opened: list[tuple[TrainOptions, RunDirectory]] = []
 
         def open_run() -> list[Any]:
             options, run, notes = _open(given, explicit, started_by)
@@ -102,7 +102,9 @@ def _begin(ranks: Ranks, given: Options, explicit: set[str]) -> int:
         recorded, manner, notes = ranks.first("opening the run", open_run)
         if not opened:
             assert given.output is not None
-            options = Options.from_json(recorded, **manner, output=given.output, json=given.json, quiet=given.quiet)
+            options = TrainOptions.from_json(
+                recorded, **manner, output=given.output, json=given.json, quiet=given.quiet
+            )
             opened.append((options, RunDirectory(given.output, is_new=False)))
         options, run = opened[0]
         try:
@@ -116,7 +118,9 @@ def _begin(ranks: Ranks, given: Options, explicit: set[str]) -> int:
             raise
 
 
-def _open(given: Options, explicit: set[str], started_by: list[str]) -> tuple[Options, RunDirectory, list[str]]:
+def _open(
+    given: TrainOptions, explicit: set[str], started_by: list[str]
+) -> tuple[TrainOptions, RunDirectory, list[str]]:
     now, explicit = restarted(given, explicit, started_by)
     if not now.resume:
         return *new_run(now, started_by), []
@@ -126,7 +130,7 @@ def _open(given: Options, explicit: set[str], started_by: list[str]) -> tuple[Op
     return options, run, notes
 
 
-def _train(ranks: Ranks, options: Options, run: RunDirectory, notes: list[str]) -> int:
+def _train(ranks: Ranks, options: TrainOptions, run: RunDirectory, notes: list[str]) -> int:
     """Returns the exit code. Errors name the last checkpoint; a run that fails before its first step is removed."""
     training: TrainingRun | None = None
     leads = ranks.rank == 0
@@ -163,6 +167,6 @@ def _is_explicit(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-# Options are declared once, in `Options`; typer reads them from the signature.
+# Options are declared once, in `TrainOptions` and `EngineOptions`; typer reads them from the signature.
 _CONTEXT = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-train.__signature__ = inspect.Signature([_CONTEXT, *inspect.signature(Options).parameters.values()])  # type: ignore[attr-defined]
+train.__signature__ = inspect.Signature([_CONTEXT, *PARAMETERS.values()])  # type: ignore[attr-defined]

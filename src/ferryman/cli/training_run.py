@@ -18,12 +18,13 @@ from ferryman.checkpoint.manifest import is_whole
 from ferryman.checkpoint.stream import DamagedError
 from ferryman.cli.corpus import Corpus, check_batch, open_corpus
 from ferryman.cli.defaults import budget
+from ferryman.cli.engine_flags import flag
 from ferryman.cli.machine import find_device
 from ferryman.cli.model_argument import ModelSpec, parse_model
 from ferryman.cli.optimizer import make_optimizer, set_learning_rate
-from ferryman.cli.options import LENGTHS, Options, flag
 from ferryman.cli.run_directory import RunDirectory
 from ferryman.cli.signals import OUTPUT_CLOSED, StopRequest
+from ferryman.cli.train_options import LENGTHS, TrainOptions
 from ferryman.data.windows import Windows
 from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
@@ -45,7 +46,7 @@ class DivergedError(ValueError):
 class TrainingRun:
     """One run of `ferryman train`, from its options to its last checkpoint."""
 
-    def __init__(self, options: Options, run: RunDirectory, tell: EventHandler, ranks: Ranks) -> None:
+    def __init__(self, options: TrainOptions, run: RunDirectory, tell: EventHandler, ranks: Ranks) -> None:
         assert options.model is not None
         self._ranks = ranks
         self._leads = self._ranks.rank == 0  # the first rank shows progress and writes the files of the run
@@ -369,7 +370,7 @@ def _build(description: ModelSpec, *, empty: bool) -> nn.Module:
     return description.on_meta() if empty or description.weights is not None else description.on_host()
 
 
-def _check_numbers(options: Options) -> None:
+def _check_numbers(options: TrainOptions) -> None:
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -389,7 +390,7 @@ def _least(budgets: list[int | None]) -> int | None:
     return min(known) if len(known) == len(budgets) else None
 
 
-def _last_step(options: Options, training: Windows, sequence: int, done: int) -> int:
+def _last_step(options: TrainOptions, training: Windows, sequence: int, done: int) -> int:
     """The number of the last step. The remaining steps follow from the position in the data, since --batch may have
     changed when the run was resumed."""
     if options.steps is not None:

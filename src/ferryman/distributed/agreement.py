@@ -1,11 +1,12 @@
-"""A step that several ranks make together: what each has to say before it, and what follows for all."""
+"""What ranks compare and agree on: settings when an engine is made, and a status before each step."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -15,14 +16,16 @@ from torch.utils import _pytree as pytree
 
 from ferryman.distributed.ranks import Ranks
 from ferryman.plan.batch import Part, samples_in
-from ferryman.plan.fit import Choice
-from ferryman.plan.plan import Need
+from ferryman.plan.plan import Need, PlanTooLargeError
 
 
 def compare(
     ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Mapping[str, Any]
 ) -> None:
-    """Refuses what must be the same on all ranks, and is not. The model is first: with it an optimizer differs, too."""
+    """Raises if model, settings or optimizer differ between ranks.
+
+    The model is compared first: if it differs, so does the optimizer.
+    """
     tensors = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         trains = "" if tensor.requires_grad else ", which does not train"
@@ -39,74 +42,91 @@ def compare(
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
-    """The options of each."""
+    """The options of each parameter group."""
     return [{name: repr(value) for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
 
 
 class RankStatus(NamedTuple):
-    """What a rank says before a step."""
+    """What a rank reports before a step."""
 
-    error: str | None  # why it cannot make one
-    wanted: Need | None  # what its micro-batches take, if that is more than there is room for
-    parts: int  # micro-batches
-    samples: float | None  # or what else micro-batches weigh by; None: they cannot be counted
-    seed: int
-    digest: int | None  # of what it was given
-    groups: list[dict[str, str]]  # of the optimizer: their options
-    items: float | None  # what the whole step counts, as its micro-batches are told
+    error: str | None = None  # why it cannot make the step
+    need: Need | None = None  # the room that its micro-batches need, if the plan leaves less
+    parts: int = 0  # the number of micro-batches
+    samples: float | None = 0  # the sum of their weights, usually samples; None: they cannot be counted
+    seed: int = 0
+    digest: int | None = None  # a checksum of its batch
+    groups: Sequence[dict[str, str]] = ()  # the options of the optimizer's parameter groups
+    items: float | None = None  # `num_items_in_batch`, if its micro-batches have it
 
 
-def exchange_status(
+def status_of(
     ranks: Ranks,
-    found: Choice | Need | ValueError,
     parts: Sequence[Part],
     seed: int,
     optimizer: torch.optim.Optimizer | None,
     reduction: str,
     *,
     first: bool,
-) -> list[RankStatus]:
-    """What all say, in the order of ranks; a ValueError on each if one of them cannot go on.
-
-    Before the first step they are also warned if they were all given the same: then nobody has shared the data out.
-    """
-    if ranks.alone and isinstance(found, ValueError):
-        raise found
-    mine = RankStatus(
-        error=str(found) if isinstance(found, ValueError) else None,
-        wanted=found if isinstance(found, Need) else None,
+) -> RankStatus:
+    """The status of a rank that can make the step; `first`: no step was made before."""
+    if ranks.alone:
+        return RankStatus(parts=len(parts), samples=_count_samples(parts), seed=seed)
+    return RankStatus(
         parts=len(parts),
         samples=_count_samples(parts),
         seed=seed,
-        digest=_digest(parts) if first and not ranks.alone else None,
-        groups=[] if optimizer is None or ranks.alone else _groups(optimizer),
-        items=_count_items(parts) if reduction == "sum" and not ranks.alone else None,
+        digest=_digest(parts) if first else None,
+        groups=[] if optimizer is None else _groups(optimizer),
+        items=_count_items(parts) if reduction == "sum" else None,
     )
-    words = [
-        RankStatus(error, wanted and Need(*wanted), *rest) for error, wanted, *rest in ranks.tell("making a step", mine)
-    ]
-    if isinstance(found, ValueError):
-        raise found
-    for rank, word in enumerate(words):
-        if word.error is not None:
-            raise ValueError(f"rank {rank} cannot make this step: {word.error}")
-    _check_groups(words)
-    _check_items(words)
-    if not any(word.parts or word.wanted for word in words):
+
+
+def exchange_status(ranks: Ranks, mine: RankStatus) -> list[RankStatus]:
+    """The status of every rank, in the order of ranks.
+
+    All ranks raise the same kind of error: a ValueError if one of them cannot make the step, else a PlanTooLargeError
+    with the largest need if the plan leaves too little room on one of them. Before the first step the user is warned if
+    all ranks have the same batch: then the data was not divided among them.
+    """
+    told = ranks.tell("making a step", mine)
+    statuses = [RankStatus(error, need and Need(*need), *rest) for error, need, *rest in told]
+    for rank, status in enumerate(statuses):
+        if status.error is not None:
+            raise ValueError(f"rank {rank} cannot make this step: {status.error}")
+    needs = [status.need for status in statuses if status.need is not None]
+    if needs:
+        raise PlanTooLargeError(max(needs, key=lambda need: need.nbytes))
+    _check_groups(statuses)
+    _check_items(statuses)
+    if not any(status.parts for status in statuses):
         raise ValueError("no rank has a micro-batch for this step: at least one must")
-    if ranks.rank == 0 and mine.digest is not None and all(word.digest == mine.digest for word in words):
+    if ranks.rank == 0 and mine.digest is not None and all(status.digest == mine.digest for status in statuses):
         warnings.warn(
             f"all {ranks.size} ranks were given the same batch, so each sample counts {ranks.size} times. Give each "
-            "rank its own: engine.share says which it is, torch.utils.data.DistributedSampler shares a dataset out",
-            stacklevel=6,  # who has called the engine
+            "rank its own part: engine.share has its number, torch.utils.data.DistributedSampler divides a dataset",
+            stacklevel=7,  # the caller of engine.step or engine.forward_backward
         )
-    return words
+    return statuses
 
 
-def _check_groups(words: Sequence[RankStatus]) -> None:
+@contextlib.contextmanager
+def errors_on_all_ranks(ranks: Ranks) -> Iterator[None]:
+    """A ValueError or PlanTooLargeError that is raised within on one rank is raised on the others as well, by their
+    `exchange_status`."""
+    try:
+        yield
+    except PlanTooLargeError as error:
+        exchange_status(ranks, RankStatus(need=error.need))  # raises the largest need of all ranks
+        raise
+    except ValueError as error:
+        ranks.tell("making a step", RankStatus(error=str(error)))
+        raise
+
+
+def _check_groups(statuses: Sequence[RankStatus]) -> None:
     missing: dict[str, str] = {}
-    for rank, word in enumerate(words):
-        pairs = itertools.zip_longest(words[0].groups, word.groups, fillvalue=missing)
+    for rank, status in enumerate(statuses):
+        pairs = itertools.zip_longest(statuses[0].groups, status.groups, fillvalue=missing)
         for number, (first, other) in enumerate(pairs):
             different = [name for name in {**first, **other} if first.get(name) != other.get(name)]
             if different:
@@ -121,24 +141,19 @@ def _check_groups(words: Sequence[RankStatus]) -> None:
                 )
 
 
-def _check_items(words: Sequence[RankStatus]) -> None:
-    told = [(rank, word.items) for rank, word in enumerate(words) if word.items is not None]
-    for rank, items in told:
-        if items != told[0][1]:
+def _check_items(statuses: Sequence[RankStatus]) -> None:
+    known = [(rank, status.items) for rank, status in enumerate(statuses) if status.items is not None]
+    for rank, items in known:
+        if items != known[0][1]:
             raise ValueError(
-                f"num_items_in_batch is {told[0][1]} on rank {told[0][0]} and {items} on rank {rank}: with "
+                f"num_items_in_batch is {known[0][1]} on rank {known[0][0]} and {items} on rank {rank}: with "
                 'reduction="sum" it counts what is in the whole step on all ranks; engine.total(...) adds up what each '
                 "has counted"
             )
 
 
-def most_wanted(words: Sequence[RankStatus]) -> Need | None:
-    """What the smaller plan that some rank asks for must leave room for."""
-    return max((word.wanted for word in words if word.wanted is not None), key=lambda need: need.nbytes, default=None)
-
-
 def add_up(ranks: Ranks, value: Any) -> float:
-    """The sum of all ranks' numbers; a value that is none is refused on all."""
+    """The sum of all ranks' numbers. Raises on all ranks if one of the values is not a number."""
 
     def number() -> float:
         found = _as_number(value)
@@ -146,28 +161,28 @@ def add_up(ranks: Ranks, value: Any) -> float:
             raise ValueError(f"engine.total: an int, a float or a tensor with one element is needed, this is {value!r}")
         return found
 
-    told: list[float] = ranks.jointly("adding up a total", number)
-    return sum(told)
+    known: list[float] = ranks.jointly("adding up a total", number)
+    return sum(known)
 
 
 def is_nothing(batch: Any) -> bool:
-    """What a rank gives that has no data where others have some."""
+    """Whether a batch is empty: given by a rank that has no data in a step in which others have some."""
     if batch is None or (isinstance(batch, Sequence | Mapping) and not batch):
         return True
     return not isinstance(batch, list) and samples_in(batch) == 0
 
 
-def weigh(parts: Sequence[Part], words: Sequence[RankStatus], rank: int, reduction: str) -> list[Part]:
-    """Micro-batches by their share of the samples of all ranks; where those cannot be counted, of micro-batches."""
+def weigh(parts: Sequence[Part], statuses: Sequence[RankStatus], rank: int, reduction: str) -> list[Part]:
+    """Micro-batches weighted by their share of all ranks' samples or, if these cannot be counted, of micro-batches."""
     if reduction == "sum":
         return list(parts)
-    counted = all(word.samples is not None for word in words)
-    amounts = [(word.samples if counted else word.parts) or 0 for word in words]
+    counted = all(status.samples is not None for status in statuses)
+    amounts = [(status.samples if counted else status.parts) or 0 for status in statuses]
     return [part._replace(weight=part.weight * amounts[rank] / sum(amounts)) for part in parts]
 
 
 def _digest(parts: Sequence[Part]) -> int | None:
-    """Of the tensors that are on the host."""
+    """A checksum of the tensors that are on the host; None if there are none."""
     leaves = pytree.tree_leaves([part.content for part in parts])
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.numel()]
     found = 0
@@ -182,17 +197,17 @@ def _count_samples(parts: Sequence[Part]) -> float | None:
 
 
 def _count_items(parts: Sequence[Part]) -> float | None:
-    """What transformers' models are told, if it is one number for all micro-batches."""
-    told = {
+    """The `num_items_in_batch` of transformers' models, if it is one number for all micro-batches."""
+    known = {
         _as_number(part.content["num_items_in_batch"])
         for part in parts
         if isinstance(part.content, Mapping) and "num_items_in_batch" in part.content
     }
-    return told.pop() if len(told) == 1 else None
+    return known.pop() if len(known) == 1 else None
 
 
 def _as_number(value: Any) -> float | None:
-    """An int or a float, also from a tensor with one element; None if it is no number."""
+    """An int or a float, also from a tensor with one element; None if the value is not a number."""
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 and not value.is_meta else None
     if isinstance(value, Integral):

@@ -1,11 +1,12 @@
-"""The processes that train together, over torch.distributed; one by itself is the same with nothing to say.
+"""The processes that train together, over torch.distributed. A single process takes the same path; all communication
+is skipped.
 
 Each rank has its own device and its own micro-batches. Ranks of one *node* (a torchrun agent on a host) can share
-memory. Collectives are matched by their order, so whoever calls one here is certain that all others do; what is said
-between steps carries what it is said for, so that ranks which go different ways are told so.
+memory. Collectives are matched by their order, so every rank must call the same ones. Between steps each message names
+the operation that it belongs to, so that ranks which call different operations get an error that says so.
 
-A rank that fails leaves word in the group's store, where the others look while they wait; one whose script has ended
-without closing does, too (`runtime/shutdown.py`).
+A rank that fails writes the reason into the group's store, which the others check while they wait. So does a rank whose
+script ends without closing its engine (`runtime/shutdown.py`).
 """
 
 from __future__ import annotations
@@ -27,72 +28,75 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from ferryman.runtime import shutdown as ending
+from ferryman.runtime import shutdown
 
-_LOOK = timedelta(seconds=1)  # how often a rank that waits looks whether another has failed
-_GLANCE = 0.05  # seconds: the same for one that waits for what the first does
-_GLOO = re.compile(r"^\[\S*\] |\. This is typically .*")  # what its errors have around what happened
-_made = itertools.count()
+_FAILURE_POLL = timedelta(seconds=1)  # how often a rank that waits in a collective checks whether another has failed
+_RESULT_POLL = 0.05  # seconds between checks for a result of the first rank
+_GLOO_BOILERPLATE = re.compile(r"^\[\S*\] |\. This is typically .*")  # removed from errors of gloo
+_made = itertools.count()  # numbers the instances, for keys in the store
 
 
 class Share(NamedTuple):
-    """Which part of everything is this rank's."""
+    """The number of a rank, and the number of ranks."""
 
     rank: int = 0
     size: int = 1
 
     def bounds(self, total: int, grain: int) -> list[int]:
-        """Where the parts of `total` elements begin and end, each a multiple of the grain."""
+        """The begin of each rank's part of `total` elements, and the end of the last; in multiples of `grain`."""
         grains = -(-total // grain)
         return [min(total, (grains * rank // self.size) * grain) for rank in range(self.size)] + [total]
 
 
 class RankError(RuntimeError):
-    """Another rank has failed, or does not answer; `is_told`: it has left word why, and tells its user itself."""
+    """Another rank has failed, or does not answer. `is_reported`: that rank has reported the reason itself."""
 
-    def __init__(self, message: str, *, reason: str = "", is_told: bool = True) -> None:
+    def __init__(self, message: str, *, reason: str = "", is_reported: bool = True) -> None:
         super().__init__(message)
         self.reason = reason
-        self.is_told = is_told
+        self.is_reported = is_reported
 
 
 class Ranks:
-    """`main` is for what is said between steps; gradients and weights each have a group, and so an order, of their own,
-    since they run on lanes of their own."""
+    """The communication between ranks.
+
+    The process group `main` is used between steps. Gradients and weights have groups of their own, and so an order of
+    their own, since their lanes run side by side.
+    """
 
     def __init__(self) -> None:
         self.share = Share()
         self.node = [0]  # the ranks that share memory with this one
-        self.leaders = [0]  # the first of each node
-        self._homes = [0]
-        self._routes: list[Any] = []
+        self.leaders = [0]  # the first rank of each node
+        self._leader_of = [0]  # for each rank, the first rank of its node
+        self._node_groups: list[Any] = []  # for each owner, the group of it and the other nodes' leaders
         self._groups: list[Any] = []
         self.has_failed = False
-        self._firsts = itertools.count()
+        self._first_calls = itertools.count()
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:
-            _join()  # torchrun has started this script, which says nothing of it
+            _join()  # torchrun has started a script that does not initialize torch.distributed itself
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         self.share = Share(dist.get_rank(), dist.get_world_size())
         seconds = os.environ.get("FERRYMAN_TIMEOUT", "600")
         try:
-            self._patience = timedelta(seconds=float(seconds))
+            self._timeout = timedelta(seconds=float(seconds))
         except ValueError:
-            raise ValueError(f"FERRYMAN_TIMEOUT={seconds!r}: seconds are needed, such as 600") from None
+            raise ValueError(f"FERRYMAN_TIMEOUT={seconds!r}: a number of seconds is required, such as 600") from None
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._words = PrefixStore(f"ferryman/{attempt}/{next(_made)}", _get_default_store())
-        ending.open_ranks.add(self)
+        self._store = PrefixStore(f"ferryman/{attempt}/{next(_made)}", _get_default_store())
+        shutdown.open_ranks.add(self)
         self.main, self.gradients, self.weights = (
-            dist.new_group(backend="gloo", timeout=self._patience) for _ in range(3)
+            dist.new_group(backend="gloo", timeout=self._timeout) for _ in range(3)
         )
         where = self.tell("making an engine", [socket.gethostname(), os.environ.get("GROUP_RANK", "0")])
-        self._homes = [where.index(place) for place in where]  # the first rank of each one's node
-        self.node = [rank for rank, home in enumerate(self._homes) if home == self._homes[self.rank]]
-        self.leaders = sorted(set(self._homes))
-        # Of what each owner updates, to the nodes that do not share its memory: a group for each, made by all.
+        self._leader_of = [where.index(place) for place in where]
+        self.node = [rank for rank, home in enumerate(self._leader_of) if home == self._leader_of[self.rank]]
+        self.leaders = sorted(set(self._leader_of))
+        # An owner's updates go to the nodes that do not share its memory. All ranks must create every group.
         routes = [[owner, *self.elsewhere(owner)] for owner in range(self.size)] if len(self.leaders) > 1 else []
-        self._routes = [dist.new_group(sorted(route), backend="gloo", timeout=self._patience) for route in routes]
-        mine = [group for group in self._routes if group is not dist.GroupMember.NON_GROUP_MEMBER]
+        self._node_groups = [dist.new_group(sorted(route), backend="gloo", timeout=self._timeout) for route in routes]
+        mine = [group for group in self._node_groups if group is not dist.GroupMember.NON_GROUP_MEMBER]
         self._groups = [self.main, self.gradients, self.weights, *mine]
 
     @property
@@ -109,36 +113,39 @@ class Ranks:
 
     @property
     def place(self) -> int | None:
-        """Which of its node's ranks it is; None if it is alone, and any device is its."""
+        """The position among the ranks of its node; None for a single process, which may use any device."""
         return None if self.alone else self.node.index(self.rank)
 
     def threads(self, cpus: int) -> int:
-        """For updates on the host: ranks of a node have its CPUs in common."""
+        """The number of threads for updates on the host: ranks of a node share its CPUs."""
         return max(1, cpus // len(self.node))
 
     @property
     def leads(self) -> bool:
-        """Whether it is the first of its node."""
+        """Whether this is the first rank of its node."""
         return self.rank == self.node[0]
 
     @property
     def share_memory(self) -> bool:
-        """Whether any do; all must say the same."""
+        """Whether any ranks share memory; the same on all ranks."""
         return len(self.leaders) < self.size
 
     # Between steps.
 
     def tell(self, doing: str, what: Any = None) -> list[Any]:
-        """What each rank says, in their order; JSON can write it. A ValueError if they are doing different things."""
+        """Gathers a value from each rank, in their order; it must be JSON. Every rank waits for all others.
+
+        Raises a ValueError if ranks do not name the same operation (`doing`).
+        """
         if self.alone:
             return [what]
         message = torch.frombuffer(bytearray(json.dumps([doing, what]).encode()), dtype=torch.uint8)
         lengths = [int(length) for (length,) in self.count([len(message)])]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(message)] = message
-        heard = [torch.empty_like(padded) for _ in lengths]
-        self._do(lambda: dist.all_gather(heard, padded, group=self.main, async_op=True))
-        said = [json.loads(bytes(one[:length].numpy())) for one, length in zip(heard, lengths, strict=True)]
+        gathered = [torch.empty_like(padded) for _ in lengths]
+        self._do(lambda: dist.all_gather(gathered, padded, group=self.main, async_op=True))
+        said = [json.loads(bytes(one[:length].numpy())) for one, length in zip(gathered, lengths, strict=True)]
         for rank, (theirs, _) in enumerate(said):
             if theirs != said[0][0]:
                 raise ValueError(
@@ -149,7 +156,7 @@ class Ranks:
         return [content for _, content in said]
 
     def count(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The same for a few numbers, quicker."""
+        """Gathers a few numbers from each rank: faster than `tell`."""
         if self.alone:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64)
@@ -158,13 +165,13 @@ class Ranks:
         return [one.tolist() for one in said]
 
     def add(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' numbers, in their order."""
+        """The sum of all ranks' scalars, added in the order of ranks."""
         if self.alone:
             return value
         return torch.full_like(value, sum(said for (said,) in self.count([value.item()])))
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Refuses, on every rank and by name, what is not the same on all."""
+        """Raises on every rank, with the name, if a fact is not the same on all ranks."""
         said = self.tell("comparing settings", dict(facts))
         for rank, theirs in enumerate(said):
             for name in [*said[0], *theirs]:
@@ -176,9 +183,9 @@ class Ranks:
                     )
 
     def jointly(self, doing: str, work: Callable[[], Any]) -> list[Any]:
-        """Something that each rank does by itself, and that is done only if all succeed: what each has returned.
+        """Runs `work` on every rank, and returns the results of all.
 
-        A failure of one is a failure of all, after which they are still together.
+        If it fails on one rank, it raises on all; afterwards they can go on together.
         """
         result, failed = None, None
         try:
@@ -197,46 +204,48 @@ class Ranks:
         return [found for found, _ in said]
 
     def first(self, doing: str, work: Callable[[], Any]) -> Any:
-        """Something that the first rank does for all, however long it takes: what it has returned, which JSON can
-        write. A mistake of the user that it finds is one on all."""
+        """Runs `work` on the first rank alone, however long it takes, and returns its result on all; it must be JSON.
+
+        A ValueError or OSError is raised on all ranks.
+        """
         if self.alone:
             return work()
-        key = f"first/{next(self._firsts)}"
+        key = f"first/{next(self._first_calls)}"
         if self.rank == 0:
             try:
                 result = work()
             except BaseException as error:
                 if isinstance(error, ValueError | OSError):
-                    self._words.set(key, json.dumps([doing, None, str(error)]))
+                    self._store.set(key, json.dumps([doing, None, str(error)]))
                 else:
                     self.fail(error)
                 raise
-            self._words.set(key, json.dumps([doing, result, None]))
+            self._store.set(key, json.dumps([doing, result, None]))
             return result
         try:
-            while not self._words.check([key]):
-                stopped = self._words.check(["failed"]) or self._words.check(["ended"])
-                if stopped and not self._words.check([key]):  # it may have done this before
+            while not self._store.check([key]):
+                stopped = self._store.check(["failed"]) or self._store.check(["ended"])
+                if stopped and not self._store.check([key]):  # it may have finished this before it stopped
                     raise self._lost("")
-                time.sleep(_GLANCE)
-            theirs, result, why = json.loads(self._words.get(key))
+                time.sleep(_RESULT_POLL)
+            theirs, result, why = json.loads(self._store.get(key))
         except RankError:
             raise
         except RuntimeError as error:
-            raise self._lost(str(error)) from None  # which says what happened
-        assert theirs == doing, "all do the same"
+            raise self._lost(str(error)) from None  # its message has all that the original one says
+        assert theirs == doing, "all ranks call the same operation"
         if why is not None:
             raise ValueError(why)
         return result
 
     def broadcast(self, values: torch.Tensor, owner: int = 0) -> torch.Tensor:
-        """One rank's values, on every rank, in place."""
+        """Copies the owner's values to all ranks, in place."""
         if not self.alone and values.numel():
             self._do(lambda: dist.broadcast(_bytes(values), owner, group=self.main, async_op=True))
         return values
 
     def shared_bytes(self, nbytes: int) -> torch.Tensor:
-        """Zeroed memory that all ranks of a node have in common. It has no name: it ends with the last of them."""
+        """Zeroed memory that the ranks of a node share. It has no name, so it is freed with the last of them."""
         handle = os.memfd_create("ferryman") if self.leads else -1
         if self.leads:
             os.ftruncate(handle, max(nbytes, 1))
@@ -245,108 +254,116 @@ class Ranks:
         if not self.leads:
             handle = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
         memory = mmap.mmap(handle, max(nbytes, 1))
-        self.tell("taking memory")  # all have opened it
+        self.tell("taking memory")  # a barrier: all ranks have opened it
         os.close(handle)
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
     # On lanes.
 
     def gather(self, values: torch.Tensor, owner: int, into: list[torch.Tensor] | None) -> None:
-        """Bytes of all ranks, in their order, into memories of the owner's."""
+        """Gathers bytes of all ranks on the owner, in the order of ranks."""
         assert (into is not None) == (owner == self.rank)
         self._do(lambda: dist.gather(values, into, dst=owner, group=self.gradients, async_op=True))
 
     def pass_on(self, values: torch.Tensor, owner: int, *, to_all: bool) -> None:
-        """The owner's values, in place, to all ranks, or to the nodes that do not share its memory."""
+        """Copies the owner's values, in place, to all ranks or to the nodes that do not share its memory."""
         if to_all:
             self._do(lambda: dist.broadcast(values, owner, group=self.weights, async_op=True))
-        elif self._routes and (self.rank == owner or self.rank in self.elsewhere(owner)):
-            self._do(lambda: dist.broadcast(values, owner, group=self._routes[owner], async_op=True))
+        elif self._node_groups and (self.rank == owner or self.rank in self.elsewhere(owner)):
+            self._do(lambda: dist.broadcast(values, owner, group=self._node_groups[owner], async_op=True))
 
     def all_here(self) -> None:
-        """Blocks until all have come to this point of the order of weights."""
+        """A barrier of the weights' group."""
         self._do(lambda: dist.all_reduce(torch.zeros(1), group=self.weights, async_op=True))
 
     def elsewhere(self, owner: int) -> list[int]:
         """The first ranks of nodes that do not share the owner's memory."""
-        return [leader for leader in self.leaders if leader != self._homes[owner]]
+        return [leader for leader in self.leaders if leader != self._leader_of[owner]]
 
     # Failures.
 
     def fail(self, error: BaseException) -> bool:
-        """This rank cannot go on: the others, who wait for it, are told why. Whether it is the first that cannot."""
+        """Reports to the ranks that wait for this one that it has failed; returns whether it is the first to fail."""
         if self.alone:
             return True
         self.has_failed = True
-        word = f"rank {self.rank} has failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        reason = f"rank {self.rank} has failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if isinstance(error, RankError):
-            if error.is_told:
+            if error.is_reported:
                 return False
-            word = error.reason
+            reason = error.reason
         try:
-            return bool(self._words.compare_set("failed", "", word) == word.encode())
-        except RuntimeError:  # the store may have gone with its process
+            return bool(self._store.compare_set("failed", "", reason) == reason.encode())
+        except RuntimeError:  # the process that has the store may be gone
             return True
 
     def leave(self) -> None:
-        """This rank's script has ended, while others may go on, which find its connections closed."""
+        """Reports that this rank's script has ended without closing its engine, while others may go on."""
         if not self.has_failed:
-            word = f"rank {self.rank}'s script has ended, and all ranks must make the same calls to the end"
-            with contextlib.suppress(RuntimeError):  # the store may have gone with its process
-                self._words.compare_set("ended", "", word)
+            reason = f"rank {self.rank}'s script has ended, and all ranks must make the same calls to the end"
+            with contextlib.suppress(RuntimeError):  # the process that has the store may be gone
+                self._store.compare_set("ended", "", reason)
 
     def close(self) -> None:
-        """All ranks have ended what they do together."""
-        ending.open_ranks.discard(self)
+        """Ends the communication, on all ranks."""
+        shutdown.open_ranks.discard(self)
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
 
     def _do(self, begin: Callable[[], Any]) -> None:
-        """A collective, to its end."""
+        """Starts a collective and waits for its end, or until another rank has failed."""
         waited = timedelta()
         try:
             work = begin()
             while True:
                 started = time.monotonic()
                 try:
-                    work.wait(_LOOK)
+                    work.wait(_FAILURE_POLL)
                     return
                 except RuntimeError:
-                    if work.is_completed():  # by now, or with an error, which this raises
+                    if work.is_completed():  # in the meantime, or with an error, which the next line raises
                         work.wait()
                         return
                 waited += timedelta(seconds=time.monotonic() - started)
-                if waited > self._patience:
+                if waited > self._timeout:
                     raise self._lost(f"no answer for {waited.total_seconds():.0f} s; FERRYMAN_TIMEOUT sets how long")
-                if self._words.check(["failed"]):
+                if self._store.check(["failed"]):
                     raise self._lost("")
         except RankError:
             raise
         except RuntimeError as error:
-            raise self._lost(str(error)) from None  # which says what happened
+            raise self._lost(str(error)) from None  # its message has all that the original one says
 
     def _lost(self, why: str) -> RankError:
-        told = self._word("failed")
+        """The error of a rank that waits for another in vain."""
+        reported = self._reported("failed")
         mine = f"one of the {self.size} ranks has stopped or does not answer, as rank {self.rank} finds"
-        reason = told or self._word("ended") or f"{mine} ({_GLOO.sub('', (why.splitlines() or [''])[0])})"
+        reason = (
+            reported
+            or self._reported("ended")
+            or f"{mine} ({_GLOO_BOILERPLATE.sub('', (why.splitlines() or [''])[0])})"
+        )
         return RankError(
-            f"rank {self.rank} cannot go on without the others: {reason}. Look at what the rank that stopped first has "
-            "printed; under torchrun --max-restarts a script that loads its last checkpoint goes on from there",
+            f"rank {self.rank} cannot go on without the others: {reason}. See the output of the rank that stopped "
+            "first. Under torchrun --max-restarts, a script that loads its last checkpoint continues from there",
             reason=reason,
-            is_told=bool(told),
+            is_reported=bool(reported),
         )
 
-    def _word(self, key: str) -> str:
-        """That another has left, if it has."""
+    def _reported(self, key: str) -> str:
+        """What another rank has written under the key; empty if none has."""
         try:
-            return self._words.get(key).decode() if self._words.check([key]) else ""
-        except RuntimeError:  # the store may have gone with its process
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+        except RuntimeError:  # the process that has the store may be gone
             return ""
 
 
 def _join() -> None:
-    """torchrun's store outlives restarts, and with it the addresses of processes that are gone, and what they said:
-    each attempt has a place of its own there."""
+    """Initializes torch.distributed.
+
+    torchrun's store outlives restarts, with addresses and reports of processes that are gone: each attempt has keys of
+    its own there.
+    """
     store, rank, size = next(rendezvous("env://"))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group("gloo", store=PrefixStore(f"attempt/{attempt}", store), rank=rank, world_size=size)

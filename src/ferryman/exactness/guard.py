@@ -44,6 +44,9 @@ class Guard:
             return
         self._check_losses(losses)
         before, self._before = self._before, None
+        if edited := self._state.edited_logs():
+            self.survey.put_back(before)
+            raise NewStateError(edited)
         if new := [v.name for v in self.survey.changed(before) if not self._state.knows(v)]:
             self.survey.put_back(before)
             raise NewStateError(new)

@@ -16,6 +16,7 @@ import array
 import contextvars
 import copy
 import math
+import operator
 import random
 import sys
 import types
@@ -23,13 +24,14 @@ import weakref
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, range, slice)
+from ferryman.exactness.prefixes import ATOMS, Prefix, Prefixes
+
 ARRAYS = (np.ndarray, array.array, bytearray)
 # What holds no values that a step changes, or none that can be set.
 _OPAQUE = (
@@ -81,25 +83,32 @@ def is_closed(value: Any) -> bool:
 class _Node:
     """One object, and how to put back what it held."""
 
-    __slots__ = ("attributes", "contents", "kind", "value")
+    __slots__ = ("attributes", "contents", "kind", "prefix", "value")
 
     def __init__(self, kind: str, value: Any, contents: Any = None, attributes: Any = None) -> None:
         self.kind = kind
         self.value = value
         self.contents = contents
         self.attributes = attributes
+        self.prefix: Prefix | None = None  # of a list: the elements before its contents
 
 
 class Snapshot:
-    """What some values hold, all the way down. `edited`: tensors and arrays, by identity, whose own elements are
-    remembered, too."""
+    """What some values hold, all the way down.
 
-    def __init__(self, values: Iterable[Any], edited: Mapping[int, Any] | None = None) -> None:
+    `edited`: tensors and arrays, by identity, whose own elements are remembered, too. `prefixes`: the first elements of
+    long lists, which are not copied.
+    """
+
+    def __init__(
+        self, values: Iterable[Any], edited: Mapping[int, Any] | None = None, prefixes: Prefixes | None = None
+    ) -> None:
         self.tensors: list[torch.Tensor] = []  # each once, in the order in which they were found
         self.mutables: list[Any] = []  # all in it that can be changed in place
         self._indices: dict[int, int] = {}  # of tensors, by identity
         self._seen: dict[int, _Node] = {}
         self._edited = edited or {}
+        self._prefixes = prefixes
         self._nodes = [self._take(value, 0) for value in values]
         self._seen.clear()
 
@@ -133,10 +142,30 @@ class Snapshot:
     def members(self) -> list[Any]:
         """What a snapshot of one list had in it."""
         (node,) = self._nodes
+        return [*(node.prefix.elements if node.prefix is not None else ()), *self._after_prefix()]
+
+    def added_since(self, base: Snapshot | PlainSnapshot) -> list[Any]:
+        """Of two snapshots of one list that grows: what this one has, and the other has not."""
+        mine, theirs = self._beyond_common(base)
+        return mine[len(theirs) :]
+
+    def extends(self, base: Snapshot | PlainSnapshot) -> bool:
+        """Of two snapshots of one list: whether elements were appended since `base`, and nothing else."""
+        mine, theirs = self._beyond_common(base)
+        return is_same(mine[: len(theirs)], theirs)
+
+    def _beyond_common(self, base: Snapshot | PlainSnapshot) -> tuple[list[Any], list[Any]]:
+        """What the two have after the prefix that they share, if they do."""
+        if isinstance(base, Snapshot) and base._nodes[0].prefix is self._nodes[0].prefix:
+            return self._after_prefix(), base._after_prefix()
+        return self.members(), base.members()
+
+    def _after_prefix(self) -> list[Any]:
+        (node,) = self._nodes
         return [self.tensors[m.value] if m.kind == "tensor" else m.value for m in node.contents or ()]
 
     def _take(self, value: Any, depth: int) -> _Node:
-        if isinstance(value, _ATOMS):
+        if isinstance(value, ATOMS):
             return _Node("leaf", value)
         if isinstance(value, torch.Tensor):
             return self._take_tensor(value)
@@ -177,7 +206,9 @@ class Snapshot:
             node.kind = "dict"
             node.contents = [(key, self._take(member, depth + 1)) for key, member in dict.items(value)]
         elif isinstance(value, list | deque):
-            node.kind, node.contents = "list", [self._take(member, depth + 1) for member in value]
+            node.kind, node.prefix = "list", self._prefix_of(value)
+            copied = value if node.prefix is None else cast("list[Any]", value)[len(node.prefix) :]
+            node.contents = [self._take(member, depth + 1) for member in copied]
         elif isinstance(value, set):
             node.kind, node.contents = "set", list(value)
         attributes = getattr(value, "__dict__", None)
@@ -191,6 +222,11 @@ class Snapshot:
             node.contents = [(name, self._take_attribute(member, depth + 1)) for name, member in found]
         if node.kind != "leaf":
             self.mutables.append(value)
+
+    def _prefix_of(self, value: list[Any] | deque[Any]) -> Prefix | None:
+        if self._prefixes is None or not isinstance(value, list):
+            return None
+        return self._prefixes.meet(value, self._edited)
 
     def _take_attribute(self, value: Any, depth: int) -> _Node:
         """An object that refers to a parameter, as a trainer does, is not given it."""
@@ -215,7 +251,15 @@ def _is_same(
     if a.kind == "set":
         return bool(a.contents == b.contents)
     seen.add((id(a), id(b)))
-    for ours, others in ((a.contents, b.contents), (a.attributes, b.attributes)):
+    contents = a.contents, b.contents
+    if a.prefix is not b.prefix:  # one of the two has copied the whole list
+        if a.prefix is None:
+            a, b, mine, theirs = b, a, theirs, mine
+        assert a.prefix is not None
+        copied, contents = b.contents[: len(a.prefix)], (a.contents, b.contents[len(a.prefix) :])
+        if not is_same((theirs[m.value] if m.kind == "tensor" else m.value for m in copied), a.prefix.elements):
+            return False
+    for ours, others in (contents, (a.attributes, b.attributes)):
         if ours is None:
             continue
         if len(ours) != len(others):
@@ -246,12 +290,18 @@ class PlainSnapshot:
     def members(self) -> list[Any]:
         return []
 
+    def added_since(self, _: Snapshot | PlainSnapshot) -> list[Any]:
+        return []
 
-def snapshot_of(value: Any, edited: Mapping[int, Any]) -> Snapshot | PlainSnapshot:
-    """A snapshot of one value. `edited`: as of a `Snapshot`."""
-    if isinstance(value, _ATOMS) or (isinstance(value, torch.Tensor) and id(value) not in edited):
+    def extends(self, _: Snapshot | PlainSnapshot) -> bool:
+        return False
+
+
+def snapshot_of(value: Any, edited: Mapping[int, Any], prefixes: Prefixes | None = None) -> Snapshot | PlainSnapshot:
+    """A snapshot of one value. `edited` and `prefixes`: as of a `Snapshot`."""
+    if isinstance(value, ATOMS) or (isinstance(value, torch.Tensor) and id(value) not in edited):
         return PlainSnapshot(value)
-    return Snapshot([value], edited)
+    return Snapshot([value], edited, prefixes)
 
 
 class _Restoring:
@@ -289,10 +339,7 @@ class _Restoring:
         if node.kind == "dict":
             put_into_dict(value, [(key, self.run(member)) for key, member in contents])
         elif node.kind == "list":
-            members = [self.run(member) for member in contents]
-            if not is_same(value, members):
-                value.clear()
-                value.extend(members)
+            self._put_list(value, [self.run(member) for member in contents], node.prefix)
         elif node.kind == "set":
             if value != set(contents):
                 value.clear()
@@ -307,6 +354,17 @@ class _Restoring:
             # Not by setattr, which a frozen dataclass refuses, and which a class may have made do more.
             put_into_dict(vars(value), [(name, self.run(member)) for name, member in node.attributes])
         return value
+
+    def _put_list(self, value: list[Any] | deque[Any], members: list[Any], prefix: Prefix | None) -> None:
+        if prefix is not None and isinstance(value, list):
+            if prefix.begins():
+                if not is_same(value[len(prefix) :], members):
+                    value[len(prefix) :] = members
+                return
+            members = prefix.elements + members
+        if not is_same(value, members):
+            value.clear()
+            value.extend(members)
 
 
 def put_into_dict(target: dict[Any, Any], items: Sequence[tuple[Any, Any]]) -> None:
@@ -324,8 +382,10 @@ def put_into_dict(target: dict[Any, Any], items: Sequence[tuple[Any, Any]]) -> N
 def is_same(now: Iterable[Any], before: Sequence[Any]) -> bool:
     """Whether two sequences hold the same objects, or equal atoms."""
     now = list(now)
-    return len(now) == len(before) and all(
-        a is b or (isinstance(a, _ATOMS) and type(a) is type(b) and a == b) for a, b in zip(now, before, strict=True)
+    if len(now) != len(before):
+        return False
+    return all(map(operator.is_, now, before)) or all(
+        a is b or (isinstance(a, ATOMS) and type(a) is type(b) and a == b) for a, b in zip(now, before, strict=True)
     )
 
 

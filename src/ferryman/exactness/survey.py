@@ -28,6 +28,7 @@ from ferryman.exactness.variables import (
     ArrayElements,
     Cell,
     ClassAttributes,
+    CloneBudget,
     Container,
     GeneratorState,
     Holder,
@@ -53,11 +54,19 @@ class Survey:
     `inside` units.
 
     `thorough`: it also remembers the elements of tensors and the states of the global generators, so that it can undo
-    what a trial does; else it looks at what is cheap to look at.
+    what a trial does; else it looks at what is cheap to look at. `clones`: how many bytes of elements it remembers.
     """
 
-    def __init__(self, roots: Iterable[tuple[Any, str]], inside: Collection[nn.Module] = (), *, thorough: bool) -> None:
+    def __init__(
+        self,
+        roots: Iterable[tuple[Any, str]],
+        inside: Collection[nn.Module] = (),
+        *,
+        thorough: bool,
+        clones: int = 2**28,
+    ) -> None:
         self._thorough = thorough
+        self._budget = CloneBudget(clones if thorough else 0)
         self._inside = inside
         self._holders: list[Holder] = []
         self.owners: set[int] = set()  # the identities of all that was found
@@ -104,9 +113,9 @@ class Survey:
             self._visit_module(value, name, depth)
         elif isinstance(value, torch.Tensor):
             if not value.requires_grad and value.is_leaf and type(value) is torch.Tensor:
-                self._holders.append(TensorElements(name, value, place, thorough=self._thorough))
+                self._holders.append(TensorElements(name, value, place, self._budget, thorough=self._thorough))
         elif isinstance(value, ARRAYS):
-            self._holders.append(ArrayElements(name, value, thorough=self._thorough))
+            self._holders.append(ArrayElements(name, value, self._budget))
         elif isinstance(value, threading.local):
             self.thread_locals.append(value)
             for attribute, member in value.__dict__.items():

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ferryman.exactness.prefixes import Prefixes
 from ferryman.exactness.reach import context_roots
 from ferryman.exactness.snapshot import PlainSnapshot, Snapshot, snapshot_of
 from ferryman.exactness.survey import Survey
@@ -57,6 +58,7 @@ class UserState:
         self._edited: list[Elements] = []  # tensors that are edited in place
         self._arrays: dict[int, Any] = {}  # and arrays, by identity
         # Of the step that runs.
+        self._prefixes = Prefixes()
         self._apart: list[Variable] = []
         self._views: dict[int, list[_Saved]] = {}  # of micro-batches that do not run now
         self._bases: dict[int, list[_Saved]] = {}  # what each began with
@@ -121,17 +123,36 @@ class UserState:
             return self._arrays
         return self._arrays | {id(tensor): tensor for tensor in (v.get() for v in self._edited)}
 
+    def snapshot(self, values: Iterable[Any]) -> Snapshot:
+        """Of values that variables hold, or that a unit is given, in the step that runs."""
+        return Snapshot(values, self.edited, self._prefixes)
+
+    def edited_logs(self) -> list[str]:
+        """Names of lists that the code was taken only to append to, and has changed otherwise in this step."""
+        found = [] if self._prefixes.check() else ["a list that only grew before"]
+        for at, variable in enumerate(self._apart):
+            if self._policies[variable.key] is Policy.LOG:
+                views = {number: view[at] for number, view in self._views.items()}
+                if self._current is not None:
+                    views[self._current] = snapshot_of(variable.get(), self.edited, self._prefixes)
+                if not all(view.extends(self._bases[number][at]) for number, view in views.items()):
+                    found.append(variable.name)
+        return found
+
     # The exchange.
 
-    def begin(self, seed: int, *, exchange: bool) -> None:
-        """A step begins; without `exchange` its micro-batches run one after the other."""
+    def begin(self, seed: int, *, exchange: bool, careful: bool) -> None:
+        """A step begins; without `exchange` its micro-batches run one after the other. `careful`: it is a trial, and
+        nobody asks for `edited_logs` before its results are used."""
         self._apart = [
             variable
             for variable in self._variables.values()
             if (policy := self._policies[variable.key]) is Policy.SEEDED or (exchange and policy is not Policy.SHARED)
         ]
         self._views, self._bases, self._inherited, self._current, self._seed = {}, {}, {}, None, seed
-        self._outside = self._take()
+        with self._prefixes.learning(careful=careful):
+            self._outside = self._take()
+            self.snapshot([v.get() for v in self._variables.values()])
         self._originals = [v.get() for v in self._edited]
         self._renews = exchange
 
@@ -154,7 +175,7 @@ class UserState:
                     seed_generator(variable.generator, self._seed + number)
             self._renew(everything=True)
             self._bases[number] = self._take()
-            held = Snapshot([variable.get() for variable in self.variables]).tensors
+            held = Snapshot([variable.get() for variable in self.variables], prefixes=self._prefixes).tensors
             self._inherited[number] = {id(tensor): tensor for tensor in held}
         self._current = number
 
@@ -171,6 +192,7 @@ class UserState:
                 variable.place.put(original)
         self._views, self._bases, self._inherited, self._outside, self._apart = {}, {}, {}, [], []
         self._current = None
+        self._prefixes.clear()
 
     def is_inherited(self, tensor: torch.Tensor) -> bool:
         """Whether the running micro-batch has it from the one before, or from the last step."""
@@ -188,12 +210,12 @@ class UserState:
                 continue
             left = mine
             if policy is Policy.LOG:
-                added += mine.members()[len(base.members()) :]
+                added += mine.added_since(base)
         if policy is Policy.LOG and added:
             self._outside[at].restore()
             log = self._apart[at].get()
             log.extend(added)
-            return Snapshot([log])
+            return Snapshot([log], prefixes=self._prefixes)
         return left
 
     def _renew(self, *, everything: bool) -> None:
@@ -212,7 +234,7 @@ class UserState:
 
     def _take(self) -> list[_Saved]:
         edited = self._arrays | {id(v.tensor): v.tensor for v in self._edited if v.place is None}
-        return [snapshot_of(variable.get(), edited) for variable in self._apart]
+        return [snapshot_of(variable.get(), edited, self._prefixes) for variable in self._apart]
 
     def _put(self, snapshots: Sequence[_Saved]) -> None:
         for variable, snapshot in zip(self._apart, snapshots, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from ferryman.exactness.snapshot import (
 MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()  # stands for an attribute that is not there
 
 LARGE = 2**16  # elements of a container that is looked at by its length alone
-_CLONED = 2**24  # bytes; the elements of larger tensors are not remembered
+_MOST_CLONED = 2**24  # bytes; the elements of larger tensors and arrays are not remembered
 
 INTERNAL = frozenset({"_parameters", "_modules", "_buffers", "forward"})  # attributes of modules that are the engine's
 
@@ -72,6 +73,21 @@ class Generator(Variable):
         super().__init__(name, generator, lambda: generator, lambda _: None)
         self.generator = generator
         self.is_global = is_global
+
+
+class CloneBudget:
+    """How many bytes of elements one survey may remember; it is spent in the order in which tensors are found. Edits of
+    the others show in their versions, and cannot be put back."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = nbytes
+
+    def take(self, nbytes: int) -> bool:
+        """Whether the elements of a tensor or array of this size are remembered."""
+        if nbytes > min(self._left, _MOST_CLONED):
+            return False
+        self._left -= nbytes
+        return True
 
 
 class Holder:
@@ -190,11 +206,10 @@ class Slots(Attributes):
 class ArrayElements(Holder):
     """The elements of an array of numpy or of the standard library."""
 
-    def __init__(self, name: str, array: Any, *, thorough: bool) -> None:
+    def __init__(self, name: str, array: Any, budget: CloneBudget) -> None:
         super().__init__(name)
         self._array = array
-        nbytes = array.nbytes if isinstance(array, np.ndarray) else memoryview(array).nbytes
-        self._keeps = thorough and nbytes <= _CLONED
+        self._keeps = budget.take(array.nbytes if isinstance(array, np.ndarray) else memoryview(array).nbytes)
 
     def look(self) -> Any:
         return copy.copy(self._array) if self._keeps else None
@@ -287,38 +302,49 @@ class GeneratorState(Holder):
 
 
 class TensorElements(Holder):
-    """A tensor that is not the engine's; edits show in its version, and past that in its elements."""
+    """A tensor that is not the engine's; edits show in its version, and past that in its elements.
+
+    `thorough`: the tensor is kept alive; else its memory is free as soon as the user's code lets go of it.
+    """
 
     class Seen(NamedTuple):
         version: int
         elements: torch.Tensor | None
 
-    def __init__(self, name: str, tensor: torch.Tensor, place: Variable | None, *, thorough: bool) -> None:
+    def __init__(
+        self, name: str, tensor: torch.Tensor, place: Variable | None, budget: CloneBudget, *, thorough: bool
+    ) -> None:
         super().__init__(name)
-        self._variable = Elements(name, tensor, place)
-        self._keeps = thorough and tensor.nbytes <= _CLONED
+        self._place = place
+        self._tensor: Callable[[], torch.Tensor | None] = (lambda: tensor) if thorough else weakref.ref(tensor)
+        self._keeps = budget.take(tensor.nbytes)
 
-    def look(self) -> TensorElements.Seen:
-        tensor = self._variable.tensor
+    def look(self) -> TensorElements.Seen | None:
+        if (tensor := self._tensor()) is None:
+            return None
         # On the host: on the device it would count against the budget.
         return self.Seen(tensor._version, tensor.detach().to("cpu", copy=True) if self._keeps else None)
 
-    def changed(self, before: TensorElements.Seen) -> list[Variable]:
-        tensor = self._variable.tensor
+    def changed(self, before: TensorElements.Seen | None) -> list[Variable]:
+        tensor = self._tensor()
+        if tensor is None or before is None:
+            return []
         edited = tensor._version != before.version
         if not edited and before.elements is not None:
             edited = not torch.equal(tensor.detach().cpu(), before.elements)
-        return [self._variable] if edited else []
+        return [Elements(self.name, tensor, self._place)] if edited else []
 
-    def put_back(self, before: TensorElements.Seen) -> None:
-        if not self.changed(before):
+    def put_back(self, before: TensorElements.Seen | None) -> None:
+        if before is None or not self.changed(before):
             return
         if before.elements is None:
             raise ValueError(
                 f"{self.name} is edited in place by the model or the loss, and is too large to be put back after the "
                 "trial of the first step. Make it a buffer outside the blocks, or replace it instead of editing it"
             )
-        self._variable.tensor.data.copy_(before.elements)
+        tensor = self._tensor()
+        assert tensor is not None
+        tensor.data.copy_(before.elements)
 
 
 def is_code(value: Any) -> bool:

@@ -1,25 +1,29 @@
-"""A rehearsal: one micro-batch of a model on the meta device, as the relay would run it, without memory or arithmetic.
+"""The dry run: one micro-batch of a model on the meta device, which needs neither memory nor arithmetic.
 
-Units run without a graph in the forward and again, with one, in the backward, as in `call.py`; what lives on the
-device meanwhile is counted storage by storage, and the arithmetic of every operator is added up. So what `driver.py`
-finds out in a trial is known here before anything is allocated, but for memory that operators use within themselves.
+The micro-batch and its calls are the relay's own (`relay/micro_batch.py`, `relay/call.py`): calls park, run without a
+graph in the forward, run again with one in the backward, and keep their graph at the turn. Only what drives them is
+different: with a single micro-batch there is nobody to take turns with, and a unit's weights are always there. A meter
+adds up the bytes of the storages that are alive and the arithmetic of every operator. The result is what a memory
+trial (`training/memory_trial.py`) would measure, except for memory that operators allocate internally.
 
-Note [Blocks like others]
-A call whose module, parameters and arguments look like those of an earlier one is not run again: it takes what that one
-took and returns tensors of the same shapes. So a model of a hundred blocks is rehearsed as fast as one of two.
+Note [Repeated blocks]
+A call is not computed again if its module, parameters and arguments have the same types and shapes as those of an
+earlier call: it is charged what that call took, and returns tensors of the same shapes. So a model of a hundred blocks
+takes no longer than one of two.
 
-Note [Questions to data]
-A tensor on meta has no values, and some models look at theirs: whether a mask is all ones, whether positions follow one
-another. Such a question is answered with yes, which is the answer for a batch without padding.
+Note [Values on meta]
+A tensor on meta has no values, and some models ask for them: whether a mask is all ones, whether positions are
+consecutive. The answer is always yes, which is right for a batch without padding.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -29,16 +33,30 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ferryman.exactness.buffers import Buffers
+from ferryman.exactness.escapes import Escapes
+from ferryman.exactness.reach import context_variables
+from ferryman.exactness.user_state import UserState
 from ferryman.model.binding import bind
+from ferryman.model.loss import Loss
 from ferryman.model.patching import ModelPatch
 from ferryman.model.units import Item, Unit
 from ferryman.plan.fit import IN_FLIGHT, Stretch, Trial
-from ferryman.training.user_code import Loss, caches_off
+from ferryman.relay.call import Call, Forward, SavedInputs
+from ferryman.relay.checksums import Checksums
+from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
+from ferryman.relay.stash import DeviceStash
+from ferryman.relay.step_state import Expectation, StepState
+from ferryman.runtime.lanes import Lanes
+from ferryman.runtime.rng import Randomness
+from ferryman.training.user_code import caches_off, weighted_loss
 
-_TENSOR = object()  # stands in a flattened list where a tensor goes
-_QUESTION = torch.ops.aten._local_scalar_dense.default
+T = TypeVar("T")
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_ITEM = torch.ops.aten._local_scalar_dense.default
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-# What torch's own list of formulas lacks.
+# Operators that are missing from torch's own FLOP counter.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     _ATTENTION: lambda query, key, value, *_, **__: sdpa_flop_count(query.shape, key.shape, value.shape),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda gradient, query, key, value, *_, **__: (
@@ -47,84 +65,85 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 }
 
 
-class NotRehearsedError(Exception):
+class DryRunError(Exception):
     """The model does something that cannot be done without data."""
 
 
-@dataclass
-class Rehearsal:
+@dataclass(frozen=True)
+class DryRun:
     """What one micro-batch takes."""
 
     trial: Trial
-    visits: list[Unit]  # in order, of a step with any number of such micro-batches
-    forward_visits: int  # how many of them are the forward's; at the turn, the last of them has a backward, too
+    visits: list[Unit]  # in the order of a step with any number of such micro-batches
+    forward_visits: int  # the first so many are the forward's; the last of them, at the turn, has a backward as well
     forward: float  # floating-point operations
-    backward: float  # with those of running units again
+    backward: float  # including the recomputation of units
 
 
-def rehearse(model: nn.Module, units: Sequence[Unit], residents: Unit, loss: Loss, batch: Any) -> Rehearsal:
-    """`model` and `batch` are on meta; a NotRehearsedError says what stands in the way."""
-    last = None
-    for _ in range(2):  # the second knows where the turn is, and keeps its graph
-        run = _Run(last)
+def dry_run(model: nn.Module, units: Sequence[Unit], residents: Unit, loss: Loss, batch: Any) -> DryRun:
+    """Runs a micro-batch of which `model` and `batch` are on meta. A DryRunError says what stands in the way."""
+    turns = set[nn.Module]()
+    for _ in range(2):  # the second run knows where the turn is, and keeps the graph there
+        driver = _Driver(units, turns)
         try:
-            with caches_off(model), _taken_over(run, units), _bound((*units, residents)):
-                run.go(lambda: loss(model, batch))
+            with caches_off(model), _patched(driver, units), _bound((*units, residents)):
+                driver.run(lambda: weighted_loss(loss, model, batch, 1.0, _META, lambda *_: None))
         except Exception as error:
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise NotRehearsedError(f"{type(error).__name__}: {first}") from error
-        last = run.latest
-    return run.result()
+            first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DryRunError(f"{type(error).__name__}: {first_line}") from error
+        turns = driver.step.turning_modules
+    return driver.result()
 
 
-class _Ledger(TorchDispatchMode):
-    """Bytes of storages that came to be within and live; and the arithmetic that was asked for."""
+class _Meter(TorchDispatchMode):
+    """Counts the bytes of storages that are made within and are still alive, and floating-point operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self.operations = 0.0
-        self.between: list[torch.Tensor] | None = []  # what was made since the last park, outside units
+        # Tensors that operators outside units have made since the last park: a stash on the host holds them until the
+        # next one. None: within a unit.
+        self.between: list[torch.Tensor] | None = []
         self._known: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _QUESTION and args[0].is_meta:  # Note [Questions to data]
+        if func is _ITEM and args[0].is_meta:  # Note [Values on meta]
             return True if args[0].dtype == torch.bool else 1
-        given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         result = func(*args, **kwargs)
         packet = func._overloadpacket
         if packet in _FORMULAS:
             self.operations += _FORMULAS[packet](*args, **kwargs)
         elif packet in flop_registry:
             self.operations += flop_registry[packet](*args, **kwargs, out_val=result)
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
-                self.see(leaf)
+        for tensor in _tensors(result):
+            if tensor.untyped_storage()._cdata not in given:
+                self._add(tensor.untyped_storage())
                 if self.between is not None:
-                    self.between.append(leaf)
+                    self.between.append(tensor)
         return result
 
-    def see(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
+    def _add(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._known:
             return
         self._known.add(key)
         self.live += nbytes
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, key, nbytes).atexit = False
+        weakref.finalize(storage, self._remove, key, nbytes).atexit = False
 
-    def _forget(self, key: int, nbytes: int) -> None:
+    def _remove(self, key: int, nbytes: int) -> None:
         self._known.discard(key)
         self.live -= nbytes
 
 
 class _Kernels(TorchFunctionMode):
-    """What accelerators have a kernel for and meta has not: attention that does not write its matrix down, and the
-    product of each token with its expert, which takes as much as that of all with the same one."""
+    """Stands in for kernels that accelerators have and meta does not: attention that never writes its whole matrix, and
+    the product of each token with its own expert, which costs as much as the product of all tokens with one expert."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -150,241 +169,258 @@ def _attention(
     if enable_gqa:
         heads = query.shape[-3]
         key, value = (x.repeat_interleave(heads // x.shape[-3], dim=-3) for x in (key, value))
-    wide = max(query.shape[-1], value.shape[-1])  # heads of two widths are padded, as torch does it
+    wide = max(query.shape[-1], value.shape[-1])  # torch pads heads of two widths to the wider one
     padded = [x if x.shape[-1] == wide else functional.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value)]
     result: torch.Tensor = _ATTENTION(*padded, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return result[..., : value.shape[-1]]
 
 
-class _Look(NamedTuple):
-    """Of a tensor."""
+class _Shape(NamedTuple):
+    """A tensor without its storage."""
 
-    shape: torch.Size
+    size: torch.Size
     dtype: torch.dtype
+    requires_grad: bool
 
     @classmethod
-    def at(cls, tensor: torch.Tensor) -> _Look:
-        return cls(tensor.shape, tensor.dtype)
+    def of(cls, tensor: torch.Tensor) -> _Shape:
+        return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
 
     def make(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return torch.empty(self.size, dtype=self.dtype, device=_META)
 
 
-class _Took(NamedTuple):
-    """What a call has taken, and given back."""
+class _Cost(NamedTuple):
+    """What the forward or the backward of a call has taken, and what it has returned."""
 
-    results: list[_Look | None]
-    form: Any
+    result: Any  # with a `_Shape` in place of each tensor
     operations: float
-    grown: int  # bytes at its peak, beyond those at its start
+    growth: int  # bytes at its peak, beyond those at its start
 
 
-@dataclass(eq=False)
-class _Call:
-    """A unit's module, called by the micro-batch."""
+class _DryCall(Call):
+    """A call whose arithmetic is computed once for all calls like it. See Note [Repeated blocks]."""
 
-    run: _Run
-    unit: Unit
-    module: nn.Module
-    forward: Callable[..., Any]
-    arguments: Any
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    wants: list[bool] = field(default_factory=list)
-    kept: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+    def __init__(self, driver: _Driver, *call: Any) -> None:
+        super().__init__(driver, *call)
+        self._driver = driver
+        self._likeness: Any = None
 
-    def compute(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        leaves, spec = pytree.tree_flatten(self.arguments)
-        them = iter(tensors)
-        args, kwargs = pytree.tree_unflatten([next(them) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
-        # The kernels here and not around it all: torch switches them off in a backward.
-        with _Kernels(), self.run.within_unit():
-            results, shape = pytree.tree_flatten(self.forward(*args, **kwargs))
-        form = [_TENSOR if isinstance(x, torch.Tensor) else x for x in results], shape
-        return [x for x in results if isinstance(x, torch.Tensor)], form
+    def _call(self, args: Sequence[Any], values: Sequence[Any], *, adopt: bool) -> Any:
+        def compute() -> Any:
+            return super(_DryCall, self)._call(args, values, adopt=adopt)
 
-    def detached(self) -> list[torch.Tensor]:
-        return [t.detach().requires_grad_(wanted) for t, wanted in zip(self.inputs, self.wants, strict=True)]
+        if torch.is_grad_enabled():  # at the turn, and in a backward that is not like another
+            return compute()
+        members = [_Shape.of(x) for x in (*self.module.parameters(), *self.module.buffers())]
+        given, spec = pytree.tree_flatten((list(args), list(values)))
+        self._likeness = type(self.module), repr(members), repr([_plain(x) for x in given]), repr(spec), *self.wants
+        return self._driver.once(self._likeness, compute)
 
-    def backpropagate(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        with torch.enable_grad():
-            if self.kept is not None:
-                (inputs, outputs), self.kept = self.kept, None
-            else:
-                inputs = self.detached()
-                outputs, _ = self.compute(inputs)
-            self.inputs = []
-            pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-            if pairs:
-                with self.run.within_unit():
-                    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        return [t.grad if t.requires_grad else None for t in inputs]
+    def _park(self, direction: Direction, needs: Sequence[torch.Tensor]) -> None:
+        self._driver.parks(self.unit, direction, needs, has_graph=self._kept is not None)
+        super()._park(direction, needs)
 
-    def likeness(self, *others: torch.Tensor | None) -> Any:
-        """Note [Blocks like others]"""
-        leaves, spec = pytree.tree_flatten(self.arguments)
-        plain = [x if isinstance(x, bool | int | float | str | None) else type(x) for x in leaves]
-        members = [(_Look.at(x), x.requires_grad) for x in (*self.module.parameters(), *self.module.buffers())]
-        looks = [None if x is None else (_Look.at(x), x.requires_grad) for x in (*self.inputs, *others)]
-        return type(self.module), repr(members), repr(plain), str(spec), repr(looks), tuple(self.wants)
+    def _input_gradients(
+        self, stash: SavedInputs, gradients: Sequence[torch.Tensor | None], *, accumulate: bool
+    ) -> list[torch.Tensor | None]:
+        def compute() -> list[torch.Tensor | None]:
+            return super(_DryCall, self)._input_gradients(stash, gradients, accumulate=accumulate)
+
+        if self._kept is not None:
+            return compute()
+        self._driver.brings_back(self._recall(stash))
+        looks = [None if gradient is None else _Shape.of(gradient) for gradient in gradients]
+        return self._driver.once((self._likeness, repr(looks), accumulate), compute)
 
 
-class _Node(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        call.inputs, call.wants = [t.detach() for t in tensors], [t.requires_grad for t in tensors]
-        call.run.visit(call, backward=False, given=tensors)
-        if call.module is call.run.turns_at:
-            inputs = call.detached()
-            with torch.enable_grad():
-                kept, call.run.form = call.compute(inputs)
-            call.kept = (inputs, kept)
-            outputs: list[torch.Tensor | None] = [t.detach() for t in kept]
-        else:
-            outputs, call.run.form = call.run.once(call.likeness(), lambda: call.compute(call.inputs))
-        made = [t for t in outputs if t is not None]
-        ctx.mark_non_differentiable(*(t for t in made if not t.is_floating_point()))
-        return tuple(made)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
-        given = [g for g in gradients if g is not None]
-        call.run.visit(call, backward=True, given=[*given, *call.inputs])
-        if call.kept is not None:
-            return None, None, *call.backpropagate(gradients)
-        likeness = ("backward", call.likeness(*gradients))
-        results, _ = call.run.once(likeness, lambda: (call.backpropagate(gradients), None))
-        call.inputs = []
-        return None, None, *results
+def _plain(value: Any) -> Any:
+    """What of an argument decides what a module computes with it."""
+    if isinstance(value, torch.Tensor):
+        return _Shape.of(value)
+    return value if isinstance(value, bool | int | float | str | None) else type(value)
 
 
-class _Run:
-    """One pass of the micro-batch, in stretches from visit to visit."""
+class _Driver:
+    """Runs the micro-batch, as `relay/driver.py` does, and keeps accounts of each *stretch* from one park to the next.
 
-    def __init__(self, turns_at: nn.Module | None) -> None:
-        self.turns_at = turns_at  # the module whose backward follows its forward at once, once that is known
-        self.latest: nn.Module | None = None  # the last to go forward
-        self.form: Any = None  # of what the last call returned: what is no tensor, and how all is put together
-        self._ledger = _Ledger()
-        self._anchor = torch.zeros((), device="meta", requires_grad=True)
+    `turns`: modules whose backward follows their forward at once, as far as a run before this one has shown.
+    """
+
+    def __init__(self, units: Sequence[Unit], turns: set[nn.Module]) -> None:
+        self.state, self.buffers, self.escapes = UserState(), Buffers(), Escapes()
+        self.checksums = Checksums(_META)
+        self.randomness = Randomness(_CPU)
+        self.autocast_devices = ["cpu"]
+        self.anchor = torch.zeros((), device=_META, requires_grad=True)
+        self.inside = {unit: [module for top in unit.modules for module in top.modules()] for unit in units}
+        self.step = StepState((), 0, DeviceStash(), Expectation(()))
+        self.running: MicroBatch | None = None
+        self._turns = turns
+        self._training = {u for u in units if any(p.requires_grad for m in u.modules for p in m.parameters())}
+        self._meter = _Meter()
+        self._costs: dict[Any, _Cost] = {}
+        self._forward_visits: int | None = None
+        self._forward_operations = 0.0
         self._stretches: list[Stretch] = []
-        self._where, self._base, self._given = "the start", 0, [0]  # of the stretch that runs
-        self._stash = 0
-        self._visits: list[Unit] = []
-        self._turn: int | None = None
-        self._operations = 0.0  # of the forward
-        self._known: dict[Any, _Took] = {}  # by likeness
+        self._stash_bytes = 0
+        # Of the stretch that runs: where it began, bytes alive at that time, and the storages that it was given.
+        self._where, self._base, self._given = "the start", 0, dict[int, int]()
 
-    def go(self, work: Callable[[], torch.Tensor]) -> None:
-        with torch.autograd.set_multithreading_enabled(False), self._ledger:
-            loss = work()
-            (loss.float() * 1.0).backward()
+    def run(self, work: Callable[[], torch.Tensor]) -> None:
+        """Forward and backward of the micro-batch whose loss `work` returns."""
+
+        def main(batch: MicroBatch) -> None:
+            batch.context = context_variables(contextvars.copy_context())
+            with self._meter:
+                work().backward()
+
+        with Lanes(_CPU) as lanes:
+            surroundings = Surroundings(_CPU, self.randomness, lanes.device("compute"), 0, ())
+            self.running = batch = MicroBatch(0, main, surroundings, None)
+            try:
+                while not batch.done:
+                    batch.resume()
+            finally:
+                batch.abandon()
+                self.running = None
+                self.step.close()
         self._end_stretch()
 
-    def call(self, unit: Unit, module: nn.Module, forward: Callable[..., Any], arguments: Any) -> Any:
-        tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
-        call = _Call(self, unit, module, forward, arguments)
-        outputs = iter(_Node.apply(call, self._anchor, *tensors))  # type: ignore[no-untyped-call]
-        (constants, shape), self.form = self.form, None
-        return pytree.tree_unflatten([next(outputs) if x is _TENSOR else x for x in constants], shape)
+    def result(self) -> DryRun:
+        visits = self.step.visited
+        return DryRun(
+            Trial(self._stretches, self._stash_bytes),
+            visits,
+            len(visits) if self._forward_visits is None else self._forward_visits,
+            self._forward_operations,
+            self._meter.operations - self._forward_operations,
+        )
 
-    def once(
-        self, likeness: Any, work: Callable[[], tuple[Sequence[torch.Tensor | None], Any]]
-    ) -> tuple[list[torch.Tensor | None], Any]:
-        """Note [Blocks like others]"""
-        ledger = self._ledger
-        took = self._known.get(likeness)
-        if took is not None:
-            ledger.operations += took.operations
-            ledger.peak = max(ledger.peak, ledger.live + took.grown)
-            return [None if look is None else look.make() for look in took.results], took.form
-        before, operations, peak = ledger.live, ledger.operations, ledger.peak
-        ledger.peak = before
-        results, form = work()
-        looks = [None if x is None else _Look.at(x) for x in results]
-        self._known[likeness] = _Took(looks, form, ledger.operations - operations, ledger.peak - before)
-        ledger.peak = max(ledger.peak, peak)
-        return list(results), form
+    def once(self, likeness: Any, compute: Callable[[], T]) -> T:
+        """See Note [Repeated blocks]."""
+        meter, cost = self._meter, self._costs.get(likeness)
+        if cost is not None:
+            with self._metered():
+                meter.operations += cost.operations
+                meter.peak = max(meter.peak, meter.live + cost.growth)
+                repeated: T = pytree.tree_map(_make, cost.result, is_leaf=_is_shape)
+                return repeated
+        live, operations, peak = meter.live, meter.operations, meter.peak
+        meter.peak = live
+        result = compute()
+        shapes = pytree.tree_map(lambda x: _Shape.of(x) if isinstance(x, torch.Tensor) else x, result)
+        self._costs[likeness] = _Cost(shapes, meter.operations - operations, meter.peak - live)
+        meter.peak = max(meter.peak, peak)
+        return result
 
-    def visit(self, call: _Call, *, backward: bool, given: Sequence[torch.Tensor]) -> None:
-        """The micro-batch parks: what it holds leaves the device, but for what the call is given."""
-        turning = backward and call.kept is not None  # it goes on at once, with the graph of its forward
-        if backward and self._turn is None:
-            self._turn = len(self._visits)
-            self._operations = self._ledger.operations
-        if not self._visits or self._visits[-1] is not call.unit:
-            self._visits.append(call.unit)
-        if not backward:
-            self.latest = call.module
-        if turning:
+    def parks(self, unit: Unit, direction: Direction, needs: Sequence[torch.Tensor], *, has_graph: bool) -> None:
+        """The micro-batch parks: all that it holds leaves the device, except for what the call needs. With the graph of
+        its forward (`has_graph`) it does not leave, since the call goes on at once."""
+        visits = self.step.visited
+        if direction is Direction.BACKWARD and self._forward_visits is None:
+            self._forward_visits = len(visits)
+            self._forward_operations = self._meter.operations
+        if not visits or visits[-1] is not unit:
+            visits.append(unit)
+        if has_graph:
             return
         self._end_stretch()
-        self._ledger.between = []
-        sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in given}
-        self._where, self._base, self._given = call.unit.name, self._ledger.live, [0, *sizes.values()]
-        self._ledger.peak = self._ledger.live
-        if not backward:
-            self._stash = self._ledger.live  # of the last: what the whole forward has left
+        self._meter.between = []
+        self._where, self._base, self._given = unit.name, self._meter.live, _storages(needs)
+        self._meter.peak = self._meter.live
+        if direction is Direction.FORWARD:
+            self._stash_bytes = self._meter.live  # in the end, what the whole forward has left
+
+    def brings_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The call that goes backward has the inputs of its forward brought back."""
+        self._given |= _storages(tensors)
+
+    # What calls ask: see `CallDriver`.
+
+    def trains(self, unit: Unit) -> bool:
+        return unit in self._training
+
+    def turns_at(self, module: nn.Module) -> bool:
+        return module in self._turns
 
     @contextlib.contextmanager
-    def within_unit(self) -> Iterator[None]:
-        """What operators between units make, the stash on the host holds until the next park; within them it is off."""
-        before, self._ledger.between = self._ledger.between, None
-        try:
+    def bound(self, unit: Unit, *, adopt: bool) -> Iterator[None]:
+        with self._metered(), _Kernels():
             yield
+
+    def goes_backward(self, call: Call, *, accumulate: bool) -> None:
+        self.step.goes_backward(call)
+
+    def note_leaves(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        pass  # nothing is undone: `ferryman plan` does not train afterwards
+
+    @contextlib.contextmanager
+    def _metered(self) -> Iterator[None]:
+        """Calls switch off the modes that the micro-batch runs under."""
+        before, self._meter.between = self._meter.between, None
+        try:
+            with self._meter:
+                yield
         finally:
-            self._ledger.between = before
+            self._meter.between = before
 
     def _end_stretch(self) -> None:
-        """What it is given is there twice, as that of the next micro-batch is on its way. Others leave the device: of
-        theirs, as many tensors as the stash's window holds."""
-        grown = self._ledger.peak - self._base
-        moving = 2 * sum(self._given) + IN_FLIGHT * max(self._given)
-        self._stretches.append(Stretch(self._where, grown + moving))
+        """Tensors that it is given are there twice, since those of the next micro-batch are on their way. Those of
+        others leave the device, as many at a time as the stash's window holds."""
+        growth, sizes = self._meter.peak - self._base, self._given.values()
+        moving = 2 * sum(sizes) + IN_FLIGHT * max(sizes, default=0)
+        self._stretches.append(Stretch(self._where, growth + moving))
 
-    def result(self) -> Rehearsal:
-        turn = len(self._visits) if self._turn is None else self._turn
-        return Rehearsal(
-            Trial(self._stretches, self._stash),
-            self._visits,
-            turn,
-            self._operations,
-            self._ledger.operations - self._operations,
-        )
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def _storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Bytes of the tensors' storages, each once."""
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, _Shape)
+
+
+def _make(value: Any) -> Any:
+    return value.make() if isinstance(value, _Shape) else value
 
 
 @contextlib.contextmanager
-def _taken_over(run: _Run, units: Sequence[Unit]) -> Iterator[None]:
-    takeover = ModelPatch()
+def _patched(driver: _Driver, units: Sequence[Unit]) -> Iterator[None]:
+    """Within, a unit's modules are called through `driver`."""
+    patch = ModelPatch()
     try:
         for unit in units:
             for module in unit.modules:
-                takeover.replace(module, _relayed(run, unit, module, module.forward))
+                patch.replace(module, _relayed(driver, unit, module, module.forward))
         yield
     finally:
-        takeover.end()
+        patch.end()
 
 
-def _relayed(run: _Run, unit: Unit, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: run.call(unit, module, forward, (args, kwargs))
+def _relayed(driver: _Driver, unit: Unit, module: nn.Module, forward: Forward) -> Forward:
+    return lambda *args, **kwargs: _DryCall(driver, driver.running, unit, module, forward, args, kwargs).run()
 
 
 @contextlib.contextmanager
 def _bound(units: Sequence[Unit]) -> Iterator[None]:
-    """Modules have their tensors in the dtype in which they travel."""
+    """Within, modules have tensors of the dtypes in which they cross to the device."""
     try:
         for unit in units:
-            bind([(item, _as_it_travels(item)) for item in unit.items])
+            bind([(item, _on_device(item)) for item in unit.items])
         yield
     finally:
         for unit in units:
             bind([(item, item.tensor) for item in unit.items])
 
 
-def _as_it_travels(item: Item) -> torch.Tensor:
-    made = torch.empty(item.tensor.shape, dtype=item.dtype, device="meta")
+def _on_device(item: Item) -> torch.Tensor:
+    made = torch.empty(item.tensor.shape, dtype=item.dtype, device=_META)
     if not isinstance(item.tensor, nn.Parameter):
         return made
     parameter = nn.Parameter(made, requires_grad=item.trains)

@@ -1,8 +1,8 @@
-"""The outlook: whether a training would fit, where each byte would go and how long a step would take.
+"""The estimate: whether a training would fit, where each byte would go and how long a step would take.
 
-For a model that nobody has allocated, on a machine that need not be this one. The plan is made as an engine makes it,
-what micro-batches take is rehearsed on the meta device (`forecast/dry_run.py`) in place of a trial, and the times come
-from the performance model (`plan/forecast.py`).
+The model is not allocated, and the machine need not be this one. The plan is made as an engine makes it. What
+micro-batches need comes from a dry run on the meta device (`forecast/dry_run.py`) instead of a memory trial, and the
+times come from the performance model (`plan/step_forecast.py`).
 """
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ import torch
 from torch import nn
 
 from ferryman.distributed.ranks import Share
-from ferryman.forecast.dry_run import NotRehearsedError, Rehearsal, rehearse
+from ferryman.forecast.dry_run import DryRun, DryRunError, dry_run
+from ferryman.model.loss import model_loss
 from ferryman.model.precision import dtype_of
 from ferryman.model.units import Unit, landing_dtype, trained_elements, weight_itemsize
+from ferryman.options import PlainOptions
 from ferryman.plan.batch import parts_of, portion, take
 from ferryman.plan.fit import Choice, Trial
-from ferryman.plan.forecast import Forecast, Sweep, Update, forecast
 from ferryman.plan.network import Crew, exchange
-from ferryman.plan.plan import Plan
+from ferryman.plan.plan import Plan, PlanTooLargeError
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
+from ferryman.plan.step_forecast import Forecast, Sweep, Update, forecast
 from ferryman.relay.weight_slots import fetched_visits
 from ferryman.runtime.sizes import show_bytes
-from ferryman.server.balancer import traffic_of
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.settings import Settings
 from ferryman.server.state import part_elements
 from ferryman.server.store import account
 from ferryman.training import checks
 from ferryman.training.micro_batching import MicroBatching
 from ferryman.training.planner import Planner
-from ferryman.training.user_code import model_loss
 
 
 @dataclass(frozen=True)
@@ -51,23 +50,12 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Training:
-    """What is asked for, as an engine takes it."""
+class Training(PlainOptions):
+    """What is asked for: the settings of the engine, and the batch of a step."""
 
     samples: int  # of a step; of several ranks, all of them
     length: int  # tokens of a sample
     micro_batches: int | None = None  # None: as few as the memory allows
-    precision: str | None = None
-    max_grad_norm: float | None = None
-    on_nonfinite: str = "raise"
-    deferred: bool = False
-    units: Sequence[str] | None = None
-    resident: Sequence[str] = ()
-    stash: str = "auto"
-    slots: int | None = None
-    held: bool | None = None
-    updates: str = "auto"
-    subgroup: int | None = None
 
     def of_one(self, size: int) -> Training:
         """What of it a rank does, of so many, as `ferryman train` gives it out; the one that does most."""
@@ -81,7 +69,7 @@ class Training:
 
 
 @dataclass
-class Outlook:
+class Estimate:
     plan: Plan
     device: dict[str, int]  # bytes of each, by what they are for
     host: dict[str, int]  # bytes of a node's
@@ -90,19 +78,19 @@ class Outlook:
     sample_size: int  # of a micro-batch, in samples; the last may have fewer
     problems: list[str] = field(default_factory=list)  # why it does not fit, and what would help
     notes: list[str] = field(default_factory=list)
-    forecast: Forecast | None = None  # None: the model could not be rehearsed
+    forecast: Forecast | None = None  # None: the dry run failed
     forward_operations: float = 0.0  # of a step
     backward_operations: float = 0.0
-    one_device: Outlook | None = None  # of several: the same step on one of them, cut as that needs
+    one_device: Estimate | None = None  # of several: the same step on one of them, cut as that needs
 
     @property
     def fits(self) -> bool:
         return not self.problems
 
 
-def look_ahead(
+def estimate(
     model: nn.Module, optimizer: torch.optim.Optimizer, training: Training, machine: Machine, device: torch.device
-) -> Outlook:
+) -> Estimate:
     """`model` is on meta, and `optimizer` has its parameters; `device` only says whether it is the host itself.
 
     Of several ranks, the last is looked at: where parts are not equal, none has more.
@@ -114,31 +102,27 @@ def look_ahead(
     dtypes = dtype_of(model, training.precision)
     checks.parameters(model.named_parameters(), dtypes)
     optimizer_view = OptimizerView(optimizer, model)
-    settings = Settings(training.max_grad_norm, training.on_nonfinite, training.deferred)
-    planner = Planner(
-        model, device, budget=machine.device_memory, slots=training.slots, units=training.units,
-        resident=training.resident, held=training.held, subgroup=training.subgroup,
-        dtype_of=dtypes, optimizer_view=optimizer_view, settings=settings, share=shares[-1],
-    )  # fmt: skip
-    outlook, rehearsed = _fit(planner, training)
+    options = replace(training, memory=machine.device_memory)
+    planner = Planner(model, device, options, dtypes, optimizer_view, shares[-1])
+    outlook, dry_run_of = _fit(planner, training)
     plan = outlook.plan
     units = plan.in_forward_order
     outlook.host.update(account(units, optimizer_view, landing=plan.staging.deferred, shares=shares))
     count, size = outlook.choice.micro_batches, outlook.sample_size
     try:
-        rehearsal = rehearsed(plan, size)
-        last = rehearsed(plan, outlook.samples - (count - 1) * size)
-    except NotRehearsedError as error:
+        found = dry_run_of(plan, size)
+        last = dry_run_of(plan, outlook.samples - (count - 1) * size)
+    except DryRunError as error:
         outlook.notes.append(
             f"The model cannot be rehearsed without data ({error}), so neither what micro-batches take on the device "
             "nor the time of a step is known"
         )
-        rehearsal = None
+        found = None
     if plan.staging.note is not None:
         outlook.notes.append(plan.staging.note)
-    if rehearsal is not None:
-        most = max(stretch.peak for stretch in rehearsal.trial.stretches)
-        stashed = (count - 1) * rehearsal.trial.stash + last.trial.stash
+    if found is not None:
+        most = max(stretch.peak for stretch in found.trial.stretches)
+        stashed = (count - 1) * found.trial.stash + last.trial.stash
         rates, operations = replace(machine.rates, host=machine.rates.host / crew.devices), machine.operations
         if device.type == "cpu":
             outlook.device.clear()
@@ -151,7 +135,7 @@ def look_ahead(
                 outlook.host["stash"] = crew.devices * stashed
             else:
                 outlook.device["stash"] = stashed
-        sweeps = _sweeps(plan, rehearsal, outlook.choice, device)
+        sweeps = _sweeps(plan, found, outlook.choice, device)
         update = _update(plan, units, optimizer_view, shares[-1], crew)
         outlook.forecast = forecast(*sweeps, update, outlook.samples / size, rates, operations)
         outlook.forward_operations, outlook.backward_operations = (
@@ -160,7 +144,7 @@ def look_ahead(
     _check_host(outlook, machine)
     if crew.size > 1:
         one = replace(machine, crew=Crew())
-        outlook.one_device = look_ahead(model, optimizer, replace(whole, micro_batches=None), one, device)
+        outlook.one_device = estimate(model, optimizer, replace(whole, micro_batches=None), one, device)
     return outlook
 
 
@@ -183,60 +167,58 @@ def _check_cut(training: Training, size: int) -> None:
             raise
 
 
-def _fit(planner: Planner, training: Training) -> tuple[Outlook, Callable[[Plan, int], Rehearsal]]:
+def _fit(planner: Planner, training: Training) -> tuple[Estimate, Callable[[Plan, int], DryRun]]:
     """A plan and a cut into micro-batches, found as an engine finds them at its first batch."""
     batch = _batch(training)
 
     @functools.cache
-    def rehearsed(plan_units: tuple[Unit, ...], residents: Unit, samples: int) -> Rehearsal:
-        return rehearse(planner.model, plan_units, residents, model_loss, take(batch, samples))
+    def dry_run_of(plan_units: tuple[Unit, ...], residents: Unit, samples: int) -> DryRun:
+        return dry_run(planner.model, plan_units, residents, model_loss, take(batch, samples))
 
-    def of(plan: Plan, samples: int) -> Rehearsal:
-        return rehearsed(plan.units, plan.residents, samples)
+    def of(plan: Plan, samples: int) -> DryRun:
+        return dry_run_of(plan.units, plan.residents, samples)
 
     problems: list[str] = []
     refusal: str | None = None
     try:
-        plan = planner.make(training.updates)
-    except ValueError as error:  # an engine would stop here; a rehearsal can tell what a sample takes on top
+        plan = planner.make()
+    except ValueError as error:  # an engine would stop here; a dry run can tell what a sample takes on top
         refusal = str(error)
-        plan = planner.make(training.updates, smallest=True)
+        plan = planner.make(smallest=True)
     choice = Choice(training.micro_batches or 1, training.stash == "host")
     while not problems:
 
         def try_out(contents: Sequence[Any], room: int, plan: Plan = plan) -> Trial:
             return of(plan, len(contents[0]["input_ids"])).trial
 
-        sizing = MicroBatching(planner, plan, training.updates, training.stash, try_out)
         try:
-            chosen = sizing.choose(batch, training.micro_batches, begun=False)
-        except NotRehearsedError:
+            choice = MicroBatching(planner, plan, try_out).choose(batch, training.micro_batches, begun=False)
+            break
+        except PlanTooLargeError as error:
+            plan = planner.make_smaller(error.need)
+        except DryRunError:
             problems += [] if refusal is None else [refusal]
             break
         except ValueError as error:
             problems.append(str(error))
             break
-        if isinstance(chosen, Choice):
-            choice = chosen
-            break
-        plan = sizing.smaller(chosen)
     if problems and training.micro_batches is None:
         choice = Choice(training.samples, training.stash != "device")  # one sample each needs least
     size = -(-training.samples // choice.micro_batches)
-    return Outlook(plan, dict(plan.account), {}, choice, training.samples, size, problems), of
+    return Estimate(plan, dict(plan.account), {}, choice, training.samples, size, problems), of
 
 
-def _sweeps(plan: Plan, rehearsal: Rehearsal, choice: Choice, device: torch.device) -> tuple[Sweep, Sweep]:
+def _sweeps(plan: Plan, found: DryRun, choice: Choice, device: torch.device) -> tuple[Sweep, Sweep]:
     fetched = [0.0, 0.0]
     if not plan.held and device.type != "cpu":
-        for visit in fetched_visits(rehearsal.visits, plan.weight_slots):
-            fetched[visit >= rehearsal.forward_visits] += rehearsal.visits[visit].nbytes
-    stashed = rehearsal.trial.stash if choice.stash_on_host and device.type != "cpu" else 0
+        for visit in fetched_visits(found.visits, plan.weight_slots):
+            fetched[visit >= found.forward_visits] += found.visits[visit].nbytes
+    stashed = found.trial.stash if choice.stash_on_host and device.type != "cpu" else 0
     # Each boundary leaves when its micro-batch parks and comes back when it goes on; in the backward that is the
     # gradient, and what the forward has left comes back beside it.
     return (
-        Sweep(rehearsal.forward, fetched[0], brought=stashed, stowed=stashed),
-        Sweep(rehearsal.backward, fetched[1], brought=2 * stashed, stowed=stashed),
+        Sweep(found.forward, fetched[0], brought=stashed, stowed=stashed),
+        Sweep(found.backward, fetched[1], brought=2 * stashed, stowed=stashed),
     )
 
 
@@ -244,8 +226,8 @@ def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, sh
     staging = plan.staging
     parameters = sum(part_elements(unit, optimizer_view, share) for unit in units)
     weights = {unit: trained_elements(unit) * weight_itemsize(unit) for unit in units}
-    traffic, gradient = traffic_of(units, staging, held=plan.held)
-    on_device = bool(staging.holding(units, held=plan.held)) if staging.on_device else False
+    traffic, gradient = staging.traffic(units, held=plan.held)
+    on_device = staging.holds_any(units, held=plan.held)
     if staging.deferred:
         waiting = 0 if on_device else gradient
         traffic = Traffic(0, traffic.host_in, traffic.device_in + waiting, traffic.device_out)
@@ -270,7 +252,7 @@ def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, sh
     )
 
 
-def _check_host(outlook: Outlook, machine: Machine) -> None:
+def _check_host(outlook: Estimate, machine: Machine) -> None:
     needed = sum(outlook.host.values())
     if machine.host_memory is not None and needed > machine.host_memory:
         parts = ", ".join(f"{show_bytes(nbytes)} for {part}" for part, nbytes in outlook.host.items() if nbytes)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from ferryman.engine import Engine
 from ferryman.model.units import hint
+from ferryman.options import SETTINGS
 
 # What the trainer says itself, by what a user would write instead of engine={name: ...}.
 _TRAINERS = {
@@ -22,9 +21,7 @@ _TRAINERS = {
     "precision": "say bf16=True or fp16=True in TrainingArguments",
     "max_grad_norm": "say it in TrainingArguments(max_grad_norm=...)",
 }
-_OPTIONS = tuple(name for name in inspect.signature(Engine).parameters if name not in _TRAINERS)
-# Those that mean something to an engine that only evaluates. The trace is of the training.
-_EVALUATION = ("device", "memory", "units", "resident", "stash", "slots", "held")
+_OPTIONS = tuple(name for name in SETTINGS if name not in _TRAINERS)
 
 # The training arguments that cannot be followed, and why.
 _REFUSED = {
@@ -82,5 +79,5 @@ def engine_options(given: Mapping[str, Any], args: TrainingArguments) -> dict[st
 
 
 def evaluation_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the engine's, for one without an optimizer."""
-    return {name: value for name, value in options.items() if name in _EVALUATION}
+    """Those of the engine's options that an engine without an optimizer takes; a trace is of the training alone."""
+    return {name: value for name, value in options.items() if not SETTINGS[name].needs_optimizer and name != "trace"}

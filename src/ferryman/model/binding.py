@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -14,6 +16,17 @@ def bind(tensors: Sequence[tuple[Item, torch.Tensor]]) -> None:
     for item, tensor in tensors:
         for place in item.places:
             place.bind(tensor)
+            if isinstance(place.module, nn.RNNBase):
+                _bind_flat_weight(place.module, place.attribute, tensor)
+
+
+def _bind_flat_weight(module: nn.RNNBase, attribute: str, tensor: torch.Tensor) -> None:
+    """`nn.LSTM` and its like compute with a list of their own that refers to their parameters, and make it anew where
+    the weak references beside it show that a parameter is another tensor."""
+    if attribute in module._flat_weights_names:
+        at = module._flat_weights_names.index(attribute)
+        module._flat_weights[at] = tensor
+        module._flat_weight_refs[at] = weakref.ref(cast("nn.Parameter", tensor))
 
 
 def is_buffer(item: Item) -> bool:

@@ -32,28 +32,31 @@ def dtype_of(model: nn.Module, precision: str | None) -> DtypeOf:
     return of
 
 
-_LEAST = 2.0**-24  # no finite loss needs to be made smaller than this
+_MIN_SCALE = 2.0**-24  # no finite loss needs a smaller factor
 
 
 class Scale:
-    """By which losses are multiplied, so that gradients in float16 do not vanish; it moves as torch's GradScaler's."""
+    """The factor by which losses are multiplied, so that float16 gradients do not underflow.
+
+    It changes as that of torch's GradScaler. `moves`: whether it changes at all.
+    """
 
     def __init__(self, value: float = 1.0, *, moves: bool = False) -> None:
         self.value = value
         self.moves = moves
-        self._good_steps = 0  # since it changed last
+        self._good_steps = 0  # steps since the last change
 
-    def went(self, *, finite: bool) -> None:
-        """A step is over; not `finite`: its gradients overflowed."""
+    def update(self, *, finite: bool) -> None:
+        """Follows a step: lowers the factor if its gradients were not finite, and raises it after many that were."""
         if not self.moves:
             return
         if not finite:
             self.value *= 0.5
             self._good_steps = 0
-            if self.value < _LEAST:
+            if self.value < _MIN_SCALE:
                 raise ValueError(
                     f"the loss scale has fallen to {self.value}, and gradients in float16 are still not finite: the "
-                    "loss itself is inf or NaN, or far too large. Look at the data and the learning rate, or use bf16"
+                    "loss itself is inf or NaN, or far too large. Check the data and the learning rate, or use bf16"
                 )
             return
         self._good_steps += 1
@@ -62,11 +65,11 @@ class Scale:
             self._good_steps = 0
 
     def state(self) -> dict[str, float] | None:
-        """For a checkpoint; None: it does not move."""
+        """What a checkpoint needs; None if the factor does not change."""
         return {"value": self.value, "good_steps": self._good_steps} if self.moves else None
 
     def restore(self, state: dict[str, float] | None) -> None:
-        """That of another precision is left out."""
+        """Restores a checkpoint's state; that of another precision is ignored."""
         if self.moves and state is not None:
             self.value, self._good_steps = state["value"], int(state["good_steps"])
 

@@ -214,12 +214,11 @@ class Trace:
             self._unread.append(_DeviceSpan(self._issued, lane, label, begin, end, nbytes))
             self._issued += 1
 
-    def look_at_memory(self) -> None:
+    def sample_memory(self) -> None:
         """Samples device memory, if the device is an accelerator and the last sample is old enough."""
         if self._anchors and (now := self.now()) >= self._next_look:
-            began = (
-                time.thread_time()
-            )  # CPU time: a sample that was merely interrupted must not delay the next for long
+            # CPU time: a sample that was merely interrupted must not delay the next for long.
+            began = time.thread_time()
             allocated, _ = self._memory()
             with self._lock:
                 self._recent.samples.append(Sample(now, allocated))

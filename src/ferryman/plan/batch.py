@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-REDUCTIONS = ("mean", "sum")  # how the losses of micro-batches make up the batch's
-
-
 Split = Callable[[Any, int], list[Any]]  # the user's own way to cut a batch; see `Engine`
 
 

@@ -49,6 +49,14 @@ class Need(NamedTuple):
         return f"a micro-batch of one sample needs {show_bytes(self.nbytes)} in {self.where!r}"
 
 
+class PlanTooLargeError(Exception):
+    """A plan leaves micro-batches too little room, but training can go on with a smaller one that leaves `need`."""
+
+    def __init__(self, need: Need) -> None:
+        super().__init__(str(need))
+        self.need = need
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is decided before anything is allocated."""

@@ -37,13 +37,13 @@ class Policy:
         return self.owned(index, index + 1) > 0
 
     def owned(self, start: int, stop: int) -> int:
-        """How many subgroups from `start` to before `stop` are the device's so: there may be too many to look at."""
+        """How many of the subgroups from `start` to before `stop` that is: there may be too many to list them."""
         assert self.kind != "auto", "that depends on queues and rates"
         if self.kind == "stride":
             return stop // self.stride - start // self.stride
         # Spread evenly, so that host and device have work all the time. As a fraction: 0.1 is not quite a tenth.
-        share = Fraction(str(self.share))
-        return math.floor(stop * share) - math.floor(start * share)
+        part, whole = Fraction(str(self.share)).as_integer_ratio()
+        return stop * part // whole - start * part // whole
 
 
 def parse_policy(text: object) -> Policy:

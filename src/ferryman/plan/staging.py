@@ -12,8 +12,9 @@ relayed, device memory is constant, so there they wait on the host like the othe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ferryman.model.units import (
     GRADIENT,
@@ -27,6 +28,7 @@ from ferryman.model.units import (
     weight_itemsize,
 )
 from ferryman.plan.policy import Policy
+from ferryman.plan.schedule import Traffic
 
 BERTHS = 3
 
@@ -40,23 +42,53 @@ _SCRATCH = 2 * 12
 # Of a budget, at most this much for berths.
 _SHARE = 1 / 8
 
+# How many of the subgroups with numbers from `start` to before `stop` are selected.
+Selection = Callable[[int, int], int]
+
+
+class _Cut(NamedTuple):
+    """How a unit's trained elements, or a rank's part of them, are cut into subgroups."""
+
+    unit: Unit
+    number: int  # of its first subgroup; subgroups are counted over the whole model, in forward order
+    start: int
+    stop: int  # elements
+    size: int  # of a subgroup, in elements; the last one may be smaller
+
+    @property
+    def next_number(self) -> int:
+        return self.number - (self.start - self.stop) // self.size
+
+    def selected(self, selection: Selection) -> list[Subgroup]:
+        """The subgroups that are selected."""
+        every = enumerate(cut_into_subgroups(self.unit, self.size, self.start, self.stop), self.number)
+        return [subgroup for number, subgroup in every if selection(number, number + 1)]
+
+    def selected_elements(self, selection: Selection) -> int:
+        """The elements of these subgroups, without a list of them: a large model has half a million subgroups."""
+        last = self.next_number - 1
+        if last < self.number:
+            return 0
+        smaller = (last - self.number + 1) * self.size - (self.stop - self.start)
+        return selection(self.number, last + 1) * self.size - selection(last, last + 1) * smaller
+
 
 @dataclass(frozen=True)
 class Staging:
-    """How subgroups are cut, and who may have them."""
+    """How units are cut into subgroups, and which of these the device may update."""
 
     policy: Policy
     subgroup: int  # elements
-    arrays: Callable[[Unit], int | None]  # numbers that are kept of each element; None: it cannot be done on a device
+    arrays: Callable[[Unit], int | None]  # state tensors of its optimizer; None: a device cannot update the unit
     deferred: bool
-    holds_gradients: bool = True  # whether they may wait on the device at all
-    cuts: Callable[[Unit], list[int]] | None = None  # of several ranks, where each one's elements begin and end
+    holds_gradients: bool = True  # whether gradients may wait on the device at all
+    cuts: Callable[[Unit], list[int]] | None = None  # with several ranks, the boundaries between their parts
     rank: int = 0
-    for_ranks: bool = False  # deferred, where nothing asks for it but that there are several
+    for_ranks: bool = False  # updates are deferred only because there are several ranks
 
     @property
     def note(self) -> str | None:
-        """Why updates wait, for who has not asked for it."""
+        """Why updates are deferred, for a user who did not ask for it."""
         if not self.for_ranks:
             return None
         return (
@@ -67,116 +99,147 @@ class Staging:
 
     @property
     def berths(self) -> int:
-        """That subgroups pass through; what stays on the device has its own."""
+        """Berths that subgroups share. Subgroups whose state stays on the device have their own."""
         return BERTHS if self.policy.kind in ("stride", "auto") else 0
 
     @property
     def on_device(self) -> bool:
-        """Whether the device may have any."""
+        """Whether the device may update any subgroup."""
         return self.policy.kind != "host"
 
+    # The rules. Each is a `Selection`, so that subgroups can be listed and their elements counted by the same rule.
+
+    @property
+    def _owned(self) -> Selection:
+        """Subgroups that the device always updates; under `auto` that is decided while training runs."""
+        return self.policy.owned if self.policy.kind in ("static", "stride") else _none
+
+    @property
+    def _resident(self) -> Selection:
+        """Subgroups whose state stays on the device."""
+        return self._owned if self.policy.kind == "static" else _none
+
+    def _holding(self, *, held: bool) -> Selection:
+        """Subgroups whose gradients can wait on the device for the global norm. `held`: all weights stay there."""
+        if not self.deferred or not self.holds_gradients or not (held or self.policy.kind == "static"):
+            return _none
+        return _all if self.policy.kind == "auto" else self._owned
+
+    # By these rules, the subgroups of this rank.
+
     def subgroups(self, units: Iterable[Unit]) -> list[Subgroup]:
-        """Those that the device can update, in the order given: what a policy counts."""
-        able = (unit for unit in units if self.arrays(unit) is not None)
-        return [subgroup for unit in able for subgroup in cut_into_subgroups(unit, self.subgroup, *self._part(unit))]
+        """Subgroups that the device can update, in the order of `units`: those that a policy counts."""
+        return self._selected(units, _all)
 
     def owned(self, units: Iterable[Unit]) -> list[Subgroup]:
-        """Those that are the device's for good."""
-        if self.policy.kind not in ("static", "stride"):
+        return self._selected(units, self._owned)
+
+    def resident(self, units: Iterable[Unit]) -> list[Subgroup]:
+        return self._selected(units, self._resident)
+
+    def holding(self, units: Iterable[Unit], *, held: bool) -> list[Subgroup]:
+        return self._selected(units, self._holding(held=held))
+
+    def holds_any(self, units: Iterable[Unit], *, held: bool) -> bool:
+        return any(cut.selected_elements(self._holding(held=held)) for cut in self._cuts(units, self._own_part))
+
+    def _selected(self, units: Iterable[Unit], selection: Selection) -> list[Subgroup]:
+        if selection is _none:
             return []
-        return [s for index, s in enumerate(self.subgroups(units)) if self.policy.device_owns(index)]
+        return [subgroup for cut in self._cuts(units, self._own_part) for subgroup in cut.selected(selection)]
 
-    def resident(self, units: Sequence[Unit]) -> list[Subgroup]:
-        """Those whose state stays on the device."""
-        return self.owned(units) if self.policy.kind == "static" else []
+    def _cuts(self, units: Iterable[Unit], part: Callable[[Unit], tuple[int, int]]) -> Iterator[_Cut]:
+        number = 0
+        for unit in units:
+            if self.arrays(unit) is not None:
+                cut = _Cut(unit, number, *part(unit), self.subgroup)
+                number = cut.next_number
+                yield cut
 
-    def berth_bytes(self, units: Iterable[Unit]) -> int:
-        return self.subgroup * max((self._element_bytes(unit) for unit in units), default=0)
-
-    def holding(self, units: Sequence[Unit], *, held: bool) -> list[Subgroup]:
-        """Those whose gradients can wait on the device."""
-        if not self._holds(held=held):
-            return []
-        return self.subgroups(units) if self.policy.kind == "auto" else self.owned(units)
-
-    def cut_for(self, units: Iterable[Unit]) -> Staging:
-        """The same, with subgroups no larger than there is need for."""
-        return replace(self, subgroup=min(self.subgroup, largest_subgroup(units)))
-
-    def account(self, units: Sequence[Unit], *, held: bool) -> dict[str, int]:
-        """Bytes on the device."""
-        if not self.on_device:
-            return {}
-        element = {unit: self._element_bytes(unit) for unit in units}
-        state = self._owned_elements(units) if self.policy.kind == "static" else {}
-        waiting = self._waiting_elements(units) if self._holds(held=held) else {}
-        return {
-            "update staging": self.berths * self.subgroup * max(element.values(), default=0)
-            + _SCRATCH * self.subgroup
-            + 8 * most_tensors(units),  # a sum of squares for each
-            "state on the device": sum(count * element[unit] for unit, count in state.items()),
-            "gradients on the device": sum(count * landing_dtype(u).itemsize for u, count in waiting.items()),
-        }
-
-    def _part(self, unit: Unit) -> tuple[int, int]:
-        """The elements that are updated by this rank."""
+    def _own_part(self, unit: Unit) -> tuple[int, int]:
+        """The elements that this rank updates."""
         if self.cuts is None:
             return 0, trained_elements(unit)
         cuts = self.cuts(unit)
         return cuts[self.rank], cuts[self.rank + 1]
 
-    def _elements(self, unit: Unit) -> int:
-        """How many; of several ranks the most that one has, so that all have the same plan."""
+    def _largest_part(self, unit: Unit) -> tuple[int, int]:
+        """As many elements as the rank with the largest part updates: all ranks must make the same plan."""
         if self.cuts is None:
-            return trained_elements(unit)
-        return max(high - low for low, high in itertools.pairwise(self.cuts(unit)))
+            return 0, trained_elements(unit)
+        return 0, max(high - low for low, high in itertools.pairwise(self.cuts(unit)))
 
-    def _holds(self, *, held: bool) -> bool:
-        """Whether gradients can wait on the device."""
-        return self.deferred and self.on_device and self.holds_gradients and (held or self.policy.kind == "static")
+    # Bytes.
 
-    def _waiting_elements(self, units: Iterable[Unit]) -> dict[Unit, int]:
-        """As many as `holding` has, without a list of subgroups, of which a large model has half a million."""
-        if self.policy.kind != "auto":
-            return self._owned_elements(units)
-        return {unit: self._elements(unit) for unit in units if self.arrays(unit) is not None}
-
-    def _owned_elements(self, units: Iterable[Unit]) -> dict[Unit, int]:
-        """The same for `owned`."""
-        found, start = dict[Unit, int](), 0
-        for unit in units:
-            total = self._elements(unit) if self.arrays(unit) is not None else 0
-            if not total:
-                continue
-            last = start + -(-total // self.subgroup) - 1  # the only one that may be shorter
-            short = total - (last - start) * self.subgroup
-            found[unit] = self.policy.owned(start, last) * self.subgroup + self.policy.owned(last, last + 1) * short
-            start = last + 1
-        return found
-
-    def _element_bytes(self, unit: Unit) -> int:
-        arrays = self.arrays(unit)
-        if arrays is None:
+    def element_bytes(self, unit: Unit) -> int:
+        """Bytes of a berth for each element of the unit; 0 if a device cannot update it."""
+        if self.arrays(unit) is None:
             return 0
-        return weight_itemsize(unit) + master_itemsize(unit) + (arrays + 1) * GRADIENT.itemsize
+        return weight_itemsize(unit) + self._state_bytes(unit) + GRADIENT.itemsize
+
+    def _state_bytes(self, unit: Unit) -> int:
+        """Bytes per element beside the weights: what these lack in float32, and the optimizer's state."""
+        return master_itemsize(unit) + (self.arrays(unit) or 0) * GRADIENT.itemsize
+
+    def berth_bytes(self, units: Iterable[Unit]) -> int:
+        """Bytes of a berth that fits a subgroup of any of these units."""
+        return self.subgroup * max((self.element_bytes(unit) for unit in units), default=0)
+
+    def traffic(self, units: Sequence[Unit], *, held: bool) -> tuple[Traffic, int]:
+        """Bytes per parameter that cross the link if its gradient is on the device; and bytes of that gradient."""
+        able = [unit for unit in units if self.arrays(unit) is not None]
+        weights = max((weight_itemsize(unit) for unit in able), default=0)
+        state = max((self._state_bytes(unit) for unit in able), default=0)
+        gradient = max((landing_dtype(unit).itemsize for unit in able), default=0)
+        back = weights if held else 0  # what the host has updated goes back to the device
+        return Traffic(gradient, back, state + weights - back, state + weights), gradient
+
+    def cut_for(self, units: Iterable[Unit]) -> Staging:
+        """The same, with subgroups no larger than the largest unit needs."""
+        return replace(self, subgroup=min(self.subgroup, largest_subgroup(units)))
+
+    def account(self, units: Sequence[Unit], *, held: bool) -> dict[str, int]:
+        """Bytes on the device, by what they are for."""
+        if not self.on_device:
+            return {}
+        cuts = list(self._cuts(units, self._largest_part))
+        resident, holding = self._resident, self._holding(held=held)
+        return {
+            "update staging": self.berths * self.berth_bytes(units)
+            + _SCRATCH * self.subgroup
+            + 8 * most_tensors(units),  # a sum of squares for each
+            "state on the device": sum(cut.selected_elements(resident) * self.element_bytes(cut.unit) for cut in cuts),
+            "gradients on the device": sum(
+                cut.selected_elements(holding) * landing_dtype(cut.unit).itemsize for cut in cuts
+            ),
+        }
+
+
+def _all(start: int, stop: int) -> int:
+    return stop - start
+
+
+def _none(start: int, stop: int) -> int:
+    return 0
 
 
 def hold_bytes(subgroup: Subgroup) -> int:
+    """Bytes of a subgroup's gradient while it waits on the device."""
     return subgroup.size * landing_dtype(subgroup.unit).itemsize
 
 
 def most_tensors(units: Iterable[Unit]) -> int:
-    """That a unit trains."""
+    """The number of trained tensors in the unit that has most of them."""
     return max((len(unit.trained) for unit in units), default=0)
 
 
 def largest_subgroup(units: Iterable[Unit]) -> int:
-    """No more than there is."""
+    """The size of a subgroup that no unit is too small for."""
     return min(SUBGROUP, max((_rounded(trained_elements(unit)) for unit in units), default=GRAIN))
 
 
 def subgroup_for(budget: int, most: int) -> int:
-    """The largest that leaves most of a budget for other things."""
+    """The largest subgroup, of at most `most` elements, that leaves most of a budget for other things."""
     size = most
     while size > LEAST and (BERTHS * 16 + _SCRATCH) * size > _SHARE * budget:
         size = max(LEAST, _rounded(size // 2))

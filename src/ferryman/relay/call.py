@@ -23,10 +23,11 @@ import contextvars
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -37,23 +38,71 @@ from ferryman.exactness.variables import Variable
 from ferryman.model.units import Unit
 from ferryman.relay.micro_batch import Direction, MicroBatch
 from ferryman.relay.stash import Stashed
-from ferryman.runtime.rng import State
+from ferryman.runtime.rng import Randomness, State
 
 if TYPE_CHECKING:
-    from ferryman.relay.driver import Relay
+    from ferryman.exactness.buffers import Buffers
+    from ferryman.exactness.escapes import Escapes
+    from ferryman.exactness.user_state import UserState
+    from ferryman.relay.checksums import Checksums
+    from ferryman.relay.step_state import StepState
 
 Forward = Callable[..., Any]
 
 
-class _Stash:
+class CallDriver(Protocol):
+    """What a call needs from whatever runs it: the relay in a step, or the dry run of `ferryman plan`."""
+
+    state: UserState
+    buffers: Buffers
+    checksums: Checksums
+    escapes: Escapes
+    randomness: Randomness
+    autocast_devices: list[str]  # device types for which autocast may be enabled
+    anchor: torch.Tensor  # a scalar that requires a gradient
+    inside: dict[Unit, list[nn.Module]]  # the modules of each unit
+
+    @property
+    def step(self) -> StepState:
+        """The step that runs."""
+
+    @property
+    def running(self) -> MicroBatch | None:
+        """The micro-batch whose code runs now."""
+
+    def trains(self, unit: Unit) -> bool:
+        """Whether any parameter that the unit's modules use requires a gradient."""
+
+    def turns_at(self, module: nn.Module) -> bool:
+        """Whether the module's backward is expected to follow its forward at once."""
+
+    def bound(self, unit: Unit, *, adopt: bool) -> contextlib.AbstractContextManager[None]:
+        """Within, the unit's modules have the device's tensors; `adopt`: buffers that they assign are kept."""
+
+    def goes_backward(self, call: Call, *, accumulate: bool) -> None:
+        """The call's backward is about to run; `accumulate`: it adds to the gradients of parameters."""
+
+    def note_leaves(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """A backward from `outputs` to `inputs` adds to the gradients of leaves outside the model; it may be undone."""
+
+
+class SavedInputs:
     """A call's inputs, as long as autograd may ask for its backward."""
 
     def __init__(self, inputs: list[Stashed], released: Callable[[], None]) -> None:
         self.inputs = inputs
         self._released = released
 
+    def give_up(self) -> None:
+        """The step is over."""
+        self.inputs, self._released = [], _do_nothing
+
     def __del__(self) -> None:
         self._released()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class _Run(NamedTuple):
@@ -67,12 +116,39 @@ class _Run(NamedTuple):
     outputs: list[torch.Tensor]  # those of the result, and others that it has left there; each once
 
 
+class Handle:
+    """What autograd's node keeps of a call: the call itself, until its step is over.
+
+    Something may keep a tensor with its graph for longer, such as a list on a block. The node would then keep the call,
+    which refers to the relay and the model, and so to the list: a cycle through autograd's graph, which Python cannot
+    collect.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call: Call | None = call
+        self.unit = call.unit.name
+        self.number = call.batch.number
+
+    def end(self) -> None:
+        """The step is over."""
+        call, self.call = self.call, None
+        if call is not None and (stash := call.stash()) is not None:
+            stash.give_up()
+
+    def used(self, where: str) -> ValueError:
+        return ValueError(
+            f"what the unit {self.unit!r} has made for micro-batch {self.number} is used {where}. Something keeps "
+            "tensors with their graph from one micro-batch to the next (a list, a dict, an attribute): clear it at the "
+            "start of the loss, or detach what is kept"
+        )
+
+
 class Call:
     """A unit's module, called by one micro-batch."""
 
     def __init__(
         self,
-        relay: Relay,
+        relay: CallDriver,
         batch: MicroBatch,
         unit: Unit,
         module: nn.Module,
@@ -93,9 +169,7 @@ class Call:
             self._private.append(batch.context)
         self._context = contextvars.copy_context()
         self._given = args, tuple(kwargs.values())  # until it runs
-        self._before = Snapshot([*self._given, *(v.get() for v in self._private)], relay.state.edited)
-        if self._before.mutables or self._shared or self._context:
-            relay.step.entangled.append(weakref.ref(self))
+        self._before = relay.state.snapshot([*self._given, *(v.get() for v in self._private)])
         self._shared_before: Snapshot | None = None  # at the forward's start
         self._first: _Run | None = None  # between the node's forward and its return
         self._random: State | None = None  # at the forward's start, if it drew any
@@ -105,7 +179,8 @@ class Call:
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.autocast_devices
         ]
-        self._stash: weakref.ref[_Stash] | None = None
+        self._function_modes = _get_current_function_mode_stack()
+        self._stash: weakref.ref[SavedInputs] | None = None
 
     def run(self) -> Any:
         """What the module's forward returns to the user's code."""
@@ -117,7 +192,7 @@ class Call:
         args, values = self._given
         with torch.no_grad(), _disable_current_modes():
             result = self._call(args, values, adopt=True)
-        self._relay.step.stash.know(self.batch, Snapshot([result]).tensors)
+        self._relay.step.stash.track(self.batch, Snapshot([result]).tensors)
         return result
 
     def _run_as_node(self, tensors: list[torch.Tensor], *, trains: bool) -> Any:
@@ -128,12 +203,14 @@ class Call:
         hooks = contextlib.ExitStack()
         try:
             # The anchor makes it a node also where no input requires a gradient.
-            made = _Node.apply(self, self._relay.anchor if trains else None, hooks, *given)  # type: ignore[no-untyped-call]
+            handle = Handle(self)
+            self._relay.step.handles.append(weakref.ref(handle))
+            made = _Node.apply(handle, self._relay.anchor if trains else None, hooks, *given)  # type: ignore[no-untyped-call]
         finally:
             hooks.close()
         run, self._first = self._first, None  # only the user's code holds its tensors from here on
         assert run is not None
-        self._relay.step.stash.know(self.batch, made)
+        self._relay.step.stash.track(self.batch, made)
         outer = {id(inner): t for inner, t in zip(run.outputs, made, strict=True)}
         if run.after is not None:
             back = {id(inner): t for inner, t in (*zip(run.inputs, tensors, strict=True), *run.constants)}
@@ -147,15 +224,20 @@ class Call:
             id(tensor) in self.batch.inherited or self._relay.state.is_inherited(tensor)
         )
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _Stash]:
+    def stash(self) -> SavedInputs | None:
+        """Its inputs, as long as autograd may ask for its backward."""
+        return None if self._stash is None else self._stash()
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], SavedInputs]:
         self.wants = [t.requires_grad for t in tensors]
         self._park(Direction.FORWARD, tensors)
         relay, randomness = self._relay, self._relay.randomness
         before, versions = randomness.state(), [t._version for t in tensors]
         self._buffers = relay.buffers.copy()
         if self._shared:
-            self._shared_before = Snapshot([v.get() for v in self._shared], relay.state.edited)
-        stash = _Stash([relay.step.stash.keep(self.batch, t) for t in tensors], relay.step.open_calls.open(self.unit))
+            self._shared_before = relay.state.snapshot([v.get() for v in self._shared])
+        step = relay.step
+        stash = SavedInputs([step.stash.save(self.batch, t) for t in tensors], step.open_calls.open(self.unit))
         self._stash = weakref.ref(stash)
         # What edits buffers does not keep its graph, which may need them as they were.
         keeps_graph = relay.turns_at(self.module) and not _outer_hooks() and self._buffers is None
@@ -183,11 +265,11 @@ class Call:
                 f"the unit {self.unit.name!r} edits one of its inputs in place; running it again in the backward would "
                 "edit it twice. Copy the input first (x = x.clone()), or cut the unit differently with units=[...]"
             )
-        relay.step.went_forward(self)
+        step.went_forward(self)
         return outputs, stash
 
     def backward(self, gradients: Sequence[torch.Tensor | None], *, accumulate: bool) -> list[torch.Tensor | None]:
-        stash = None if self._stash is None else self._stash()
+        stash = self.stash()
         if stash is None:
             raise RuntimeError(
                 f"the backward of the unit {self.unit.name!r} runs a second time, and its inputs were given up after "
@@ -195,21 +277,27 @@ class Call:
             )
         self._park(Direction.BACKWARD, [g for g in gradients if g is not None])
         self._relay.goes_backward(self, accumulate=accumulate)
-        buffers = self._relay.buffers
-        with torch.enable_grad():
+        results = self._input_gradients(stash, gradients, accumulate=accumulate)
+        self._relay.step.stash.track(self.batch, [g for g in results if g is not None])
+        return results
+
+    def _input_gradients(
+        self, stash: SavedInputs, gradients: Sequence[torch.Tensor | None], *, accumulate: bool
+    ) -> list[torch.Tensor | None]:
+        """Runs the module again, unless the forward's graph was kept, and backpropagates through it."""
+        with torch.enable_grad(), contextlib.ExitStack() as stack:
+            buffers = self._relay.buffers
             now = buffers.values(self._buffers)
             if self._kept is not None:
                 (inputs, outputs), self._kept = self._kept, None
             else:
                 inputs = self._detached(self._recall(stash))
-                outputs = self._replay(inputs)
+                outputs = self._replay(inputs, stack)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
             # The user's code runs here too: hooks, custom autograd functions, and checkpointing, which runs parts of
             # the unit once more.
             with self._relay.bound(self.unit, adopt=False), buffers.in_backward(self.unit, now):
-                results = self._backpropagate(pairs, inputs, accumulate=accumulate)
-        self._relay.step.stash.know(self.batch, [g for g in results if g is not None])
-        return results
+                return self._backpropagate(pairs, inputs, accumulate=accumulate)
 
     def _backpropagate(
         self,
@@ -230,12 +318,6 @@ class Call:
         found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True) if wanted else ())
         return [next(found) if t.requires_grad else None for t in inputs]
 
-    def untangle(self) -> None:
-        """The step is over. A list that the call was given may hold what it has made, which refers to the call: a cycle
-        through autograd's graph, which Python cannot collect."""
-        self._before, self._shared_before = Snapshot(()), None
-        self._private, self._shared, self._context = [], [], contextvars.Context()
-
     def drop_graph(self) -> None:
         """The backward did not follow at once: gives the memory back; the forward will run again."""
         self._kept = None
@@ -243,15 +325,10 @@ class Call:
     def _park(self, direction: Direction, needs: Sequence[torch.Tensor]) -> None:
         running = self._relay.running
         if running is not self.batch:
-            other = "outside of its step" if running is None else f"by micro-batch {running.number}"
-            raise ValueError(
-                f"what the unit {self.unit.name!r} has made for micro-batch {self.batch.number} is used {other}. "
-                "Something keeps tensors with their graph from one micro-batch to the next (a list, a dict, an "
-                "attribute): clear it at the start of the loss, or detach what is kept"
-            )
+            raise Handle(self).used("outside of its step" if running is None else f"by micro-batch {running.number}")
         self.batch.park(self.unit, direction, needs)
 
-    def _recall(self, stash: _Stash) -> list[torch.Tensor]:
+    def _recall(self, stash: SavedInputs) -> list[torch.Tensor]:
         tensors = [stashed.recall() for stashed in stash.inputs]
         if any(tensor is None for tensor in tensors):
             raise ValueError(
@@ -290,15 +367,16 @@ class Call:
             changing.append(self.batch.context)  # the unit has set the first context variable
         if self._before.mutables or changing:
             given = {id(t) for t in inputs} | {id(detached) for detached, _ in constants}
-            after = Snapshot([args, values, *(variable.get() for variable in changing)], self._relay.state.edited)
+            after = self._relay.state.snapshot([args, values, *(variable.get() for variable in changing)])
             outputs |= {id(t): t for t in after.tensors if id(t) not in given and not isinstance(t, nn.Parameter)}
         return _Run(result, changing, after, inputs, constants, list(outputs.values()))
 
-    def _replay(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _replay(self, inputs: list[torch.Tensor], stack: contextlib.ExitStack) -> list[torch.Tensor]:
         """The outputs again, with a graph. What it does to variables is undone; buffers are left as it leaves them,
-        because the graph may need those values."""
+        because the graph may need those values. The stack is closed when the backward is over."""
         relay = self._relay
         relay.buffers.put(self._buffers)
+        stack.enter_context(_function_modes(self._function_modes))
         now = relay.randomness.state()
         if self._random is not None:
             relay.randomness.restore(self._random)
@@ -319,11 +397,32 @@ class Call:
         if not mutables and not variables:
             yield
             return
-        now = Snapshot([*mutables, *(v.get() for v in variables)], self._relay.state.edited)
+        now = self._relay.state.snapshot([*mutables, *(v.get() for v in variables)])
         try:
             yield
         finally:
             put_all(variables, now.restore()[len(mutables) :])
+
+
+@contextlib.contextmanager
+def _function_modes(modes: list[TorchFunctionMode]) -> Iterator[None]:
+    """Within, these modes are on, and no others. A mode is off while it handles a function, such as `backward`."""
+    before = _get_current_function_mode_stack()
+    if before == modes:
+        yield
+        return
+    _exchange_function_modes(modes)
+    try:
+        yield
+    finally:
+        _exchange_function_modes(before)
+
+
+def _exchange_function_modes(modes: list[TorchFunctionMode]) -> None:
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
 
 
 def put_all(variables: Sequence[Variable], values: Sequence[Any]) -> None:
@@ -340,15 +439,16 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: Call,
+        handle: Handle,
         anchor: torch.Tensor | None,
         hooks: contextlib.ExitStack,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.call, ctx.is_anchored = call, anchor is not None
+        ctx.handle, ctx.is_anchored = handle, anchor is not None
         ctx.set_materialize_grads(False)
+        assert handle.call is not None
         with _disable_current_modes():
-            outputs, stash = call.forward(tensors)
+            outputs, stash = handle.call.forward(tensors)
         ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
         # Autograd has the stash as it has tensors that it saves: until a backward that does not retain the graph, or
         # until the graph is gone.
@@ -359,18 +459,20 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
+        handle: Handle = ctx.handle
         if all(gradient is None for gradient in gradients):
-            return None, None, None, *(None for _ in call.wants)  # reached, but not used
+            return tuple(None for _ in ctx.needs_input_grad)  # reached, but not used
         if torch.is_grad_enabled():
             raise ValueError(
-                f"a backward with create_graph=True goes through the unit {call.unit.name!r}, whose own backward runs "
+                f"a backward with create_graph=True goes through the unit {handle.unit!r}, whose own backward runs "
                 "the unit again and cannot be differentiated. Take the gradient without create_graph, or keep what is "
                 "differentiated twice outside the units (units=[...])"
             )
+        if handle.call is None:
+            raise handle.used("outside of its step")
         accumulate = ctx.is_anchored and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         with _disable_current_modes():
-            return None, None, None, *call.backward(gradients, accumulate=accumulate)
+            return None, None, None, *handle.call.backward(gradients, accumulate=accumulate)
 
 
 def refuse_caches(unit: Unit, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

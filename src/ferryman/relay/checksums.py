@@ -1,4 +1,4 @@
-"""Do the two runs of a call agree? Checksums of their outputs, on the device, which are read once a step.
+"""Checksums of the outputs of each call's two runs. They are computed on the device and compared once a step.
 
 A unit that draws from something that the engine does not know (a clock, a file, a generator of its own in C++) gives
 other outputs when it runs again in the backward, and so gradients that belong to no forward. The sum of the outputs
@@ -35,7 +35,7 @@ class _Entry(NamedTuple):
 
 
 class Checksums:
-    """Of the calls of one step. When it is off, nothing is computed."""
+    """The checksums of the calls of one step. When they are off, nothing is computed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -85,7 +85,7 @@ class Checksums:
         self._done.append(entry)
 
     def disagreement(self) -> str | None:
-        """The unit whose second run gave something else; reads what the device has found, and gives the memory back."""
+        """The name of a unit whose second run gave other outputs, or None. Waits for the device; frees its memory."""
         numbers, self._numbers = self._numbers, None
         other, self._other = self._other, None
         self._first.clear()

@@ -210,7 +210,7 @@ class Relay:
     def adopt(self, tensors: Sequence[torch.Tensor], borrowed: Sequence[torch.Tensor]) -> None:
         """The micro-batch that runs begins with these tensors, of which those that are `borrowed` are the user's."""
         assert self.running is not None
-        self.step.stash.know(self.running, tensors)
+        self.step.stash.track(self.running, tensors)
         if self._may_be_undone:
             self.step.batch_edits.note(borrowed)
         if self.escapes.traced:
@@ -345,7 +345,7 @@ class Relay:
                 by_bytes = self.escapes.traced or self.checksums.is_on
                 residents = list(self._model.resident_tensors.items())
                 step.resident_edits = WeightEdits(residents, by_bytes=by_bytes, can_undo=self._edits_host(step))
-                self.state.begin(step.seed, exchange=step.interleaved)
+                self.state.begin(step.seed, exchange=step.interleaved, careful=not step.takes_effect)
             try:
                 yield
             except BaseException:
@@ -476,4 +476,4 @@ class Relay:
 
     def _sample_memory(self) -> None:
         if self.lanes.trace is not None:
-            self.lanes.trace.look_at_memory()
+            self.lanes.trace.sample_memory()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sqlite3
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
 from ferryman.exactness.reach import context_variables, set_context
 from ferryman.model.units import Unit
@@ -72,7 +75,7 @@ class MicroBatch:
     ) -> None:
         self.number = number
         self.request: Request | None = None
-        self.needs: Sequence[torch.Tensor] = ()  # by the call that it is parked in
+        self.needs: Sequence[torch.Tensor] = ()  # tensors that the call that it is parked in will use
         self.inherited: dict[int, torch.Tensor] = {}  # what calls can reach beyond variables, when it begins
         self.context = context_variables(contextvars.Context())  # those that it has set
         self.turned = False  # its loss is there, and it goes backward from now on
@@ -105,6 +108,8 @@ class MicroBatch:
             self.thread_state = ThreadState.here(self._surroundings.thread_locals)
         except Abandoned:
             pass
+        except sqlite3.ProgrammingError as error:
+            self._error = _explained(error, self._surroundings.thread_locals)
         except BaseException as error:  # the driver raises it, where the user called
             self._error = error
         finally:
@@ -167,8 +172,29 @@ class MicroBatch:
         self._thread.join()
 
 
+def _explained(error: sqlite3.ProgrammingError, thread_locals: Sequence[threading.local]) -> Exception:
+    """SQLite objects refuse to be used outside of the thread that made them, which is the caller's."""
+    if "thread" not in str(error):
+        return error
+    names = [name for local in thread_locals for name, value in vars(local).items() if _is_of_sqlite(value)]
+    known = f" Thread-local variables that hold such objects: {', '.join(names)}." if names else ""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    explained = ValueError(
+        f"{place.filename}:{place.lineno} ({place.line}) uses an SQLite connection that was made in another thread: "
+        f"the engine runs each micro-batch in a thread of its own, one at a time.{known} Open it with "
+        "sqlite3.connect(..., check_same_thread=False), or read from it before engine.step() and pass the values in "
+        "with the batch"
+    )
+    explained.__cause__ = error
+    return explained
+
+
+def _is_of_sqlite(value: Any) -> bool:
+    return isinstance(value, sqlite3.Connection | sqlite3.Cursor | sqlite3.Blob)
+
+
 class Surroundings:
-    """What of the calling thread's state a micro-batch's thread must have too."""
+    """State of the calling thread that a micro-batch's thread must have too: stream, autocast, random numbers."""
 
     def __init__(
         self,
@@ -182,6 +208,7 @@ class Surroundings:
         self.thread_locals = thread_locals
         self._lane = lane
         self._seed = seed
+        self._function_modes = _get_current_function_mode_stack()
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind)) for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)
         ]
@@ -195,6 +222,9 @@ class Surroundings:
             stack.enter_context(self._lane.current())
             for kind, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
+            for mode in self._function_modes:  # as of torch.set_default_device; not entered anew, which they may refuse
+                torch._C._push_on_torch_function_stack(mode)
+                stack.callback(torch._C._pop_torch_function_stack)
             # Backward stays on this thread: the parked node would else block autograd's thread for the device.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield

@@ -1,4 +1,4 @@
-"""What wants to see a trial run: the driver tells it, when no micro-batch runs."""
+"""Observers of trials: the relay calls them at certain points of a trial, while no micro-batch runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ferryman.relay.micro_batch import MicroBatch, ThreadState
 class Roots(NamedTuple):
     """Where the user's code starts from."""
 
-    values: Sequence[tuple[Any, str]]  # and their names
-    inside: Collection[nn.Module]  # modules of units, whose buffers are the relay's
+    values: Sequence[tuple[Any, str]]  # with their names
+    inside: Collection[nn.Module]  # the modules of units; the relay takes care of their buffers
 
 
 class Observer:
-    """Undoes what a run did to the user's variables; others see more."""
+    """Undoes what a trial did to the user's variables. Subclasses also record what happens in it."""
 
     def __init__(self, roots: Roots) -> None:
         self._roots = roots
@@ -30,7 +30,7 @@ class Observer:
         self._before: list[Any] = []
 
     def begin(self) -> None:
-        """The model is bound for the step, and nothing has run."""
+        """The model is on the device, and nothing has run."""
         self.survey = Survey([*self._roots.values, *context_roots()], self._roots.inside, thorough=True)
         self._before = self.survey.look()
 
@@ -44,9 +44,12 @@ class Observer:
         """One call's gradient of a parameter."""
 
     def end(self, losses: dict[int, torch.Tensor], left: ThreadState | None) -> None:
-        """All is over, and what it has changed is still there. `left`: by the last micro-batch, in its thread."""
+        """All micro-batches are done, and their effects are still there.
+
+        `left`: the thread-local state that the last micro-batch has ended with.
+        """
 
     def undo(self) -> None:
-        """Comes last, also after an exception: the model is still bound."""
+        """Called last, also after an exception; the model is still on the device."""
         if self.survey is not None:
             self.survey.put_back(self._before)

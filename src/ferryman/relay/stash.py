@@ -1,4 +1,4 @@
-"""The stash: what calls remember of their inputs, and what micro-batches hold while they wait.
+"""The stash: inputs that calls save for their backward, and tensors of micro-batches that wait.
 
 On the device (`DeviceStash`) it stays where it is: fastest, and it grows with depth and the number of micro-batches.
 
@@ -51,11 +51,13 @@ class Stashed(Protocol):
 
 
 class Stash(Protocol):
-    def know(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
-        """These tensors belong to the micro-batch."""
+    """What the relay asks of a stash; a stash is told which micro-batch runs and which ones wait."""
 
-    def keep(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
-        """Remembers a call's input, as it is now."""
+    def track(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
+        """These tensors belong to the micro-batch from now on."""
+
+    def save(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
+        """Saves a call's input, with its present value."""
 
     def watch(self, batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         """Within, the micro-batch runs: what it makes belongs to it."""
@@ -92,10 +94,10 @@ class _OnDevice(NamedTuple):
 class DeviceStash:
     """Leaves everything where it is."""
 
-    def know(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
+    def track(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
         pass
 
-    def keep(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
+    def save(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
         alias = tensor.detach()  # shares the version counter, which tells of edits
         return _OnDevice(alias, alias._version)
 
@@ -154,21 +156,21 @@ class _Copy:
         self._spare.append((self.memory, self.fetched or self.landed))
 
 
-class _Cargo:
-    """One storage of a micro-batch."""
+class _TrackedStorage:
+    """One storage of a micro-batch, on the device or emptied."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.alias = tensor.detach()  # shares storage and version counter
         self.nbytes = self.storage().nbytes()
-        self.present = True
+        self.on_device = True
         self.copy: _Copy | None = None
         self.ready: Mark | None = None
 
     def storage(self) -> torch.UntypedStorage:
         return self.alias.untyped_storage()
 
-    def is_held(self) -> bool:
-        """Whether anybody but the stash has a tensor in this storage."""
+    def is_referenced(self) -> bool:
+        """Whether anything but the stash refers to this storage."""
         storage = self.storage()
         count: int = torch._C._storage_Use_Count(storage._cdata)
         return count > 2  # the alias, and `storage` here
@@ -178,9 +180,9 @@ class _Cargo:
 
 
 class _Leaving(NamedTuple):
-    """A copy in the window. The reference to the cargo keeps its device memory until the copy has ended."""
+    """A copy in the window. The reference to the storage keeps its device memory until the copy has ended."""
 
-    cargo: _Cargo
+    tracked: _TrackedStorage
     copy: _Copy
 
 
@@ -216,9 +218,9 @@ class HostStash:
         assert isinstance(d2h, DeviceLane)
         self._device = device
         self._compute, self._h2d, self._d2h = compute, h2d, d2h
-        self._cargo: dict[MicroBatch, dict[int, _Cargo]] = {}  # by owner and storage
+        self._tracked: dict[MicroBatch, dict[int, _TrackedStorage]] = {}  # by owner and storage
         self._owners: dict[int, MicroBatch] = {}
-        self._apart: dict[int, _Cargo] = {}  # shared by several micro-batches
+        self._shared: dict[int, _TrackedStorage] = {}  # shared by several micro-batches
         self._spare: dict[int, list[tuple[torch.Tensor, Mark | None]]] = {}  # pinned memory, by size
         self._memory: list[PinnedMemory] = []  # all of it
         self._window: deque[_Leaving] = deque()  # see Note [The window]
@@ -232,14 +234,14 @@ class HostStash:
     def reset_peak(self) -> None:
         self._copied.peak = self._copied.now
 
-    def know(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
+    def track(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             if tensor.device != self._device:
                 continue
             storage = tensor.untyped_storage()
-            if storage.nbytes() >= _SMALL and storage._cdata not in self._owners and storage._cdata not in self._apart:
-                cargo = _Cargo(tensor)  # an operator, which is watched too
-                self._cargo.setdefault(batch, {})[storage._cdata] = cargo
+            if storage.nbytes() >= _SMALL and storage._cdata not in self._owners and storage._cdata not in self._shared:
+                tracked = _TrackedStorage(tensor)  # an operator, which is watched too
+                self._tracked.setdefault(batch, {})[storage._cdata] = tracked
                 self._owners[storage._cdata] = batch
 
     def use(self, batch: MicroBatch, tensor: torch.Tensor) -> None:
@@ -248,71 +250,71 @@ class HostStash:
         if owner is None:
             return
         if owner is batch:
-            cargo = self._cargo[batch][key]
-            if cargo.present and cargo.ready is None:
+            tracked = self._tracked[batch][key]
+            if tracked.on_device and tracked.ready is None:
                 return
         else:
-            cargo = self._drop(owner, key)
-            self._apart[key] = cargo  # for the rest of the step nobody's
-        if not cargo.present:
-            self._fill(cargo)
-        if cargo.ready is not None:
-            self._compute.follow(cargo.ready)
-            cargo.ready = None
+            tracked = self._drop(owner, key)
+            self._shared[key] = tracked  # for the rest of the step nobody's
+        if not tracked.on_device:
+            self._fill(tracked)
+        if tracked.ready is not None:
+            self._compute.follow(tracked.ready)
+            tracked.ready = None
 
     def edit(self, tensor: torch.Tensor) -> None:
         """The micro-batch is about to edit a tensor in place, which a copy to the host may still be reading."""
         key = tensor.untyped_storage()._cdata
-        for cargo, copy in self._window:
-            if cargo.storage()._cdata == key and copy.landed is not None:
+        for tracked, copy in self._window:
+            if tracked.storage()._cdata == key and copy.landed is not None:
                 self._compute.follow(copy.landed)
 
-    def keep(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
-        cargo = self._cargo.get(batch, {}).get(tensor.untyped_storage()._cdata)
-        if cargo is None:  # small, or on another device
+    def save(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
+        tracked = self._tracked.get(batch, {}).get(tensor.untyped_storage()._cdata)
+        if tracked is None:  # small, or on another device
             alias = tensor.detach()
             return _OnDevice(alias, alias._version)
-        return _OnHost(self, self._copy_of(cargo), _Geometry.of(tensor))
+        return _OnHost(self, self._copy_of(tracked), _Geometry.of(tensor))
 
     def watch(self, batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         return _Watch(self, batch)
 
     def stow(self, batch: MicroBatch) -> None:
-        for key, cargo in list(self._cargo.get(batch, {}).items()):
-            if not cargo.is_held() or (batch.done and cargo.present):
+        for key, tracked in list(self._tracked.get(batch, {}).items()):
+            if not tracked.is_referenced() or (batch.done and tracked.on_device):
                 self._drop(batch, key)
-            elif cargo.present:
-                cargo.present = False
-                if not self._is_leaving(self._copy_of(cargo)):
-                    cargo.storage().resize_(0)
+            elif tracked.on_device:
+                tracked.on_device = False
+                if not self._is_leaving(self._copy_of(tracked)):
+                    tracked.storage().resize_(0)
 
     def restore(self, batch: MicroBatch) -> None:
-        mine = self._cargo.get(batch, {})
+        mine = self._tracked.get(batch, {})
         for key in {tensor.untyped_storage()._cdata for tensor in batch.needs}:
-            if key in mine and not mine[key].present:
+            if key in mine and not mine[key].on_device:
                 self._fill(mine[key])
 
     def follow(self, batch: MicroBatch) -> None:
-        for cargo in self._cargo.get(batch, {}).values():
-            if cargo.ready is not None:
-                self._compute.follow(cargo.ready)
-                cargo.ready = None
+        for tracked in self._tracked.get(batch, {}).values():
+            if tracked.ready is not None:
+                self._compute.follow(tracked.ready)
+                tracked.ready = None
 
     def bring_back(self) -> None:
-        for cargo in [cargo for owned in self._cargo.values() for cargo in owned.values()]:
-            if cargo.is_held() and not cargo.present:
-                self._fill(cargo)
-            if cargo.ready is not None:
-                self._compute.follow(cargo.ready)
-                cargo.ready = None
+        for tracked in [tracked for owned in self._tracked.values() for tracked in owned.values()]:
+            if tracked.is_referenced() and not tracked.on_device:
+                self._fill(tracked)
+            if tracked.ready is not None:
+                self._compute.follow(tracked.ready)
+                tracked.ready = None
 
     def forget(self) -> None:
         for leaving in self._window:  # the step is over, so here the allocator may wait for the copies' ends
-            leaving.cargo.alias.record_stream(self._d2h.stream)
+            leaving.tracked.alias.record_stream(self._d2h.stream)
         self._window.clear()
-        self._cargo.clear()
+        self._tracked.clear()
         self._owners.clear()
-        self._apart.clear()
+        self._shared.clear()
 
     def close(self) -> None:
         self.forget()
@@ -321,9 +323,9 @@ class HostStash:
         self._memory.clear()
         self._spare.clear()
 
-    def _drop(self, batch: MicroBatch, key: int) -> _Cargo:
+    def _drop(self, batch: MicroBatch, key: int) -> _TrackedStorage:
         del self._owners[key]
-        return self._cargo[batch].pop(key)
+        return self._tracked[batch].pop(key)
 
     def fetch(self, copy: _Copy) -> torch.Tensor:
         """A copy's bytes, in new device memory, in time for compute."""
@@ -337,21 +339,21 @@ class HostStash:
         made[0].record_stream(self._compute.stream)
         return made[0]
 
-    def _fill(self, cargo: _Cargo) -> None:
-        copy = cargo.copy
+    def _fill(self, tracked: _TrackedStorage) -> None:
+        copy = tracked.copy
         assert copy is not None, "what was stowed was copied before"
-        cargo.present = True
+        tracked.on_device = True
         if self._is_leaving(copy):  # the bytes are still there
-            cargo.ready = copy.landed
+            tracked.ready = copy.landed
             return
 
         def work() -> None:
-            cargo.storage().resize_(cargo.nbytes)
-            flat = cargo.flat()
+            tracked.storage().resize_(tracked.nbytes)
+            flat = tracked.flat()
             flat.copy_(copy.memory, non_blocking=True)
             flat.record_stream(self._compute.stream)  # the user's code may let go of it at any time
 
-        cargo.ready = self._fetch(copy, work)
+        tracked.ready = self._fetch(copy, work)
 
     def _fetch(self, copy: _Copy, work: Work) -> Mark:
         assert copy.landed is not None
@@ -362,38 +364,38 @@ class HostStash:
     def _is_leaving(self, copy: _Copy) -> bool:
         return any(leaving.copy is copy for leaving in self._window)
 
-    def _settle(self, leaving: _Leaving) -> None:
+    def _leave_window(self, leaving: _Leaving) -> None:
         """The copy leaves the window: waits for its end, and empties the storage if the micro-batch is still parked."""
-        cargo, copy = leaving
+        tracked, copy = leaving
         assert copy.landed is not None
         copy.landed.wait()
-        if not cargo.present and cargo.copy is copy:
-            cargo.storage().resize_(0)
+        if not tracked.on_device and tracked.copy is copy:
+            tracked.storage().resize_(0)
 
-    def _copy_of(self, cargo: _Cargo) -> _Copy:
+    def _copy_of(self, tracked: _TrackedStorage) -> _Copy:
         """The host's copy of what the storage has now."""
-        version = cargo.alias._version
-        if cargo.copy is not None and cargo.copy.version == version:
-            return cargo.copy
-        spare = self._spare.setdefault(cargo.nbytes, [])
+        version = tracked.alias._version
+        if tracked.copy is not None and tracked.copy.version == version:
+            return tracked.copy
+        spare = self._spare.setdefault(tracked.nbytes, [])
         if spare:
             memory, free = spare.pop()
             if free is not None and free.failed():
                 free = None  # of a step that was given up: nothing uses the memory any more
         else:
-            self._memory.append(PinnedMemory(cargo.nbytes, self._device))
+            self._memory.append(PinnedMemory(tracked.nbytes, self._device))
             memory, free = self._memory[-1].bytes, None
-        copy = cargo.copy = _Copy(memory, version, spare, self._copied)
-        flat = cargo.flat()
+        copy = tracked.copy = _Copy(memory, version, spare, self._copied)
+        flat = tracked.flat()
         copy.landed = self._d2h.submit(
             lambda: memory.copy_(flat, non_blocking=True),
             after=[mark for mark in (self._compute.here(), free) if mark is not None],
             label="stow stash",
-            nbytes=cargo.nbytes,
+            nbytes=tracked.nbytes,
         )
-        self._window.append(_Leaving(cargo, copy))
+        self._window.append(_Leaving(tracked, copy))
         while len(self._window) > IN_FLIGHT:
-            self._settle(self._window.popleft())
+            self._leave_window(self._window.popleft())
         return copy
 
 
@@ -415,5 +417,5 @@ class _Watch(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         storages = {tensor.untyped_storage()._cdata for tensor in given}
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self._stash.know(self._batch, [t for t in made if t.untyped_storage()._cdata not in storages])
+        self._stash.track(self._batch, [t for t in made if t.untyped_storage()._cdata not in storages])
         return result

@@ -20,7 +20,7 @@ from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.stash import Stash
 
 if TYPE_CHECKING:
-    from ferryman.relay.call import Call
+    from ferryman.relay.call import Call, Handle
 
 Work = Callable[[], torch.Tensor]  # the forward of one micro-batch; returns its loss
 
@@ -95,7 +95,7 @@ class StepState:
         self.open_calls = OpenCalls()
         self.turning_modules: set[nn.Module] = set()  # those whose backward followed their forward at once
         self.hooked: set[tuple[MicroBatch, Item]] = set()  # parameters whose gradient hooks have run
-        self.entangled: list[weakref.ref[Call]] = []  # calls that can reach objects that may refer to them
+        self.handles: list[weakref.ref[Handle]] = []  # of calls that autograd may still refer to
         self.resident_edits = WeightEdits((), by_bytes=False)
         self.leaves = OutsideLeaves()
         self.batch_edits = BatchEdits()
@@ -175,9 +175,9 @@ class StepState:
         """Lets go of everything: a traceback may keep this object alive."""
         for batch in self.micro_batches:
             batch.thread_state, batch.inherited = None, {}
-        while self.entangled:
-            if (call := self.entangled.pop()()) is not None:
-                call.untangle()
+        while self.handles:
+            if (handle := self.handles.pop()()) is not None:
+                handle.end()
         self.works, self.micro_batches, self.running, self.visit = (), [], None, None
         self.losses = {}
         self.hooked.clear()

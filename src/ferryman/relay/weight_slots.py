@@ -33,38 +33,38 @@ def next_use(unit: T | None, upcoming: Sequence[T]) -> int:
         return len(upcoming)
 
 
-def choose_fetch(held: Sequence[T | None], busy: Collection[int], upcoming: Sequence[T]) -> tuple[T, int] | None:
+def choose_fetch(loaded: Sequence[T | None], busy: Collection[int], upcoming: Sequence[T]) -> tuple[T, int] | None:
     """The next unit to fetch, and the slot to put it in; None while it is too early for any.
 
-    The unit is the first needed that no slot holds. Its slot is the one whose unit, at the time it comes, is needed
+    The unit is the first needed that no slot has. Its slot is the one whose unit, at the time it comes, is needed
     last (Belady's rule), other than that of the visit before it; it is fetched as soon as that slot is free, that is,
     neither in `busy` nor needed once more until then.
     """
     for distance, unit in enumerate(upcoming):
-        if unit in held:
+        if unit in loaded:
             continue
-        kept = busy if distance == 0 else {held.index(upcoming[distance - 1])}
-        slots = [slot for slot in range(len(held)) if slot not in kept]
+        excluded = busy if distance == 0 else {loaded.index(upcoming[distance - 1])}
+        slots = [slot for slot in range(len(loaded)) if slot not in excluded]
         if not slots:
             return None
-        slot = max(slots, key=lambda slot: next_use(held[slot], upcoming[distance:]))
-        return None if slot in busy or held[slot] in upcoming[:distance] else (unit, slot)
+        slot = max(slots, key=lambda slot: next_use(loaded[slot], upcoming[distance:]))
+        return None if slot in busy or loaded[slot] in upcoming[:distance] else (unit, slot)
     return None
 
 
 def fetched_visits(order: Sequence[T], slots: int) -> list[int]:
     """The visits of a step of this order for which their unit is fetched, with empty slots at its start."""
-    held: list[T | None] = [None] * slots
+    loaded: list[T | None] = [None] * slots
     found: list[int] = []
     for at, unit in enumerate(order):
-        if unit not in held:
-            chosen = choose_fetch(held, (), order[at : at + _LOOK_AHEAD])
+        if unit not in loaded:
+            chosen = choose_fetch(loaded, (), order[at : at + _LOOK_AHEAD])
             assert chosen is not None, "the unit that is needed now can always be fetched"
-            held[chosen[1]] = unit
+            loaded[chosen[1]] = unit
             found.append(at)
         upcoming = order[at + 1 : at + 1 + _LOOK_AHEAD]
-        while (ahead := choose_fetch(held, {held.index(unit)}, upcoming)) is not None:
-            held[ahead[1]] = ahead[0]
+        while (ahead := choose_fetch(loaded, {loaded.index(unit)}, upcoming)) is not None:
+            loaded[ahead[1]] = ahead[0]
             found.append(at + 1 + upcoming.index(ahead[0]))
     return found
 
@@ -181,11 +181,11 @@ class WeightSlots:
         """What to fetch next, and into which slot: first the unit itself, if need be."""
         if self._in_place:
             return None
-        held = [slot.unit for slot in self._slots]
-        if unit in held:
-            chosen = choose_fetch(held, {held.index(unit)}, upcoming[:_LOOK_AHEAD])
+        loaded = [slot.unit for slot in self._slots]
+        if unit in loaded:
+            chosen = choose_fetch(loaded, {loaded.index(unit)}, upcoming[:_LOOK_AHEAD])
         else:
-            chosen = choose_fetch(held, (), [unit, *upcoming[:_LOOK_AHEAD]])
+            chosen = choose_fetch(loaded, (), [unit, *upcoming[:_LOOK_AHEAD]])
             assert chosen is not None, "the unit that is needed now can always be fetched"
         return None if chosen is None else (chosen[0], self._slots[chosen[1]])
 

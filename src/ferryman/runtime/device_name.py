@@ -1,4 +1,4 @@
-"""What a device is called."""
+"""The name of a device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import torch
 
 
 def device_name(device: torch.device) -> str:
-    """With the product's name, where its module tells."""
+    """The device and, if its module knows it, the product's name."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(device) if name is None else f"{device} ({name(device)})"

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are either written completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Within, write to the file that it yields; in the end that takes its place. If anything raises, all is as it was.
+    """Yields a temporary file to write to, which replaces `path` at the end. If anything raises, `path` is unchanged.
 
-    It is in the same directory, so that taking the place is one act of the file system.
+    The file is in the same directory, so that the file system replaces it atomically.
     """
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")

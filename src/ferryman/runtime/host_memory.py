@@ -1,4 +1,7 @@
-"""The host's memory: how much there is, asked before it is taken, not found out by being killed for it."""
+"""How much memory the host has left, checked before it is allocated: afterwards the system would kill the process.
+
+Not with psutil: it knows the system's memory but no container's limit, and would be one more dependency for two lines.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,20 @@ from ferryman.runtime.sizes import show_bytes
 
 
 def available() -> int | None:
-    """Bytes that this process can still take; None where the system does not tell."""
+    """Bytes that this process can still allocate; None where the system does not say."""
     found = [value for value in (_free_in_system(), _free_in_group()) if value is not None]
     return min(found, default=None)
 
 
 def check(account: dict[str, int], already: int) -> None:
-    """Refuses what the host cannot hold. `already`: bytes that the process has and gives back in turn."""
+    """Raises if the host has no room for this. `already`: bytes that the process has now and frees in exchange."""
     free = available()
     needed = sum(account.values())
     if free is not None and needed - already > free:
         parts = ", ".join(f"{show_bytes(nbytes)} for {part}" for part, nbytes in account.items() if nbytes)
         raise ValueError(
             f"the host cannot hold this: {show_bytes(needed)} are needed ({parts}), and {show_bytes(free)} are free. "
-            "A narrower precision ('bf16' takes 12 bytes a parameter with AdamW), an optimizer with less state (SGD, "
+            "A narrower precision ('bf16' takes 12 bytes per parameter with AdamW), an optimizer with less state (SGD, "
             "Lion) or fewer trained parameters need less"
         )
 
@@ -37,7 +40,7 @@ def _free_in_system() -> int | None:
 
 
 def _free_in_group() -> int | None:
-    """In the control group (a container's limit); pages of files count as free."""
+    """Bytes left in the control group, which limits a container; cached pages of files count as free."""
     limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if not limit.exists() or not usage.exists() or limit.read_text().strip() == "max":
         return None
@@ -47,6 +50,6 @@ def _free_in_group() -> int | None:
 
 
 def trim() -> None:
-    """Returns memory that was freed to the system: the C library keeps pieces of what a model's weights took before."""
+    """Returns freed memory to the system: the C library keeps some of what a model's weights took before."""
     with contextlib.suppress(OSError, AttributeError):  # only the GNU C library has it
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Ctrl-C in a step: it waits for the end of a visit, where nothing is half done."""
+"""Ctrl-C in a step: it is raised at the end of a visit, where nothing is half done."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 class Interrupts:
-    """Within, SIGINT is noted, and raised at the next `check`; a second one is raised at once.
+    """Within, SIGINT is remembered and raised at the next `check`; a second SIGINT is raised at once.
 
-    Only in the main thread, which is the one that Python interrupts, and only where SIGINT would raise there.
+    Only in the main thread, the one that Python interrupts, and only if SIGINT has a handler there.
     """
 
     def __init__(self) -> None:

@@ -6,19 +6,20 @@ thread. Either kind of lane waits for either kind of mark, and the thread that s
 
 Note [Who issues]
 An accelerator cannot wait for a thread. So work for a stream is issued at once, by the thread that submits it, if
-all that it comes after is done or already issued to a stream; else by a thread of the lane's own, which waits for the
-host's marks first. Either way the stream itself waits for other streams, by events.
+everything that it comes after is done or already issued to a stream. Otherwise a thread of the lane's own issues it,
+after it has waited for the host's marks. Either way the stream waits for other streams by events.
 
 Note [Failures]
-Work that raises fails its lane. What comes after it, by the lane's order or by a mark, is not run: its marks are
-cancelled, so nothing waits for ever. The exception itself comes out of the next `wait` on any mark or lane of the
-group, once, as what it is, with its traceback and a note that says what was being done. From then on the lanes take
-new work; only waiting for a mark that was cancelled still raises, a LaneError, since what it stands for never happened.
+Work that raises fails its lane. Work that comes after it, by the lane's order or by a mark, is not run: its marks are
+cancelled, so nothing waits forever. The next `wait` on any mark or lane of the group raises the exception, once, with
+its traceback and a note that says which work failed. This begins a new *epoch* of the group. A failure cancels work in
+its lane that was submitted in an earlier epoch than the one that began when it was raised; work submitted later runs.
+Only waiting for a mark that was cancelled still raises, a LaneError, since its work was never done.
 
 Note [Witness]
-A device may have a race detector that follows what the host waits for (`torch_virtual` has). Its module then offers
-`own_clock`, `now`, `learn`, `host_reads` and `host_writes`, and lanes tell it what their marks order. Where there is
-none, nothing is told.
+A device may have a race detector that follows what the host waits for (`torch_virtual` has one). Its module then offers
+`own_clock`, `now`, `learn`, `host_reads` and `host_writes`, and lanes report to it what their marks order. Without a
+detector, these calls do nothing.
 
 Note [Profiler ranges]
 While a profiler is active, work runs inside a `torch.profiler.record_function` range that has the work's label, so that
@@ -41,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import profiler
 
-from ferryman.runtime import shutdown as ending
+from ferryman.runtime import shutdown
 from ferryman.runtime.marks import Failure, LaneError, Mark
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ class _Job:
     nbytes: int
     reads: Sequence[torch.Tensor]
     writes: Sequence[torch.Tensor]
-    failures_seen: int  # by the group's waits, when it was submitted
-    instant: Any  # what the witness knew when it was submitted
+    epoch: int  # of the group, when it was submitted
+    instant: Any  # of the race detector, when it was submitted
 
 
 def _nothing() -> None:
@@ -108,9 +109,11 @@ class Lane:
         self._busy = False  # a job is being run or issued
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._failures: list[Failure] = []  # of this lane's work, or of work that it came after
+        self._failures: list[Failure] = []  # of this lane's work, and of work that it came after
         self._last: Mark | None = None
-        self.prelude: Work = _nothing  # done first in each piece of work, as a part of it; `verify` makes lanes late so
+        self.prelude: Work = (
+            _nothing  # runs first in each piece of work, as a part of it; `verify` delays lanes with it
+        )
 
     def submit(
         self,
@@ -123,14 +126,14 @@ class Lane:
         writes: Sequence[torch.Tensor] = (),
         timed: bool = False,
     ) -> Mark:
-        """Queues `work` behind all that was submitted to this lane before and behind the marks in `after`.
+        """Queues `work` behind everything that was submitted to this lane before, and behind the marks in `after`.
 
         Returns at once. `label` and `nbytes` are for the trace. `reads` and `writes` are the pinned tensors that work
-        on the host uses, for the race detector. Of `timed` work `busy_seconds` can tell how long it took.
+        on the host uses, for the race detector. `timed`: `busy_seconds` can measure the work on a device.
         """
         marks = tuple(after)
         if not all(isinstance(mark, Mark) for mark in marks):
-            raise ValueError(f"after=: a list of marks is required, this is {list(marks)!r}")
+            raise ValueError(f"after=: a list of marks is required, found {list(marks)!r}")
         if label is None:
             label = getattr(work, "__name__", "work")
         mark = Mark(self._group, self.name, label, timed=timed)
@@ -138,7 +141,7 @@ class Lane:
             if self._closed:
                 raise LaneError(f"lane {self.name!r} is closed, it takes no more work ({label!r})")
             group = self._group
-            job = _Job(work, marks, mark, nbytes, reads, writes, group._failures_seen, group._witness.now())
+            job = _Job(work, marks, mark, nbytes, reads, writes, group._epoch, group._witness.now())
             inline = not self._busy and not self._queue and self._can_issue_now(job)
             if inline:
                 self._busy = True
@@ -148,7 +151,7 @@ class Lane:
                     self._thread = threading.Thread(target=self._serve, name=f"ferryman-{self.name}", daemon=True)
                     self._thread.start()
                 self._condition.notify_all()
-            self._last = mark  # at the end: what raises before this leaves nothing behind to wait for
+            self._last = mark  # at the end: if anything above raises, there is nothing to wait for
         if inline:
             with group._witness.own_clock(f"the issuing thread of lane {self.name!r}"):
                 self._perform(job)
@@ -157,7 +160,7 @@ class Lane:
     def copy(
         self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], *, after: Iterable[Mark] = (), label: str
     ) -> Mark:
-        """Queues copies, each given as what is written and what is read; timed."""
+        """Queues copies, each given as target and source; timed."""
 
         def work() -> None:
             for target, source in copies:
@@ -167,7 +170,7 @@ class Lane:
         return self.submit(work, after=after, label=label, nbytes=nbytes, timed=True)
 
     def wait(self) -> None:
-        """Blocks until all that was submitted so far is over; raises a failure that nobody has seen yet."""
+        """Blocks until everything submitted so far is over; raises a failure that was not raised yet."""
         self._group._raise_failure()
         if self._last is not None:
             self._last._block()
@@ -175,10 +178,11 @@ class Lane:
 
     @contextlib.contextmanager
     def occupy(self, label: str, *, after: Iterable[Mark] = ()) -> Iterator[Mark]:
-        """The caller does the work itself, here and now; yields the mark of its end.
+        """Within, the caller itself does the lane's work; yields the mark of its end.
 
-        For work that is not a function to be submitted, such as a model's own code: it runs on the thread that entered,
-        or on one that waits for it. On a device the lane's stream must be current there. Raises what `after` raises.
+        For work that cannot be submitted as a function, such as a model's own code: it runs on the thread that entered,
+        or on one that the thread waits for. On a device the lane's stream must be current there. Raises if a mark in
+        `after` was cancelled.
         """
         mark = Mark(self._group, self.name, label)
         with self._condition:
@@ -192,7 +196,7 @@ class Lane:
                 yield mark
         except BaseException as error:
             mark._failure = Failure(error, self.name, label)
-            mark._failure.let_out(self._group._failures_seen)  # it is on its way to the caller
+            mark._failure.take_error(self._group._epoch)  # the caller gets it here, not from a later wait
             raise
         finally:
             mark._instant = self._group._witness.now()
@@ -202,11 +206,11 @@ class Lane:
                 self._condition.notify_all()
 
     def here(self) -> Mark:
-        """A mark at this point of what the caller is doing on the lane."""
+        """A mark after everything that the caller has done on the lane so far."""
         return Mark(self._group, self.name, "this point")._settle_at(None)
 
     def follow(self, *marks: Mark) -> None:
-        """Has what is done on this lane from now on, by whoever occupies it, come after `marks`."""
+        """Has the lane, while the caller occupies it, wait for `marks`."""
         for mark in marks:
             mark._settled.wait()
             if mark._failure is not None:
@@ -214,18 +218,18 @@ class Lane:
             self._come_after(mark)
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
-        """Within, what the calling thread launches goes to this lane."""
+        """Within, the calling thread launches its work on this lane's stream."""
         return contextlib.nullcontext()
 
     def _can_issue_now(self, job: _Job) -> bool:
         raise NotImplementedError
 
     def _come_after(self, mark: Mark) -> None:
-        """Has the lane wait for a mark that is settled."""
+        """Has the lane wait for a settled mark."""
         raise NotImplementedError
 
     def _recorded(self, mark: Mark, nbytes: int) -> contextlib.AbstractContextManager[None]:
-        """Within, work is done; prepares the mark and traces it."""
+        """Within, the lane's work runs: notes its begin and end in the mark and in the trace."""
         raise NotImplementedError
 
     def _run(self, job: _Job) -> None:
@@ -255,19 +259,19 @@ class Lane:
         mark = job.mark
         try:
             self._group._witness.learn(job.instant)
-            mark._failure = next((failure for failure in self._failures if failure.dooms(job.failures_seen)), None)
+            mark._failure = next((failure for failure in self._failures if job.epoch < failure.epoch), None)
             for before in job.after:
                 before._settled.wait()
                 mark._failure = mark._failure or before._failure
             if mark._failure is None:
                 self._run(job)
-        except BaseException as error:  # whatever it is, the driver must hear of it
+        except BaseException as error:  # of any kind: a wait raises it
             mark._failure = Failure(error, self.name, mark.label)
             self._group._add_failure(mark._failure)
         finally:
             if mark._failure is not None and mark._failure not in self._failures:
                 self._failures.append(mark._failure)
-            # Whoever waits for the mark may then let go of what the work has used, and be the last to do so.
+            # Before the mark is set: memory that the work used is freed by whoever waits for the mark, not here.
             job.work, job.reads, job.writes = _nothing, (), ()
             mark._instant = self._group._witness.now()
             mark._settled.set()
@@ -286,10 +290,10 @@ class Lane:
 
 
 class HostLane(Lane):
-    """A thread: work on the host or the disk."""
+    """A lane for work on the host or the disk: a thread."""
 
     def _can_issue_now(self, job: _Job) -> bool:
-        return False  # the submitting thread never does the work
+        return False  # the lane's thread runs the work, never the submitting one
 
     def _come_after(self, mark: Mark) -> None:
         mark._block()
@@ -304,9 +308,9 @@ class HostLane(Lane):
 
 
 class DeviceLane(Lane):
-    """A torch stream: copies over the link one way, or kernels. The work is what launches them.
+    """A lane for copies in one direction, or for kernels: a torch stream. A piece of work launches them.
 
-    `apart`: always from the lane's own thread, for work whose launches alone would keep the submitting thread.
+    `apart`: work is always launched by the lane's own thread, since launching it takes long.
     """
 
     def __init__(self, group: Lanes, name: str, *, apart: bool = False) -> None:
@@ -342,27 +346,27 @@ class DeviceLane(Lane):
                 yield
             finally:
                 end.record(self.stream)
-                mark._event = end  # also of work that failed half-way: what it launched must be waited for
+                mark._event = end  # also of work that failed halfway: what it launched must be waited for
         mark._span = None if begin is None else (begin, end)
         if trace is not None and begin is not None:
             trace.add_device_span(self.name, mark.label, begin, end, nbytes)
 
 
 class Lanes:
-    """A group of lanes that belong together: they share their failures and a trace.
+    """A group of lanes that share their failures and a trace.
 
-    Closing it, or leaving a `with`, waits for all work. `trace` can be set or taken away whenever no work is under way.
+    Closing it, or leaving a `with`, waits for all work. `trace` can be set or removed when no lane has work.
     """
 
     def __init__(self, device: torch.device | str, *, trace: Trace | None = None) -> None:
         self._torch_device = torch.device(device)
         self._witness = _witness_of(self._torch_device)
         self._lock = threading.Lock()
-        self._failures: deque[Failure] = deque()  # that no wait has let out yet
-        self._failures_seen = 0
+        self._failures: deque[Failure] = deque()  # not raised yet
+        self._epoch = 0  # the number of failures raised so far; see Note [Failures]
         self._lanes: list[Lane] = []
         self._trace = trace
-        ending.open_lanes.add(self)
+        shutdown.open_lanes.add(self)
 
     @property
     def trace(self) -> Trace | None:
@@ -387,32 +391,34 @@ class Lanes:
         return iter(self._lanes)
 
     def here(self) -> Mark:
-        """A mark at this point of what the calling thread does, on its own stream of the device."""
+        """A mark after everything that the calling thread has launched so far, on its current stream of the device."""
         on_host = self._torch_device.type == "cpu"
         stream = None if on_host else torch.accelerator.current_stream(self._torch_device)
         return Mark(self, "the caller's", "this point")._settle_at(stream)
 
     def wait(self) -> None:
-        """Blocks until all that was submitted so far to any lane is over; raises as `Lane.wait` does."""
+        """Blocks until everything submitted so far to any lane is over; raises as `Lane.wait` does."""
         for lane in self._lanes:
             lane.wait()
 
     def drain(self) -> None:
-        """Blocks until all that was submitted so far is over, or was cancelled. An exception is on its way already, so
-        none is raised, and failures that nobody has seen are forgotten."""
+        """Blocks until everything submitted so far is over or cancelled, and forgets failures that were not raised yet.
+
+        For callers that are handling an exception already.
+        """
         for lane in self._lanes:
             if lane._last is not None:
                 lane._last._block()
             if isinstance(lane, DeviceLane):
-                lane.stream.synchronize()  # if the last was cancelled, what came before may still be under way
+                lane.stream.synchronize()  # if the last work was cancelled, earlier work may still run
         with self._lock:
             while self._failures:
-                self._failures_seen += 1
-                self._failures.popleft().let_out(self._failures_seen)
+                self._epoch += 1
+                self._failures.popleft().take_error(self._epoch)
 
     def close(self) -> None:
-        """Finishes what was submitted, ends the threads, raises a failure that nobody has seen yet."""
-        ending.open_lanes.discard(self)
+        """Finishes all work, ends the threads, and raises a failure that was not raised yet."""
+        shutdown.open_lanes.discard(self)
         for lane in self._lanes:
             lane._close()
         self._raise_failure()
@@ -426,7 +432,7 @@ class Lanes:
         if error is None:
             self.close()
             return
-        # A failure of the lanes must not hide the exception that is on its way.
+        # A failure of the lanes must not hide the exception that is being raised.
         with contextlib.suppress(BaseException):
             self.close()
 
@@ -449,6 +455,6 @@ class Lanes:
         with self._lock:
             if not self._failures:
                 return
-            self._failures_seen += 1
-            # Not by way of a variable: this frame and the error would keep each other alive.
-            raise self._failures.popleft().let_out(self._failures_seen)
+            self._epoch += 1
+            # Not through a variable: this frame and the error would keep each other alive.
+            raise self._failures.popleft().take_error(self._epoch)

@@ -1,4 +1,4 @@
-"""Marks: points in lanes that others can wait for, and what has become of the work before them."""
+"""Marks: points in lanes that others can wait for, and whether the work before them was done."""
 
 from __future__ import annotations
 
@@ -14,28 +14,26 @@ if TYPE_CHECKING:
 
 
 class LaneError(RuntimeError):
-    """Something was waited for that did not happen, because other work had failed before it or its lane was closed."""
+    """Work was not done, because other work had failed before it or its lane was closed."""
 
 
 class Failure:
-    """One exception, from the work that raised it to the wait that lets it out."""
+    """The exception of one piece of work, from there to the wait that raises it.
+
+    `epoch`: the epoch of its lanes that began when it was raised; see Note [Failures] in `lanes.py`.
+    """
 
     def __init__(self, error: BaseException, lane: str, label: str) -> None:
         self.error: BaseException | None = error
-        self.doing = f"{label!r} in lane {lane!r}"
-        error.add_note(f"ferryman was doing {self.doing}")
+        self.work = f"{label!r} in lane {lane!r}"
+        self.epoch = math.inf  # not raised yet
+        error.add_note(f"ferryman was doing {self.work}")
 
-        self._seen_as: int | None = None
-
-    def let_out(self, number: int) -> BaseException:
-        """The exception, to be raised, as the group's nth. Not kept: its traceback holds all that the work used."""
-        error, self.error, self._seen_as = self.error, None, number
-        assert error is not None, "a failure is let out once"
+    def take_error(self, epoch: int) -> BaseException:
+        """The exception, to be raised now; an epoch begins. It is not kept: its traceback holds what the work used."""
+        error, self.error, self.epoch = self.error, None, epoch
+        assert error is not None, "a failure is raised once"
         return error
-
-    def dooms(self, failures_seen: int) -> bool:
-        """Whether work that comes after this failure was submitted, when so many were seen, before this one was."""
-        return self._seen_as is None or self._seen_as > failures_seen
 
 
 class Mark:
@@ -46,22 +44,22 @@ class Mark:
         self._group = group
         self._lane = lane
         self._timed = timed
-        self._span: tuple[torch.Event, torch.Event] | tuple[float, float] | None = None  # its begin and its end
-        self._settled = threading.Event()  # host: the work is over; stream: it is issued, and `_event` tells the rest
+        self._span: tuple[torch.Event, torch.Event] | tuple[float, float] | None = None  # when its work began and ended
+        self._settled = threading.Event()  # host: the work is over; stream: it is issued, and `_event` follows it
         self._event: torch.Event | None = None
         self._failure: Failure | None = None
-        self._instant: Any = None  # what the witness knew when it was settled
+        self._instant: Any = None  # of the race detector, when the mark was settled
 
     def __repr__(self) -> str:
         return f"<Mark {self.label!r} in lane {self._lane!r}>"
 
     def wait(self) -> None:
-        """Blocks until the work is over; raises what went wrong, here or in any other lane of the group."""
+        """Blocks until the work is over; raises the exception of work that failed, in any lane of the group."""
         self._group._raise_failure()
         self._block()
         self._group._raise_failure()
         if self._failure is not None:
-            raise LaneError(f"{self.label!r} in lane {self._lane!r} was not done, because of {self._failure.doing}")
+            raise LaneError(f"{self.label!r} in lane {self._lane!r} was not done, because of {self._failure.work}")
 
     def passed(self) -> bool:
         """Whether the work is over; never raises, never blocks. A cancelled mark has passed."""
@@ -73,7 +71,7 @@ class Mark:
         return True
 
     def issued(self) -> bool:
-        """Whether the work is over or, on a stream, in its queue: what the host does from now on comes after it."""
+        """Whether the work is over or, on a stream, was launched."""
         return self._settled.is_set()
 
     def failed(self) -> bool:
@@ -81,7 +79,7 @@ class Mark:
         return self._settled.is_set() and self._failure is not None
 
     def precede_caller(self) -> None:
-        """Has what the calling thread launches on its own stream from now on come after this mark."""
+        """Has the calling thread's current stream wait for this mark."""
         self._settled.wait()
         if self._failure is not None:
             self.wait()
@@ -91,7 +89,7 @@ class Mark:
             torch.accelerator.current_stream(self._event.device).wait_event(self._event)
 
     def _settle_at(self, stream: torch.Stream | None) -> Mark:
-        """Makes this the mark of a stream's present end, or of this moment."""
+        """Makes this the mark of all work launched on the stream so far; without a stream, of this moment."""
         if stream is not None:
             self._event = torch.Event(stream.device, blocking=True)
             self._event.record(stream)
@@ -108,7 +106,7 @@ class Mark:
 
 
 def _spans(marks: Iterable[Mark]) -> list[tuple[float, float]]:
-    """When the work of marks that have passed began and ended, in seconds from the first; of one kind of lane."""
+    """When the work of marks that have passed began and ended, in seconds. All marks are of one kind of lane."""
     found = [mark._span for mark in marks if mark._span is not None and not mark.failed()]
     spans: list[tuple[float, float]] = []
     for begin, end in found:
@@ -122,14 +120,14 @@ def _spans(marks: Iterable[Mark]) -> list[tuple[float, float]]:
 
 
 def busy_seconds(marks: Iterable[Mark]) -> float:
-    """How long at least one of these was under way. All have passed, were timed, and are of one kind of lane."""
+    """The seconds in which at least one of these ran. All have passed, were timed, and are of one kind of lane."""
     return covered(_spans(marks))
 
 
 def covered(spans: Iterable[tuple[float, float]], start: float = -math.inf, stop: float = math.inf) -> float:
-    """How much of the time from start to stop the spans cover, each given by its begin and its end.
+    """How much of the time from `start` to `stop` the spans cover, each given by its begin and its end.
 
-    Where they overlap it counts once.
+    Time in which several spans overlap counts once.
     """
     total, until = 0.0, start
     for begin, end in sorted(spans):
@@ -139,6 +137,6 @@ def covered(spans: Iterable[tuple[float, float]], start: float = -math.inf, stop
 
 
 def whole_seconds(marks: Iterable[Mark]) -> float:
-    """From the begin of the first to the end of the last, of such marks."""
+    """The seconds from the begin of the first to the end of the last, for marks as in `busy_seconds`."""
     spans = _spans(marks)
     return max(end for _, end in spans) - spans[0][0] if spans else 0.0

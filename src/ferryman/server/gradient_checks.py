@@ -1,4 +1,4 @@
-"""Looks at losses and gradients before they change anything: are they finite, and what is the norm of all?"""
+"""Checks of losses and gradients before they change weights: are they finite, and what is their global norm?"""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server import kernels
-from ferryman.server.device_updates import Look
+from ferryman.server.device_updates import SquaredSums
 
 
 class NonFiniteError(ValueError):
-    """A gradient or a loss is inf or NaN. `agreed`: all ranks have found it together, and can go on."""
+    """A gradient or a loss is inf or NaN. `agreed`: all ranks have raised this together, and can go on."""
 
     def __init__(self, message: str, *, agreed: bool = False) -> None:
         super().__init__(message)
         self.agreed = agreed
 
 
-Consequence = Callable[[], str]  # what has changed already, for an error
+DescribeChanges = Callable[[], str]  # which weights this step has changed already, for an error
 
 
 class GradientChecks:
-    """Of one step at a time. Gradients on the host are looked at in the host's lane, before their update there.
+    """Checks of the step that runs.
 
-    What is found on the device comes over a lane of its own: the host's may be far behind.
+    Gradients on the host are checked on the host lane, before they are used there. Sums that the device has computed
+    are checked on a lane of their own: the host lane may be far behind.
     """
 
     def __init__(self, host: Lane, checks: Lane, device: torch.device, threads: int | None) -> None:
@@ -37,24 +38,27 @@ class GradientChecks:
         self._device = device
         self._threads = threads
         self._loss_memory: list[PinnedMemory] = []
-        self._sums: dict[tuple[Item, int], float] = {}  # squares, as they stand, by tensor and stretch of its unit
+        self._sums: dict[tuple[Item, int], float] = {}  # sums of squares, by tensor and start of the subgroup
         self._marks: list[Mark] = []
         self._losses: list[tuple[torch.Tensor, Mark]] = []
         self.losses_checked: list[Mark] = []
 
     def receive_loss(self) -> torch.Tensor:
-        """Where the next micro-batch's loss goes."""
+        """Pinned memory for the next micro-batch's loss."""
         number = len(self._losses)
         if number == len(self._loss_memory):
             self._loss_memory.append(PinnedMemory(GRADIENT.itemsize, self._device))
         return self._loss_memory[number].bytes.view(GRADIENT)
 
     def expect_loss(self, loss: torch.Tensor, mark: Mark) -> None:
-        """It will be there after the mark."""
+        """The loss will be in `receive_loss`'s memory after the mark."""
         self._losses.append((loss, mark))
 
     def check_losses(self) -> None:
-        """Before the first weight changes: gradients of a loss that is not finite are not, either."""
+        """Checks the losses that have come since the last call, before the first weight changes.
+
+        If a loss is not finite, its gradients are not, either, and the loss is what the user should be told of.
+        """
         if not self._losses:
             return
         losses, self._losses = self._losses, []
@@ -65,58 +69,65 @@ class GradientChecks:
             if not all(math.isfinite(value) for value in values):
                 number = next(i for i, value in enumerate(values) if not math.isfinite(value))
                 raise NonFiniteError(
-                    f"the loss of micro-batch {number} is {values[number]}. No weight was changed; "
-                    "on_nonfinite='skip' passes such steps over"
+                    f"the loss of micro-batch {number} is {values[number]}. No weight was changed. "
+                    "on_nonfinite='skip' skips such steps"
                 )
 
         marks = [mark for _, mark in losses]
-        self.losses_checked = [self._host.submit(check, after=marks, label="look at losses", reads=tensors)]
+        self.losses_checked = [self._host.submit(check, after=marks, label="check losses", reads=tensors)]
         self._marks += self.losses_checked
 
-    def on_host(
+    def check_on_host(
         self,
         subgroup: Subgroup,
         gradient: torch.Tensor,
         items: Collection[Item],
         after: Collection[Mark],
-        consequence: Consequence | None = None,
+        describe_changes: DescribeChanges | None = None,
     ) -> Mark:
-        """At a gradient on the host. With a consequence, it raises if that is not finite."""
+        """Sums the squares of a gradient on the host, after the marks; returns when that is done.
 
-        def look() -> None:
+        With `describe_changes`, a gradient that is not finite raises, and so cancels what comes after the mark.
+        """
+
+        def check() -> None:
             found = squares(subgroup.unit, gradient, subgroup.start, items, self._threads)
-            self._take(subgroup, found, consequence)
+            self._add(subgroup, found, describe_changes)
 
-        mark = self._host.submit(look, after=after, label=f"look at {subgroup.unit.name}", reads=[gradient])
+        mark = self._host.submit(check, after=after, label=f"check {subgroup.unit.name}", reads=[gradient])
         self._marks.append(mark)
         return mark
 
-    def on_device(self, subgroup: Subgroup, look: Look, consequence: Consequence | None = None) -> Mark:
-        """At what a look on the device has found."""
+    def check_sums(
+        self, subgroup: Subgroup, squared: SquaredSums, describe_changes: DescribeChanges | None = None
+    ) -> Mark:
+        """The same for a gradient whose squares the device has summed."""
 
         def check() -> None:
-            self._take(subgroup, dict(zip(look.items, look.sums.tolist(), strict=True)), consequence)
+            found = dict(zip(squared.items, squared.sums.tolist(), strict=True))
+            self._add(subgroup, found, describe_changes)
 
         label = f"check {subgroup.unit.name}"
-        mark = self._checks.submit(check, after=[look.landed], label=label, reads=[look.sums])
+        mark = self._checks.submit(check, after=[squared.landed], label=label, reads=[squared.sums])
         self._marks.append(mark)
         return mark
 
     def wait(self) -> None:
-        """Blocks until all has been looked at."""
+        """Blocks until all checks are done."""
         for mark in self._marks:
             mark.wait()
 
-    def broken(self) -> Item | None:
-        """A tensor whose gradient is not finite."""
+    def nonfinite_item(self) -> Item | None:
+        """A tensor whose gradient is not finite; None if all are."""
         return next((item for (item, _), part in self._sums.items() if not math.isfinite(part)), None)
 
     def norm(self, scales: Mapping[Item, float]) -> float:
-        """Of all gradients, of which some are too large by a factor; the same in whatever order they were seen."""
+        """The global norm, whatever the order of checks. `scales`: the factors by which gradients are too large."""
         parts = [part / scales.get(item, 1.0) ** 2 for (item, _), part in self._sums.items()]
         return math.sqrt(math.fsum(parts)) if all(map(math.isfinite, parts)) else math.nan
 
     def forget(self) -> None:
+        """Another step begins."""
         self._sums.clear()
         self._marks.clear()
         self._losses.clear()
@@ -126,19 +137,19 @@ class GradientChecks:
         for memory in self._loss_memory:
             memory.close()
 
-    def _take(self, subgroup: Subgroup, found: Mapping[Item, float], consequence: Consequence | None) -> None:
+    def _add(self, subgroup: Subgroup, found: Mapping[Item, float], describe_changes: DescribeChanges | None) -> None:
         for item, total in found.items():
-            if consequence is not None and not math.isfinite(total):
-                raise non_finite(item, consequence())
+            if describe_changes is not None and not math.isfinite(total):
+                raise nonfinite_error(item, describe_changes())
             self._sums[item, subgroup.start] = total
 
 
-def non_finite(item: Item | None, then: str, *, agreed: bool = False) -> NonFiniteError:
-    """None: another rank knows which it is."""
+def nonfinite_error(item: Item | None, changes: str, *, agreed: bool = False) -> NonFiniteError:
+    """`item`: the tensor whose gradient is not finite; None if only another rank knows which one it is."""
     which = "a parameter, which another rank names," if item is None else repr(item.name)
     return NonFiniteError(
-        f"the gradient of {which} is not finite (inf or NaN). {then}. Lower the learning rate, look at the data, "
-        "or pass such steps over: on_nonfinite='skip'",
+        f"the gradient of {which} is not finite (inf or NaN). {changes}. Lower the learning rate, check the data, "
+        "or skip such steps: on_nonfinite='skip'",
         agreed=agreed,
     )
 
@@ -146,11 +157,10 @@ def non_finite(item: Item | None, then: str, *, agreed: bool = False) -> NonFini
 def squares(
     unit: Unit, gradients: torch.Tensor, start: int, items: Collection[Item], threads: int | None
 ) -> dict[Item, float]:
-    """The sum of squares of each tensor's gradient, as far as it is in a stretch that begins at `start`."""
-    offsets = trained_offsets(unit)
-    shared = {item: overlap(item, offsets[item], start, gradients.numel()) for item in items}
-    return {
-        item: kernels.sum_of_squares(gradients[both[1]], threads=threads)
-        for item, both in shared.items()
-        if both is not None
-    }
+    """The sum of squares of each tensor's gradient, as far as it is in `gradients`, which begin at element `start`."""
+    offsets, sums = trained_offsets(unit), dict[Item, float]()
+    for item in items:
+        both = overlap(item, offsets[item], start, gradients.numel())
+        if both is not None:
+            sums[item] = kernels.sum_of_squares(gradients[both[1]], threads=threads)
+    return sums

@@ -1,5 +1,7 @@
-"""The user's torch optimizer. Its groups say what happens to each parameter and are read anew for every update. The
-server keeps its state, and shows it to whoever reads `optimizer.state`."""
+"""The user's torch optimizer, as the server sees it.
+
+Its parameter groups are read in every step. The server keeps its state, and fills `optimizer.state` when it is read.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from ferryman.server import rules
 from ferryman.server.rules import Group, Rule
 from ferryman.server.served_state import ServedState, State
 
-# Elementwise, and left to torch itself: without a compiled form, or with options that theirs has not.
+# Elementwise optimizers without a compiled kernel: torch's own class makes their updates, on the host.
 _LEFT_TO_TORCH = (
     torch.optim.Adadelta,
     torch.optim.Adamax,
@@ -37,21 +39,21 @@ _REFUSED = {
 
 
 class OptimizerView:
-    """Which parameter belongs to which group, and what its rule is."""
+    """The group and the update rule of each parameter."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"the optimizer must be a torch.optim.Optimizer, this is a {type(optimizer).__name__}")
         self.optimizer = optimizer
         self._model = model
-        self._groups: dict[int, int] = {}  # by parameter, as of the last look
+        self._groups: dict[int, int] = {}  # by parameter, as of the last `check_groups`
         self._hook: RemovableHandle | None = None
-        self._served: ServedState | None = None  # while an engine has the optimizer
+        self._served: ServedState | None = None  # while an engine uses the optimizer
         self._rules = [_rule_of(optimizer, group) for group in optimizer.param_groups]
-        self.look()
+        self.check_groups()
 
-    def look(self) -> None:
-        """Reads which group each parameter is in now, and refuses what cannot be followed."""
+    def check_groups(self) -> None:
+        """Reads the group of each parameter, and refuses changes that the engine cannot follow."""
         optimizer = self.optimizer
         self._refuse_hooks()
         found: dict[int, int] = {}
@@ -66,14 +68,14 @@ class OptimizerView:
         if len(optimizer.param_groups) < len(self._rules):
             raise ValueError(
                 f"the optimizer had {len(self._rules)} parameter groups and has {len(optimizer.param_groups)} now; "
-                "change their values (lr, weight_decay), not which there are"
+                "change their values (lr, weight_decay), but do not remove groups"
             )
         for group in optimizer.param_groups[len(self._rules) :]:  # for blocks that were inserted
             self._rules.append(_rule_of(optimizer, group))
         for number, group in enumerate(optimizer.param_groups):
             if _rule_of(optimizer, group) is not self._rules[number]:
                 raise ValueError(
-                    f"group {number} of the optimizer has other options now, with which it needs other state "
+                    f"group {number} of the optimizer has other options now, which need other state "
                     "(momentum, amsgrad, maximize); set them before the engine is made"
                 )
         missing = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in found]
@@ -119,23 +121,22 @@ class OptimizerView:
         return group
 
     def rule(self, item: Item) -> Rule | None:
-        """None: it is left to torch."""
+        """The rule that updates a tensor; None: torch's own optimizer does."""
         return self._rules[self._groups[id(item.tensor)]]
 
     def watch(self, show: Callable[[], None]) -> None:
-        """While an engine has the optimizer: `show` gives (`give_state`) what the server has of each parameter."""
+        """From now on an engine uses the optimizer. `show` fills `optimizer.state`, by `give_state`."""
         self._hook = self.optimizer.register_step_pre_hook(_refuse_step)
         self._served = ServedState(show)
         self.hide_states()
 
     @property
     def shows_states(self) -> bool:
-        """Whether `optimizer.state` is the user's: they have looked at it, or put another in its place, as
-        `load_state_dict` does."""
+        """Whether the user has read `optimizer.state`, or replaced it as `load_state_dict` does."""
         return self._served is not None and (self._served.is_shown or self.optimizer.state is not self._served)
 
     def hide_states(self) -> None:
-        """The server has taken what was shown; what it knows nothing of stays, such as the state of frozen ones."""
+        """The server has taken over the state. Entries that it does not know, such as of frozen tensors, stay."""
         assert self._served is not None
         if self.optimizer.state is not self._served:
             left = dict(self.optimizer.state)
@@ -144,10 +145,10 @@ class OptimizerView:
             self.optimizer.state = self._served
         self._served.is_shown = False
 
-    # Past `ServedState`, which would show what the server has.
+    # These bypass `ServedState`, which would fill itself first.
 
     def take_state(self, parameter: torch.Tensor) -> State | None:
-        """Out of `optimizer.state`; None if there is nothing."""
+        """Removes a parameter's entry from `optimizer.state` and returns it; None if there is none."""
         found: State | None = dict.pop(self.optimizer.state, parameter, None)
         return found
 
@@ -158,19 +159,19 @@ class OptimizerView:
         if self._hook is not None:
             self._hook.remove()
         if self._served is not None and self.optimizer.state is self._served:
-            self._served.is_shown = True  # nothing more is to be shown
+            self._served.is_shown = True  # it must not be filled any more
             self.optimizer.state = defaultdict(dict, self._served)
         self._served = None
 
     def stepped(self) -> None:
-        """Tells torch's schedulers that a step was made, so that they do not warn of a wrong order."""
+        """Counts a step for torch's schedulers, which would warn of a wrong order otherwise."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def _refuse_step(*_: Any) -> None:
     raise ValueError(
-        "optimizer.step() was called while an engine has the optimizer, and would update the weights a second time; "
-        "engine.step() and engine.update() do it"
+        "optimizer.step() was called while an engine has the optimizer, and would update the weights a second time. "
+        "Call engine.step() or engine.update() instead"
     )
 
 

@@ -139,6 +139,9 @@ DESCENT = Rule("descent", (), _sgd_numbers, _descent_step)
 LION = Rule("lion", ("exp_avg",), _lion_numbers, _lion_step)
 ADAGRAD = Rule("adagrad", ("sum",), _adagrad_numbers, _adagrad_step, lambda g: float(g["initial_accumulator_value"]))
 
+# Numbers with which any rule can be timed on zeros, which stay zeros.
+TIMING_NUMBERS: Numbers = (1.0, 1.0, 0.0, 0.1, 0.9, 0.1, -0.1, 1.0, 1e-8, 0.0)
+
 NATIVE = (ADAM, MOMENTUM, DESCENT, LION, ADAGRAD)  # in the order of native/update.inl
 
 

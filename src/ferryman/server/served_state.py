@@ -1,4 +1,4 @@
-"""What stands for `optimizer.state` while the server has the values."""
+"""The dictionary that replaces `optimizer.state` while the server has the values."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-State = dict[str, Any]  # of one parameter, as torch's optimizers name it
+State = dict[str, Any]  # the state of one parameter, with the names of torch's optimizers
 
 
 class ServedState(defaultdict[torch.Tensor, State]):
-    """Empty until somebody looks at it; then `show` has put the server's values here.
+    """Empty until it is first read: then `show` fills it with the server's values.
 
-    From then on it is the user's to change, as in plain PyTorch: what they leave here is what the next update starts
-    from, and a parameter that has no entry any more starts anew.
+    From then on the user may change it, as in plain PyTorch. The next update starts from what is here; a parameter
+    whose entry was removed starts from nothing.
     """
 
     def __init__(self, show: Callable[[], None]) -> None:
@@ -25,17 +25,18 @@ class ServedState(defaultdict[torch.Tensor, State]):
         self._show = show
         self.is_shown = False
 
-    def look(self) -> None:
+    def fill(self) -> None:
+        """Calls `show`, once."""
         if not self.is_shown:
             self._show()
             self.is_shown = True
 
     def clear(self) -> None:
-        """What is not here need not be shown first."""
+        """Removes everything, so there is no need to fill it first."""
         self.is_shown = True
         super().clear()
 
-    # A copy belongs to a copy of the optimizer, which no engine has.
+    # A copy is a plain dictionary: it belongs to a copy of the optimizer, which no engine uses.
 
     def copy(self) -> Any:
         return defaultdict(dict, self.items())
@@ -55,20 +56,20 @@ class ServedState(defaultdict[torch.Tensor, State]):
         return other | self.copy()
 
 
-def _after_a_look(name: str) -> Callable[..., Any]:
+def _filled_first(name: str) -> Callable[..., Any]:
     method = getattr(defaultdict, name)
 
     @functools.wraps(method)
-    def looking(self: ServedState, *args: Any, **kwargs: Any) -> Any:
-        self.look()
+    def filled(self: ServedState, *args: Any, **kwargs: Any) -> Any:
+        self.fill()
         return method(self, *args, **kwargs)
 
-    return looking
+    return filled
 
 
-# All that a dictionary can be asked for.
+# All methods that read or change a dictionary.
 for _name in [
     *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__reversed__", "__repr__"),
     *("__eq__", "__ne__", "__ior__", "get", "items", "keys", "values", "update", "pop", "popitem", "setdefault"),
 ]:
-    setattr(ServedState, _name, _after_a_look(_name))
+    setattr(ServedState, _name, _filled_first(_name))

@@ -1,31 +1,31 @@
-"""What the updates of a step were: who did how much, what crossed the link for it, and who waited for whom."""
+"""Statistics of a step's updates: how much host and device updated, what crossed the link for it, and who waited."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ferryman.plan.rates import Rates
 from ferryman.runtime.marks import Mark, busy_seconds, whole_seconds
-from ferryman.server.device_updates import Done
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Of the last step that was updated. Parameters, bytes and seconds; rates in parameters a second."""
+    """Updates of one step. Times are in seconds, rates in parameters per second."""
 
-    step: int  # counted from 1, as `engine.steps` is once it has been made
+    step: int  # counted from 1: equal to `engine.steps` after the step
     updates: str  # the policy
-    device_share: float  # of the parameters, updated on the device
+    device_share: float  # share of the parameters that the device has updated
     bytes_in: int  # host to device, for updates
-    bytes_out: int  # device to host, for updates; gradients that the host needs among them
+    bytes_out: int  # device to host, for updates, including gradients that the host uses
     host_busy: float
     device_busy: float
     link_in_busy: float
     link_out_busy: float
-    duplex: float  # of the time in which state crosses, the part in which it does so both ways
-    host_waited: float  # for the device to be done, at the end
-    device_waited: float  # for the host
-    predicted_rate: float | None  # None: nothing was measured yet
+    duplex: float  # of the time in which state crosses the link, the share in which it crosses in both directions
+    host_waited: float  # at the end, until the device was done
+    device_waited: float  # at the end, until the host was done
+    predicted_rate: float | None  # None: no rate has been measured yet
     achieved_rate: float
 
     def __str__(self) -> str:
@@ -39,63 +39,78 @@ class Stats:
         )
 
 
-@dataclass
-class Record:
-    """Collects a step's updates while they are asked for."""
+class DeviceUpdate(NamedTuple):
+    """The marks of one update on the device, and the bytes that crossed the link for it."""
 
-    step: int  # how many were made before
-    updates: str
+    used: Mark  # the gradient is not needed any more; weights that stay on the device are the new ones
+    ended: Mark  # the host has weights and state
+    bytes_in: int
+    bytes_out: int
+    state_in: list[Mark]  # copies to the device: at most one
+
+
+@dataclass
+class StepRecord:
+    """Collects the marks of a step's updates while they are submitted."""
+
+    step: int  # the number of steps before this one
+    updates: str  # the policy
     eager: bool
-    rates: Rates | None  # with which it was split
-    observed: bool = False  # whether those follow the step before
-    noted: bool = False  # whether it is in the trace
+    rates: Rates | None  # by which the updates were divided between host and device
+    has_observed: bool = False  # whether `rates` follow what was measured in the step before
+    is_traced: bool = False  # whether the trace has it
     predicted_rate: float | None = None
-    on_host: int = 0  # parameters
-    on_device: int = 0
+    host_elements: int = 0
+    device_elements: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
-    host: list[Mark] = field(default_factory=list)
-    device: list[Mark] = field(default_factory=list)
-    came: list[Mark] = field(default_factory=list)
-    went: list[Mark] = field(default_factory=list)
-    returned: list[Mark] = field(default_factory=list)  # weights that the host has updated, and the device holds
+    host: list[Mark] = field(default_factory=list)  # updates on the host
+    device: list[Mark] = field(default_factory=list)  # updates on the device
+    state_in: list[Mark] = field(default_factory=list)  # copies of optimizer state to the device
+    state_out: list[Mark] = field(default_factory=list)  # and back to the host
+    returned: list[Mark] = field(default_factory=list)  # copies of weights that the host has updated to the device
 
-    def by_host(self, mark: Mark, size: int) -> None:
+    def add_host_update(self, mark: Mark, elements: int) -> None:
         self.host.append(mark)
-        self.on_host += size
+        self.host_elements += elements
 
-    def by_device(self, done: Done, size: int) -> None:
-        self.device.append(done.used)
-        self.came += done.came
-        self.went.append(done.ended)
-        self.bytes_in += done.bytes_in
-        self.bytes_out += done.bytes_out
-        self.on_device += size
+    def add_return(self, mark: Mark, nbytes: int) -> None:
+        self.returned.append(mark)
+        self.bytes_in += nbytes
+
+    def add_device_update(self, update: DeviceUpdate, elements: int) -> None:
+        self.device.append(update.used)
+        self.state_in += update.state_in
+        self.state_out.append(update.ended)
+        self.bytes_in += update.bytes_in
+        self.bytes_out += update.bytes_out
+        self.device_elements += elements
 
     @property
     def is_over(self) -> bool:
-        return all(mark.passed() for mark in (*self.host, *self.device, *self.came, *self.went, *self.returned))
+        marks = (*self.host, *self.device, *self.state_in, *self.state_out, *self.returned)
+        return all(mark.passed() for mark in marks)
 
     def stats(self) -> Stats:
-        """All of it has passed."""
-        busy = [busy_seconds(marks) for marks in (self.host, self.device, self.came, self.went)]
-        crossed, either = busy[2] + busy[3], busy_seconds([*self.came, *self.went])
-        device_span = whole_seconds([*self.came, *self.device, *self.went])
+        """The statistics; all marks have passed."""
+        host, device, link_in, link_out = map(busy_seconds, (self.host, self.device, self.state_in, self.state_out))
+        either = busy_seconds([*self.state_in, *self.state_out])
+        device_span = whole_seconds([*self.state_in, *self.device, *self.state_out])
         host_span = whole_seconds(self.host)
-        total = self.on_host + self.on_device
-        # Beside a backward, updates are paced by it: then what the busiest lane could do is the rate.
-        seconds = max(busy) if self.eager else max(host_span, device_span)
+        total = self.host_elements + self.device_elements
+        # Eager updates wait for the backward again and again, so the rate is what the busiest lane could do.
+        seconds = max(host, device, link_in, link_out) if self.eager else max(host_span, device_span)
         return Stats(
             step=self.step + 1,
             updates=self.updates,
-            device_share=self.on_device / total if total else 0.0,
+            device_share=self.device_elements / total if total else 0.0,
             bytes_in=self.bytes_in,
             bytes_out=self.bytes_out,
-            host_busy=busy[0],
-            device_busy=busy[1],
-            link_in_busy=busy_seconds([*self.came, *self.returned]),
-            link_out_busy=busy[3],
-            duplex=(crossed - either) / either if either else 0.0,
+            host_busy=host,
+            device_busy=device,
+            link_in_busy=busy_seconds([*self.state_in, *self.returned]),
+            link_out_busy=link_out,
+            duplex=(link_in + link_out - either) / either if either else 0.0,
             host_waited=max(0.0, device_span - host_span),
             device_waited=max(0.0, host_span - device_span),
             predicted_rate=self.predicted_rate,

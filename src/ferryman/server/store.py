@@ -22,17 +22,17 @@ from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.state import UnitState, bounds, fill, part_elements, state_itemsize
 
-_NOTHING = 0xFF  # each byte of what came without values: in any floating-point format not a number
+_NOTHING = 0xFF  # each byte of tensors without values yet: NaN in any floating-point format
 
 
 class RamStore:
-    """A flat memory for each unit's tensors; and, where the engine updates them, what the optimizer keeps.
+    """A flat memory for each unit's tensors and, if there is an optimizer, its state.
 
-    The model's own tensors become views of the first, so the model always shows what the server has. Memory for
-    gradients is made when it is first asked for.
+    The model's own tensors become views of the first, so the model always shows the server's weights. Memory for
+    gradients is allocated at first use.
 
-    Of several ranks, those of a node have one memory for the weights of units in common. What stays on each device has
-    its own on each host, since a model may write there (a count, a running mean). Values are those of the first rank.
+    Ranks of one node share the memory for the weights of units. Residents have memory of their own on each rank, since
+    a model may write there (a count, a running mean). All values come from the first rank.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class RamStore:
         self._states: dict[Unit, UnitState] = {}
         self._gradients: dict[tuple[Unit, torch.dtype], PinnedMemory] = {}
         self._sums: dict[tuple[Unit, torch.dtype], PinnedMemory] = {}
-        self.trained: dict[Item, bool] = {}  # whether it did when it came
-        self._came_as: dict[Item, torch.dtype] = {}
-        self._empty: dict[Item, int] = {}  # tensors that came without values, and their version then
-        self._late: set[Item] = set()  # those, until values have been taken
+        self.trained: dict[Item, bool] = {}  # whether the tensor required gradients when it was added
+        self._came_as: dict[Item, torch.dtype] = {}  # the dtypes that the user gave the tensors
+        self._empty: dict[Item, int] = {}  # tensors that came on meta, and their versions then
+        self._late: set[Item] = set()  # tensors that came on meta, until `follow_edits`
         for unit in units:
             self.add(unit)
 
@@ -77,10 +77,10 @@ class RamStore:
                 item.tensor.data = view
             if state is not None and item.trains:
                 state.taken(item)
-        ranks.tell("taking weights")  # all have written their parts
+        ranks.tell("taking weights")  # a barrier: all ranks have written their parts
 
     def remove(self, unit: Unit, *, together: bool = True) -> None:
-        """Its tensors keep their values, in memory that is no longer pinned, nor shared."""
+        """Removes a unit. Its tensors keep their values, in memory that is neither pinned nor shared."""
         self._empty = {item: version for item, version in self._empty.items() if item not in unit.items}
         if unit in self._states:
             self._states[unit].follow_edits()
@@ -93,51 +93,59 @@ class RamStore:
         if (state := self._states.pop(unit, None)) is not None:
             if self._ranks.alone:
                 state.give_states()
-            else:  # it has a part
+            else:  # a rank has only a part of the state
                 state.give_back_states()
             state.close()
 
     def weights(self, unit: Unit) -> torch.Tensor:
+        """The unit's working copy: flat bytes."""
         return self._weights[unit].bytes
 
     def state(self, unit: Unit) -> UnitState:
         return self._states[unit]
 
     def take(self, unit: Unit, item: Item, values: torch.Tensor, start: int = 0) -> None:
-        """A tensor's values, or those from the element `start` on, from elsewhere, in any dtype, the same on all ranks;
-        no lane uses them."""
+        """Stores a tensor's values, given in any dtype, from the element `start` on; when no lane has work.
+
+        With several ranks, all call this with the same values.
+        """
         self._put(unit, item, values, item.tensor.data, start)
         self._late.discard(item)
         if unit in self._states and item.trains:
             self._states[unit].taken(item)
 
     def _put(self, unit: Unit, item: Item, values: torch.Tensor, into: torch.Tensor, start: int = 0) -> None:
-        """Values into the unit's memory, and what they lack there into that of this rank."""
+        """Writes values into the unit's memory, and their lower bits into this rank's masters."""
         if unit not in self._states or not item.trains:
             if self.writes(unit):
                 into.view(-1)[start : start + values.numel()].copy_(values.reshape(-1))
             return
         if self.writes(unit) and not self._ranks.alone:
-            fill(values, into, start)  # also what ranks elsewhere update
+            fill(values, into, start)  # also the parts that ranks of other nodes own
         self._states[unit].take(item, values, into, start)
 
     def _is_common(self, unit: Unit) -> bool:
-        """Whether its memory is that of all ranks of the node."""
+        """Whether the ranks of the node share the unit's memory."""
         return self._ranks.share_memory and bool(unit.modules)
 
     def writes(self, unit: Unit) -> bool:
-        """Whether what is no rank's own is this one's to write."""
+        """Whether this rank writes the parts of the unit's memory that no rank owns, such as frozen tensors."""
         return self._ranks.leads or not self._is_common(unit)
 
     def gradients(self, unit: Unit, dtype: torch.dtype = GRADIENT) -> torch.Tensor:
-        """Flat memory for the unit's gradients."""
+        """Flat memory for this rank's gradients of the unit, as bytes."""
         if (unit, dtype) not in self._gradients:
             memory = PinnedMemory(trained_elements(unit) * dtype.itemsize, self._device)
             self._gradients[unit, dtype] = memory
         return self._gradients[unit, dtype].bytes
 
-    def sums(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
-        """Flat memory for the gradients of all ranks, of what is this one's."""
+    def summed_gradients(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
+        """Flat memory for the gradients of the elements that this rank owns, summed over all ranks.
+
+        A single rank owns everything, and its gradients are the sums: the memory is that of `gradients`.
+        """
+        if self._ranks.alone:
+            return self.gradients(unit, dtype)
         assert self._optimizer_view is not None
         if (unit, dtype) not in self._sums:
             nbytes = part_elements(unit, self._optimizer_view, self._ranks.share) * dtype.itemsize
@@ -146,42 +154,42 @@ class RamStore:
 
     @property
     def edited(self) -> bool:
-        """Whether the user has changed weights in place since they were taken."""
+        """Whether the user has changed weights in place since they were stored."""
         return any(state.edited for state in self._states.values())
 
     def follow_edits(self) -> None:
-        """The user may have changed weights in place, or the optimizer's state, between steps."""
+        """Takes over weights that the user has changed in place between steps, and the optimizer's state."""
         for state in self._states.values():
             if not self._ranks.alone and (changed := [item for item in state.edited if item not in self._late]):
                 raise ValueError(
-                    f"{changed[0].name!r} was changed in place while an engine of {self._ranks.size} ranks has it: "
-                    "ranks share weights, and each would have made the change. Change weights before the engine is "
-                    "made, or load them: engine.load_weights(directory)"
+                    f"{changed[0].name!r} was changed in place while an engine of {self._ranks.size} ranks has it. "
+                    "Ranks share weights, so each rank would have made the change again. Change weights before the "
+                    "engine is made, or load them: engine.load_weights(directory)"
                 )
             state.follow_edits()
         self.take_states()
         self._late.clear()
 
     def take_states(self) -> None:
-        """What the user has left in `optimizer.state`, if they have looked at it."""
+        """Takes over the contents of `optimizer.state`, if the user has read or replaced it."""
         if self._optimizer_view is not None and self._optimizer_view.shows_states:
             for state in self._states.values():
                 state.take_states(shown=True)
             self._optimizer_view.hide_states()
 
     def show_states(self) -> None:
-        """Puts the optimizer's state where torch looks for it."""
+        """Fills `optimizer.state`."""
         if not self._ranks.alone:
             raise ValueError(
                 f"optimizer.state, or optimizer.state_dict(): each of {self._ranks.size} ranks has a part of the "
-                "optimizer's state; engine.save(directory) writes all of it, and engine.load(directory) reads it on "
+                "optimizer's state. engine.save(directory) writes all of it, and engine.load(directory) reads it on "
                 "any number of ranks"
             )
         for state in self._states.values():
             state.give_states(in_place=True)
 
     def empty(self) -> list[Item]:
-        """Tensors that were on meta, and have not been given values since."""
+        """Tensors that came on meta and have no values yet."""
         self._empty = {
             item: version
             for item, version in self._empty.items()
@@ -190,19 +198,20 @@ class RamStore:
         return list(self._empty)
 
     def check_values(self) -> None:
+        """Refuses to go on while a tensor has no values."""
         for item in self.empty():
             raise ValueError(
-                f"{item.name!r} was on the meta device and has not been given values yet: load weights first in place "
-                "(model.load_state_dict(...), not assign=True). Buffers that no state_dict has need some, too"
+                f"{item.name!r} was on the meta device and has not been given values yet. Load weights first, in place "
+                "(model.load_state_dict(...), not assign=True). Buffers that are not in the state_dict need values, too"
             )
 
     def close(self, *, together: bool = True) -> None:
-        """`together`: all ranks are here."""
+        """Removes all units. `together`: all ranks call this, so masters can be gathered."""
         for unit in list(self._weights):
             self.remove(unit, together=together)
 
     def _give_back(self, unit: Unit, *, together: bool) -> None:
-        """Tensors get the dtype back that they came in."""
+        """Gives tensors the dtypes and the memory back that they had before the engine."""
         for item in unit.items:
             dtype = self._came_as.pop(item)
             if dtype != item.dtype:
@@ -215,7 +224,7 @@ class RamStore:
                 item.tensor.data = item.tensor.detach().clone()
 
     def _in_float32(self, unit: Unit, item: Item) -> torch.Tensor:
-        """From the ranks that have its parts."""
+        """The weights of a tensor in float32, gathered from the ranks that own its parts."""
         assert self._optimizer_view is not None
         mine, ranks = self._states[unit].in_float32(item), self._ranks
         if ranks.alone:
@@ -235,9 +244,9 @@ def account(
     landing: bool,
     shares: Collection[Share] = (Share(),),
 ) -> dict[str, int]:
-    """Bytes of host memory, by what they are for; `landing`: gradients of all units are there at once.
+    """Bytes of host memory by purpose. `landing`: there is memory for the gradients of all units at once.
 
-    Of several ranks, what these have, which are of one node: they have the weights of units in common.
+    `shares`: the ranks to count, all of one node, where they share the weights of units.
     """
     units = list(units)
     common = sum(unit.nbytes for unit in units if unit.modules)
@@ -254,8 +263,8 @@ def account(
 
 
 def _give_memory(tensor: torch.Tensor, view: torch.Tensor) -> None:
-    """Puts a tensor that is on meta into memory. It stays the same object: an optimizer may have it."""
-    made = view.data  # with a version of its own: a view has that of the whole memory
+    """Gives a tensor on meta memory. It stays the same object, since an optimizer may refer to it."""
+    made = view.data  # with a version counter of its own: a view shares that of the whole memory
     if isinstance(tensor, torch.nn.Parameter):
         made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     made.__dict__.update(tensor.__dict__)
@@ -263,5 +272,5 @@ def _give_memory(tensor: torch.Tensor, view: torch.Tensor) -> None:
 
 
 def _is_untouched(tensor: torch.Tensor) -> bool:
-    """Also what is written through `.data`, which has no part in the version, shows here."""
+    """Whether all bytes are as at first. This also finds writes through `.data`, which do not count as versions."""
     return bool((tensor.detach().reshape(-1).view(torch.uint8) == _NOTHING).all())

@@ -19,7 +19,7 @@ from ferryman.model.patching import ModelPatch
 from ferryman.model.precision import Scale
 from ferryman.model.reads import Reads
 from ferryman.model.units import Unit, rename
-from ferryman.observe.trace import Trace
+from ferryman.options import EngineOptions
 from ferryman.plan.fit import Trial
 from ferryman.plan.plan import Plan
 from ferryman.relay.driver import Relay
@@ -29,7 +29,6 @@ from ferryman.runtime.lanes import Lanes
 from ferryman.runtime.streams import Streams
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.server import Server
-from ferryman.server.settings import Settings
 from ferryman.server.store import RamStore, account
 from ferryman.training import memory_trial as trial
 from ferryman.training.gradients import Gradients
@@ -46,10 +45,9 @@ class Assembly:
         plan: Plan,
         optimizer_view: OptimizerView | None,
         blocks: Blocks,
-        settings: Settings,
+        options: EngineOptions,
         scale: Scale,
         ranks: Ranks,
-        trace: Trace | None,
     ) -> None:
         self.plan = plan
         self._model = model
@@ -60,9 +58,9 @@ class Assembly:
         self._check_host(ranks)
         self.store = RamStore(self.all_units, device, optimizer_view, ranks)
         host_memory.trim()
-        self.lanes = Lanes(device, trace=trace)
+        self.lanes = Lanes(device, trace=options.trace)
         streams = Streams(self.lanes)
-        self.server = Server(self.store, optimizer_view, streams, device, settings, scale, plan.staging, ranks)
+        self.server = Server(self.store, optimizer_view, streams, device, options, scale, plan.staging, ranks)
         try:
             self.relay = Relay(plan, device, self.server, streams)
             self._serve_updates(plan)
@@ -138,10 +136,15 @@ class Assembly:
             self.relay.recover()
             raise
 
+    def recover(self) -> None:
+        """The lanes are drained after a failure: what was submitted after it was not done, and is not waited for."""
+        self.server.recover()
+        self.relay.recover()
+
     def settle(self) -> None:
         """When no lane has work and the host has everything, as the user has edited it."""
         self.reads.settle()
-        self.server.bring_home()
+        self.server.copy_state_to_host()
         self.store.follow_edits()
 
     def close(self, *, together: bool = True) -> None:
@@ -151,7 +154,7 @@ class Assembly:
         """
         try:
             try:
-                self.server.bring_home()
+                self.server.copy_state_to_host()
                 self.store.take_states()
             finally:
                 self.lanes.close()
@@ -183,7 +186,7 @@ class Assembly:
         """To whoever looks at `optimizer.state`."""
         assert self._optimizer_view is not None
         self.reads.settle()
-        self.server.bring_home()
+        self.server.copy_state_to_host()
         self.store.show_states()
         for kept in dict.values(self._optimizer_view.optimizer.state):
             for value in kept.values():

@@ -32,13 +32,14 @@ from torch import nn
 
 from ferryman.exactness.reach import context_roots
 from ferryman.exactness.survey import Survey
+from ferryman.model.loss import Loss
 from ferryman.plan.batch import Shape, per_sample, pick, samples_in, shape_of
 from ferryman.plan.fit import TooLargeError
 from ferryman.relay.observer import Roots
 from ferryman.runtime.rng import Randomness
 from ferryman.runtime.sizes import show_bytes
 from ferryman.training.assembly import Assembly
-from ferryman.training.user_code import Loss, to_device, undisturbed, weighted_loss
+from ferryman.training.user_code import to_device, undisturbed, weighted_loss
 
 IGNORED = -100  # a label that counts for nothing, to torch's losses
 

@@ -1,4 +1,5 @@
-"""What users can get wrong, and what they are told: what is required, what was found, how to mend it."""
+"""What users can get wrong about models, devices and blocks; each error says what is required, what was found, and how
+to fix it. The value of each setting is checked where the setting is declared (`options.py`)."""
 
 from __future__ import annotations
 
@@ -13,46 +14,16 @@ from ferryman.model.members import no_hooks
 from ferryman.model.overlaps import refuse_overlaps
 from ferryman.model.patching import is_taken
 from ferryman.model.precision import PRECISIONS
-from ferryman.model.units import GRAIN, DtypeOf, Unit
-from ferryman.plan.batch import REDUCTIONS
-from ferryman.plan.policy import parse_policy
+from ferryman.model.units import DtypeOf, Unit
+from ferryman.options import SETTINGS, EngineOptions, PlainOptions
 from ferryman.runtime.sizes import show_bytes
 
 
-def arguments(
-    model: Any, loss: Any, reduction: Any, *, units: Any, resident: Any, stash: Any, slots: Any, split: Any = None
-) -> None:
+def model(model: Any) -> None:
+    """That it is one, of modules that can be run one by one."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model must be a torch.nn.Module, this is a {type(model).__name__}")
     _modules(model)
-    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
-        raise ValueError(f"slots={slots!r}: a whole number is needed, at least 1, and 2 to fetch beside the compute")
-    if stash not in ("auto", "device", "host"):
-        raise ValueError(
-            f"stash={stash!r}: it is kept on the 'device' or on the 'host', or where there is room: 'auto'"
-        )
-    if not callable(loss) or isinstance(loss, nn.Module):
-        raise ValueError(
-            f"loss= must be a function of the model and a micro-batch that returns the loss, this is a "
-            f"{type(loss).__name__}; for example loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
-        )
-    if split is not None and not callable(split):
-        raise ValueError(
-            f"split= must be a function of a batch and a number that returns at most so many micro-batches in a list, "
-            f"this is a {type(split).__name__}"
-        )
-    if reduction not in REDUCTIONS:
-        raise ValueError(
-            f"reduction={reduction!r}: the losses of micro-batches make up the batch's by their 'mean', weighted by "
-            "samples, or by their 'sum'"
-        )
-    if units is not None and not units:
-        raise ValueError(f"units={units!r} names no module; leave it out, and the units are found")
-    for name, given in (("units", units), ("resident", resident)):
-        if given is None and name == "resident":
-            raise ValueError("resident=None: give a list of names or patterns, or leave it out")
-        if isinstance(given, str):
-            raise ValueError(f"{name}={given!r} is a string; give a list of names or patterns: {name}=[{given!r}]")
 
 
 def _modules(model: nn.Module) -> None:
@@ -173,16 +144,6 @@ def _count() -> int:
     return torch.accelerator.device_count()
 
 
-def loss(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = (
-            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        )
-        raise ValueError(f"the loss of a micro-batch must be a scalar tensor, this is {what}")
-    if not loss.requires_grad:
-        raise ValueError("the loss does not require a gradient: nothing that trains has a part in it")
-
-
 def budget(budget: int | None, device: torch.device) -> None:
     if budget is None:
         return
@@ -198,38 +159,22 @@ def budget(budget: int | None, device: torch.device) -> None:
         raise ValueError(f"memory={show_bytes(budget)} is more than {str(device)!r} has ({show_bytes(total)})")
 
 
-def update_arguments(
-    optimizer: Any, precision: Any, max_grad_norm: Any, on_nonfinite: Any, deferred: Any, host_threads: Any
-) -> None:
-    if precision not in (None, *PRECISIONS):
-        raise ValueError(f"precision={precision!r}: there are {', '.join(map(repr, PRECISIONS))}")
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
-        raise ValueError(f"max_grad_norm={max_grad_norm!r}: a number above 0 is needed, or None for no clipping")
-    if on_nonfinite not in ("raise", "skip"):
-        raise ValueError(f"on_nonfinite={on_nonfinite!r}: it is 'raise' or 'skip'")
-    if host_threads is not None and (type(host_threads) is not int or host_threads < 1):
-        raise ValueError(f"host_threads={host_threads!r}: a whole number is needed, at least 1")
-    asked = {"precision": precision, "max_grad_norm": max_grad_norm, "deferred": deferred or None}
-    wrong = [name for name, value in asked.items() if value is not None]
-    if optimizer is None and wrong:
-        raise ValueError(f"{wrong[0]}= is about updates, so the engine needs the optimizer: Engine(model, optimizer)")
-
-
-def interleave_arguments(
-    optimizer: Any, device: torch.device, slots: Any, held: Any, updates: Any, subgroup: Any
-) -> None:
-    if held is not None and type(held) is not bool:
-        raise ValueError(f"held={held!r}: it is True, False, or None for whatever the budget allows")
-    if held and device.type == "cpu":
+def settings(options: PlainOptions, device: torch.device) -> None:
+    """That the settings go with each other and with the device."""
+    budget(options.budget, device)
+    if options.held and device.type == "cpu":
         raise ValueError("held=True keeps all weights on an accelerator, and device='cpu' is the host itself")
-    if held and slots is not None:
-        raise ValueError(f"held=True keeps all weights on the device, so slots={slots} has no meaning; leave one out")
-    if subgroup is not None and (type(subgroup) is not int or subgroup < GRAIN):
-        raise ValueError(f"subgroup={subgroup!r}: a whole number of parameters is needed, at least {GRAIN}")
-    parse_policy(updates)
-    if optimizer is None and (updates != "auto" or subgroup is not None):
-        name = "subgroup" if updates == "auto" else "updates"
-        raise ValueError(f"{name}= is about updates, so the engine needs the optimizer: Engine(model, optimizer)")
+    if options.held and options.slots is not None:
+        raise ValueError(
+            f"held=True keeps all weights on the device, so slots={options.slots} has no meaning; leave one out"
+        )
+
+
+def no_settings_of_updates(options: EngineOptions) -> None:
+    """Without an optimizer nothing is updated."""
+    for name, setting in SETTINGS.items():
+        if setting.needs_optimizer and getattr(options, name) != getattr(EngineOptions, name):
+            raise ValueError(f"{name}= is about updates, so the engine needs the optimizer: Engine(model, optimizer)")
 
 
 def can_step(model: nn.Module) -> None:

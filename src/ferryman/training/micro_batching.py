@@ -15,7 +15,7 @@ import torch
 
 from ferryman.plan.batch import Split, bytes_in, parts_of, samples_in
 from ferryman.plan.fit import Choice, Fit, TooLargeError, Trial
-from ferryman.plan.plan import Need, Plan
+from ferryman.plan.plan import Need, Plan, PlanTooLargeError
 from ferryman.runtime.sizes import show_bytes
 from ferryman.training.planner import Planner
 
@@ -27,39 +27,36 @@ class MicroBatching:
         self,
         planner: Planner,
         plan: Plan,
-        updates: str,
-        stash: str,
         try_out: Callable[[list[Any], int], Trial],
-        own: Split | None = None,
+        split: Split | None = None,
     ) -> None:
         self._planner = planner
         self._plan = plan
-        self._updates = updates
-        self._stash = stash
         self._try_out = try_out
-        self._own = own  # the user's way to cut a batch
-        self._fit = None if planner.budget is None else Fit(planner.budget, stash, self._measure)
+        self._split = split
+        self._fit = None if planner.budget is None else Fit(planner.budget, planner.options.stash, self._measure)
 
     @property
     def needed(self) -> int:
         """Bytes that the last batch's micro-batches take, as far as it is known."""
         return 0 if self._fit is None else self._fit.last
 
-    def choose(self, batch: Any, micro_batches: int | None, *, begun: bool) -> Choice | Need:
-        """How the batch is cut, and where the stash is; or what a smaller plan must leave room for, if there is one.
+    def choose(self, batch: Any, micro_batches: int | None, *, begun: bool) -> Choice:
+        """How the batch is cut, and where the stash is.
 
-        `begun`: training has, and it is too late for another plan.
+        Raises a PlanTooLargeError if that takes a smaller plan, which there is, and a ValueError if no plan is small
+        enough, or if training has `begun`, which is too late for another plan.
         """
         parts = self._cut(batch, micro_batches)  # also to refuse what cannot be cut
         if self._fit is None:
-            return Choice(micro_batches or len(parts), self._stash == "host")
+            return Choice(micro_batches or len(parts), self._planner.options.stash == "host")
         sizes, fixed = [samples_in(part) for part in parts], self._plan.fixed
         known = [size for size in sizes if size is not None]
         sample, size, count = batch, sum(known), micro_batches
         if isinstance(batch, list) and known:
             sample, size, count = parts[sizes.index(max(known))], max(known) * len(parts), len(parts)
         try:
-            if self._own is not None and not isinstance(batch, list):
+            if self._split is not None and not isinstance(batch, list):
                 return self._cut_by_user(batch, micro_batches, parts)
             if None in sizes:  # samples cannot be counted, as in graphs: micro-batches stay as they are
                 return self._fit.place(max(parts, key=bytes_in), len(parts), fixed)
@@ -70,7 +67,7 @@ class MicroBatching:
         if advice is not None:  # micro-batches of this size are wished for, not needed
             if begun or not self._can_leave(needed):
                 raise ValueError(advice)
-            return needed
+            raise PlanTooLargeError(needed)
         self._check_enough(needed, sample, size)
         if begun:
             raise ValueError(
@@ -78,10 +75,10 @@ class MicroBatching:
                 f"{show_bytes(self._fit.budget)} is too small for it, and units cannot be cut any more once training "
                 "has begun. Begin with the longest batch, or name smaller units (units=), which leave more room"
             )
-        return needed
+        raise PlanTooLargeError(needed)
 
     def _cut(self, batch: Any, micro_batches: int | None) -> list[Any]:
-        return [part.content for part in parts_of(batch, micro_batches, own=self._own)]
+        return [part.content for part in parts_of(batch, micro_batches, own=self._split)]
 
     def _cut_by_user(self, batch: Any, asked: int | None, parts: list[Any]) -> Choice:
         """The first count that fits, doubled each time until the user's function makes no more micro-batches of it."""
@@ -101,28 +98,21 @@ class MicroBatching:
                     raise
             parts, count = more, 2 * count
 
-    def smaller(self, needed: Need) -> Plan:
-        """The plan that leaves this room, or as much as there can be: finer units may need less while they run."""
-        try:
-            return self._planner.make(self._updates, needed)
-        except ValueError:
-            return self._planner.make(self._updates, smallest=True)
-
     def _can_leave(self, needed: Need) -> bool:
         """Whether a smaller plan than this one has that room."""
         try:
-            return self._planner.make(self._updates, needed).fixed < self._plan.fixed
+            return self._planner.make(needed).fixed < self._plan.fixed
         except ValueError:
             return False
 
     def _check_enough(self, needed: Need, sample: Any, size: int) -> None:
         """A ValueError if there is no smaller plan to try, now that it is known what one sample needs."""
         assert self._fit is not None
-        if self.smaller(needed).fixed < self._plan.fixed:
+        if self._planner.make_smaller(needed).fixed < self._plan.fixed:
             return
         if not needed.is_all:  # to be able to say what would do, one trial may take what it takes
             needed = self._fit.whole_need(sample, size)
-        self._planner.make(self._updates, needed)
+        self._planner.make(needed)
 
     def _measure(self, contents: list[Any], room: int) -> Trial:
         try:

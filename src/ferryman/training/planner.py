@@ -10,45 +10,53 @@ import torch
 from torch import nn
 
 from ferryman.distributed.ranks import Share
+from ferryman.model.blocks import Position
 from ferryman.model.precision import Scale, scale_for
-from ferryman.model.units import GRAIN, DtypeOf, Unit, find_units, master_dtype, trained_elements
+from ferryman.model.units import GRAIN, DtypeOf, Unit, find_units, master_dtype, trained_elements, units_of_block
+from ferryman.options import PlainOptions
 from ferryman.plan.plan import Need, Plan, make_plan
 from ferryman.plan.policy import Policy, parse_policy
 from ferryman.plan.staging import JOINT, LEAST, SUBGROUP, Staging, largest_subgroup, subgroup_for
 from ferryman.runtime.sizes import show_bytes
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.settings import Settings, is_eager
 from ferryman.server.state import arrays, bounds, is_whole
+from ferryman.training import checks
 
 _HOST = Policy("host")
 
 
 @dataclass(frozen=True)
 class Planner:
-    """What does not change while an engine lives."""
+    """Makes the plans of one engine, for its settings."""
 
     model: nn.Module
     device: torch.device
-    budget: int | None
-    slots: int | None
-    units: Sequence[str] | None
-    resident: Sequence[str]
-    held: bool | None
-    subgroup: int | None
+    options: PlainOptions
     dtype_of: DtypeOf
     optimizer_view: OptimizerView | None
-    settings: Settings
     share: Share = Share()  # noqa: RUF009 - of several ranks, which this is
 
-    def make(self, updates: str, needed: Need | None = None, *, smallest: bool = False) -> Plan:
+    @property
+    def budget(self) -> int | None:
+        return self.options.budget
+
+    def make(self, needed: Need | None = None, *, smallest: bool = False) -> Plan:
         """A ValueError if there is none; see `make_plan`."""
-        ways = self._ways(parse_policy(updates))
+        ways = self._ways(parse_policy(self.options.updates))
         try:
             return self._make(ways, needed, smallest=smallest)
         except ValueError as error:
-            if self.subgroup is None or needed is not None or not ways[0].on_device:
+            subgroup = self.options.subgroup
+            if subgroup is None or needed is not None or not ways[0].on_device:
                 raise
-            raise ValueError(f"subgroup={self.subgroup}: {error}. {self._that_would_fit(ways[0])}") from error
+            raise ValueError(f"subgroup={subgroup}: {error}. {self._that_would_fit(ways[0])}") from error
+
+    def make_smaller(self, needed: Need) -> Plan:
+        """The plan that leaves this room, or as much as there can be: finer units may need less while they run."""
+        try:
+            return self.make(needed)
+        except ValueError:
+            return self.make(smallest=True)
 
     def scale(self) -> Scale:
         if self.optimizer_view is None:
@@ -56,9 +64,12 @@ class Planner:
         trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
         return scale_for({self.dtype_of(name, p) for name, p in trained})
 
-    def change(self, plan: Plan, updates: str, needed: int) -> Plan:
-        """The same with another policy; `needed`: bytes that micro-batches need while they run, as far as is known."""
-        policy = parse_policy(updates)
+    def follow_updates(self, plan: Plan, needed: int) -> Plan:
+        """A plan made for other `updates`, changed to those of the options; a ValueError if that does not fit.
+
+        `needed`: bytes that micro-batches need while they run, as far as they are known.
+        """
+        policy = parse_policy(self.options.updates)
         ways = self._ways(policy)
         if (changed := self._changed(plan, ways, needed)) is not None:
             return changed
@@ -68,31 +79,48 @@ class Planner:
         lesser = ((less, [replace(way, policy=less) for way in ways]) for less in shares)
         fitting = [str(less) for less, fewer in lesser if self._changed(plan, fewer, needed) is not None]
         raise ValueError(
-            f"updates={updates!r} does not fit: {show_bytes(takes.fixed)} would always be on the device beside "
-            f"{show_bytes(needed)} for micro-batches, where memory={show_bytes(self.budget)}: {takes.explain()}. "
-            f"{(fitting or ['host'])[0]!r} would fit"
+            f"updates={self.options.updates!r} does not fit: {show_bytes(takes.fixed)} would always be on the device "
+            f"beside {show_bytes(needed)} for micro-batches, where memory={show_bytes(self.budget)}: "
+            f"{takes.explain()}. {(fitting or ['host'])[0]!r} would fit"
         )
 
     def _changed(self, plan: Plan, ways: Sequence[Staging], needed: int) -> Plan | None:
         changed = map(plan.with_staging, ways)
         return next((one for one in changed if self.budget is None or one.fixed + needed <= self.budget), None)
 
-    def check_fits(self, plan: Plan, what: str) -> None:
-        if self.budget is not None and plan.fixed > self.budget:
+    def insert(self, plan: Plan, block: nn.Module) -> tuple[Sequence[Unit], Plan]:
+        """The units of a block that is in the model now, and the plan with them; a ValueError if it does not fit."""
+        added = units_of_block(self.model, block, plan.limit, self.dtype_of)
+        order = {module: i for i, module in enumerate(self.model.modules())}
+        units = sorted((*plan.units, *added), key=lambda unit: min(order[module] for module in unit.modules))
+        changed = replace(plan, units=tuple(units))
+        if self.optimizer_view is not None:
+            self.optimizer_view.check_groups()
+        if self.budget is not None and changed.fixed > self.budget:
             raise ValueError(
-                f"{what} {show_bytes(plan.fixed)} would always be on the device, where "
-                f"memory={show_bytes(self.budget)}: {plan.explain()}"
+                f"with this block {show_bytes(changed.fixed)} would always be on the device, where "
+                f"memory={show_bytes(self.budget)}: {changed.explain()}"
             )
+        return added, changed
+
+    def remove(self, plan: Plan, block: nn.Module, position: Position) -> tuple[Sequence[Unit], Plan]:
+        """The units of a block that is about to leave the model, and the plan without them."""
+        checks.own(block, position, plan.units, plan.residents)
+        inside = set(block.modules())
+        gone = [unit for unit in plan.units if inside.issuperset(unit.modules)]
+        if len(gone) == len(plan.units):
+            raise ValueError(f"the block {position!r} is the last one that travels; nothing would be left to train")
+        return gone, replace(plan, units=tuple(unit for unit in plan.units if unit not in gone))
 
     def _make(self, ways: Sequence[Staging], needed: Need | None, *, smallest: bool) -> Plan:
         return make_plan(
             self.model,
             budget=self.budget,
-            slots=self.slots,
-            units=self.units,
-            resident=self.resident,
+            slots=self.options.slots,
+            units=self.options.units,
+            resident=self.options.resident,
             staging=ways,
-            held=self.held if self.budget is not None else bool(self.held),
+            held=self.options.held if self.budget is not None else bool(self.options.held),
             updates=self.optimizer_view is not None,
             dtype_of=self.dtype_of,
             needed=needed,
@@ -101,7 +129,10 @@ class Planner:
 
     def _ways(self, policy: Policy) -> list[Staging]:
         """To update, the best first."""
-        units, residents = find_units(self.model, units=self.units, resident=self.resident, dtype_of=self.dtype_of)
+        options, subgroup = self.options, self.options.subgroup
+        units, residents = find_units(
+            self.model, units=options.units, resident=options.resident, dtype_of=self.dtype_of
+        )
         every = (residents, *units)
         arrays = _remembering(self._arrays)
         most = min(largest_subgroup(every), SUBGROUP if self.share.size == 1 else JOINT)
@@ -120,12 +151,12 @@ class Planner:
                     "host, or units train bfloat16 and float16 side by side. Use updates='host'"
                 )
             policy = _HOST
-        if policy.kind == "auto" and (self.subgroup or most) < LEAST:
+        if policy.kind == "auto" and (subgroup or most) < LEAST:
             policy = _HOST
-        deferred = self.optimizer_view is not None and not is_eager(self.settings, self.scale())
+        deferred = self.optimizer_view is not None and (options.needs_whole_gradient or self.scale().moves)
         for_ranks = self.share.size > 1 and policy.kind != "host" and self.optimizer_view is not None and not deferred
         deferred = deferred or for_ranks  # what a device shall update is known when all ranks' gradients are
-        given = None if self.subgroup is None else -(-self.subgroup // GRAIN) * GRAIN
+        given = None if subgroup is None else -(-subgroup // GRAIN) * GRAIN
         at_host = Staging(
             _HOST, given or most, arrays, deferred, cuts=self._cuts, rank=self.share.rank, for_ranks=for_ranks
         )

@@ -10,22 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ferryman.model.loss import Loss, check_loss
 from ferryman.runtime.rng import Randomness
-from ferryman.training import checks
-
-Loss = Callable[[nn.Module, Any], torch.Tensor]
-
-
-def model_loss(model: nn.Module, micro_batch: Any) -> torch.Tensor:
-    """The default: what the model itself calls its loss."""
-    output = model(*micro_batch) if isinstance(micro_batch, tuple) else model(**micro_batch)
-    loss = getattr(output, "loss", None)
-    if loss is None:
-        raise ValueError(
-            f"the model returned a {type(output).__name__} without a loss. If it computes one from labels, put them "
-            "into the batch; else pass loss=, a function of the model and a micro-batch that returns the loss"
-        )
-    return loss  # type: ignore[no-any-return]
 
 
 def weighted_loss(
@@ -51,7 +37,7 @@ def weighted_loss(
                 "such as its parameters, must be there too: move them with .to(engine.device) before training"
             )
         raise
-    checks.loss(value)
+    check_loss(value)
     return value.to(torch.promote_types(value.dtype, torch.float32)) * weight
 
 

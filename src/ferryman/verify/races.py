@@ -180,7 +180,7 @@ def _without_updates(engine: Engine) -> contextlib.AbstractContextManager[None]:
 
 
 def _without_state(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    updates = engine._parts.server._updates.on_device
+    updates = engine._parts.server._device_updates
     assert updates is not None, "the device has a share of the updates here"
     lane = updates._in
     real = lane.copy

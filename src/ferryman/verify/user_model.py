@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from ferryman.model.loss import Loss, model_loss
 from ferryman.model.units import hint
 from ferryman.plan.batch import samples_in
-from ferryman.training.user_code import Loss, model_loss
 
 _MAX_MICRO_BATCHES = 4
 _CONTRACT = "it must return (model, batch) or (model, batch, loss)"

@@ -4,20 +4,22 @@ import contextlib
 
 import pytest
 import torch
-from models import CASES, build
 from torch.profiler import profile
 
 from ferryman import Engine
 from ferryman.runtime.lanes import _profiler_range
+from support.models import CASES, build
 
 ALL_THREADS = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 
 
 @pytest.mark.parametrize("updates", ["host", "static:1"])
-def test_units_fetches_flushes_and_updates_are_profiler_ranges(updates, virtual):
+def test_units_fetches_flushes_and_updates_are_profiler_ranges(updates, accelerator):
     case = CASES["toy"]
     model = build(case)
-    with Engine(model, torch.optim.AdamW(model.parameters()), device=virtual, updates=updates, held=False) as engine:
+    with Engine(
+        model, torch.optim.AdamW(model.parameters()), device=accelerator, updates=updates, held=False
+    ) as engine:
         engine.step(case.batch(4), 2)
         engine._parts.lanes.wait()
         with profile(experimental_config=ALL_THREADS) as profiled:

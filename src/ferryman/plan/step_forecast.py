@@ -1,9 +1,9 @@
 """The forecast: how long a step would take and what bounds it, from what it does and what a machine can do.
 
-A step's sweeps are phases of the performance model (`model.py`), which has the equations; here they are filled in. What
-happens once a sweep, whatever the number of micro-batches, is weights that are fetched, gradients that leave and the
-update; what happens for each micro-batch is arithmetic and, where the stash is on the host, its way there and back.
-So with more micro-batches, compute grows and the link does not: at the *break-even* compute begins to bound the step.
+The sweeps of a step are phases of the performance model (`performance.py` has the equations). Once per sweep, whatever
+the number of micro-batches, weights are fetched, gradients leave and the update runs. Each micro-batch adds arithmetic
+and, if the stash is on the host, copies of the stash in both directions. So with more micro-batches compute grows and
+the fetches do not: from the *break-even* on, compute bounds the step.
 """
 
 from __future__ import annotations

@@ -2,24 +2,24 @@
 
 Counted are the frames on the calling thread's stack from `Engine.step` to the lane that the transfer is submitted to
 (`Lane.copy`), both included. What the lane does with it is not counted, as it is the same for all work.
-`python -m pytest -s tests/test_call_depth.py` prints the calls.
+`python -m pytest -s tests/repository/test_call_depth.py` prints the calls.
 """
 
 import sys
 
 import torch
-from models import CASES, build
 
 from ferryman import Engine
 from ferryman.runtime.lanes import Lane
+from support.models import CASES, build
 
 MOST = {"fetch": 5, "flush": 6}
 
 
-def test_calls_from_a_step_to_its_transfers(virtual, monkeypatch):
+def test_calls_from_a_step_to_its_transfers(accelerator, monkeypatch):
     case, copy, found = CASES["toy"], Lane.copy, {}
     model = build(case)
-    with Engine(model, torch.optim.AdamW(model.parameters()), device=virtual, updates="host", held=False) as engine:
+    with Engine(model, torch.optim.AdamW(model.parameters()), device=accelerator, updates="host", held=False) as engine:
         units = {unit.name for unit in engine.units}
 
         def counted(lane, copies, *, label, **how):

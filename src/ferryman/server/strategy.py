@@ -1,0 +1,119 @@
+"""When updates are made: the interface of the two strategies, and what they have in common.
+
+*Eager* (`eager.py`): a gradient is used as soon as it is there, beside the backward of the units before; a few small
+landing buffers are enough. *Deferred* (`deferred.py`): gradients wait until all are there and their norm is known; then
+units are updated in forward order, beside the next forward. Updates are eager where nothing needs all gradients first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+import torch
+
+from ferryman.model.precision import Scale
+from ferryman.model.units import GRADIENT, Item, Subgroup, Unit
+from ferryman.runtime.lanes import Lane
+from ferryman.runtime.marks import Mark
+from ferryman.server.device_updates import DeviceUpdates
+from ferryman.server.gradient_checks import GradientChecks
+from ferryman.server.host_updates import HostUpdates
+from ferryman.server.landing_buffers import Buffer, Landing
+from ferryman.server.state import UpdateArgs
+from ferryman.server.store import RamStore
+from ferryman.server.update_log import UpdateLog
+
+
+class Arrival(NamedTuple):
+    """A subgroup's gradient on the host, summed over all ranks, after the mark."""
+
+    subgroup: Subgroup
+    gradient: torch.Tensor
+    items: Collection[Item]  # the tensors that have a gradient; complete after the mark, at the latest
+    mark: Mark
+    buffer: Buffer | None = None  # to be used again when the gradient is; None: the gradient is where it can wait
+    items_are_known: bool = True  # whether `items` is complete before the mark
+
+
+class UpdateParts(NamedTuple):
+    """What strategies work with."""
+
+    store: RamStore
+    log: UpdateLog
+    checks: GradientChecks
+    host_lane: Lane
+    host_updates: HostUpdates
+    device_updates: DeviceUpdates | None  # None: the device updates nothing
+    device: torch.device
+    scale: Scale
+    describe_changes: Callable[[], str]  # which weights this step has changed, for an error
+
+
+class Strategy(ABC):
+    """Decides when gradients are used. `checks_losses`: a loss that is not finite ends the step."""
+
+    is_eager: bool  # whether a unit's updates are submitted as soon as its gradients have arrived
+
+    def __init__(self, parts: UpdateParts, *, checks_losses: bool) -> None:
+        self._store, self._log, self._checks = parts.store, parts.log, parts.checks
+        self._host_updates, self._device_updates = parts.host_updates, parts.device_updates
+        self._checks_losses = checks_losses
+
+    @abstractmethod
+    def landing(self, subgroup: Subgroup, dtype: torch.dtype) -> Landing:
+        """Where the gradient of a subgroup lands on the host, if no other rank adds to it."""
+
+    @abstractmethod
+    def stays(self, subgroup: Subgroup) -> bool:
+        """Whether the subgroup's gradient is used, or waits, on the device."""
+
+    @abstractmethod
+    def use_on_device(
+        self, subgroup: Subgroup, gradient: torch.Tensor, items: Collection[Item], after: Collection[Mark]
+    ) -> Mark:
+        """Takes a gradient on the device, complete after the marks; returns when its memory may be used again."""
+
+    @abstractmethod
+    def receive(self, arrival: Arrival) -> None:
+        """Takes a gradient on the host."""
+
+    def check_losses(self) -> None:
+        """Has losses checked that have not been yet."""
+        if self._checks_losses:
+            self._checks.check_losses()
+
+    def update_waiting(self, unit: Unit, subgroups: Iterable[Subgroup], clip: float) -> None:
+        """Updates a unit with gradients that have waited, multiplied by `clip`."""
+        step, balancer = self._log.step, self._log.balancer
+        waiting = step.waiting.get(unit)
+        if waiting is None:
+            return
+        args = step.requested.args[unit] = self._store.state(unit).request(waiting.items)
+        factor = clip / waiting.scale
+        from_host = GRADIENT.itemsize if waiting.is_left_for_user else balancer.waiting_bytes
+        for subgroup in subgroups:
+            on_device = step.waiting_on_device.get(subgroup)
+            if on_device is not None:
+                assert self._device_updates is not None, "only the device can let gradients wait there"
+                on_device.berth.free = self._device_updates.update(subgroup, args, on_device.gradient, factor)
+            elif self._device_updates is not None and balancer.among_all(subgroup, from_host):
+                self._device_updates.update(subgroup, args, waiting.of(subgroup), factor)
+            else:
+                self._host_updates.update(subgroup, args, waiting.of(subgroup), factor)
+
+    @abstractmethod
+    def recover(self) -> None:
+        """After a failure, when no lane has work any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees memory; no lane has work."""
+
+    def _args(self, unit: Unit, items: Collection[Item]) -> list[UpdateArgs]:
+        """The arguments of the unit's updates in this step, made once."""
+        requested = self._log.step.requested.args
+        if unit not in requested:
+            requested[unit] = self._store.state(unit).request(items)
+        return requested[unit]

@@ -1,0 +1,137 @@
+"""The preparation of a step: its batch is cut, the cut is checked, and all ranks agree on the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ferryman.distributed.agreement import exchange_status, is_nothing, status_of, weigh
+from ferryman.distributed.ranks import Ranks
+from ferryman.model.blocks import Blocks
+from ferryman.model.members import unchanged
+from ferryman.options import EngineOptions
+from ferryman.plan.batch import Part, parts_of
+from ferryman.plan.fit import Choice, Trial, advice
+from ferryman.runtime.interrupts import Interrupts
+from ferryman.training import checks
+from ferryman.training.assembly import Assembly
+from ferryman.training.batch_check import BatchCheck
+from ferryman.training.first_steps import FirstSteps
+from ferryman.training.micro_batching import MicroBatching
+from ferryman.training.planner import Planner
+from ferryman.training.user_code import weighted_loss
+
+
+class PreparedStep(NamedTuple):
+    """What a step runs, once all ranks agree on it."""
+
+    choice: Choice
+    parts: list[Part]  # this rank's micro-batches, weighted by the samples of all ranks
+    seed: int  # of the random numbers of the first micro-batch
+
+
+class Preparation:
+    """Prepares the steps that are made with one plan."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        planner: Planner,
+        assembly: Assembly,
+        blocks: Blocks,
+        batch_check: BatchCheck,
+        ranks: Ranks,
+    ) -> None:
+        self._options = options
+        self._model = planner.model
+        self._device = planner.device
+        self._optimizer_view = planner.optimizer_view
+        self._assembly = assembly
+        self._blocks = blocks
+        self._batch_check = batch_check
+        self._ranks = ranks
+        self._micro_batching = MicroBatching(planner, assembly.plan, self._try_out, options.split)
+        self.first_steps = FirstSteps(assembly.relay, planner.model, options.loss, assembly.plan.units)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of device memory that the micro-batches of the last step needed while they ran, as far as is known."""
+        return self._micro_batching.needed
+
+    def cut(self, batch: Any, micro_batches: int | None) -> tuple[Choice, list[Part]]:
+        """How the batch is cut, and its micro-batches; what is wrong with the model or with the cut is refused.
+
+        One of several ranks may have no micro-batches. Raises a PlanTooLargeError if a smaller plan is needed.
+        """
+        self._check_model()
+        if is_nothing(batch) and not self._ranks.alone:
+            return Choice(0, stash_on_host=False), []
+        choice = self._micro_batching.choose(batch, micro_batches, begun=self._has_begun)
+        self._batch_check.check(batch, micro_batches, choice.micro_batches, self._assembly, self.first_steps.roots)
+        parts = parts_of(batch, choice.micro_batches, self._options.reduction, self._options.split)
+        self._check_first(parts, choice, _next_seed())
+        return choice, parts
+
+    def agree(self, choice: Choice, parts: list[Part]) -> PreparedStep:
+        """What this rank does in a step that all ranks make; see `exchange_status` for the errors."""
+        optimizer = None if self._optimizer_view is None else self._optimizer_view.optimizer
+        reduction, rank = self._options.reduction, self._ranks.rank
+        mine = status_of(self._ranks, parts, _draw_seed(), optimizer, reduction, first=not self._has_begun)
+        statuses = exchange_status(self._ranks, mine)
+        before = sum(status.parts for status in statuses[:rank])
+        return PreparedStep(choice, weigh(parts, statuses, rank, reduction), statuses[0].seed + before)
+
+    def works(self, parts: Sequence[Part]) -> list[Callable[[], torch.Tensor]]:
+        """The user's code for each micro-batch: functions that return its part of the step's loss, scaled."""
+        scale = self._assembly.server.scale.value
+        return [self._work(part.content, part.weight * scale) for part in parts]
+
+    def _work(self, content: Any, weight: float) -> Callable[[], torch.Tensor]:
+        adopt = self._assembly.relay.adopt
+        return lambda: weighted_loss(self._options.loss, self._model, content, weight, self._device, adopt)
+
+    def _try_out(self, contents: list[Any], room: int) -> Trial:
+        works = [self._work(content, 1 / len(contents)) for content in contents]
+        return self._assembly.try_out(works, room, self.first_steps.roots)
+
+    @property
+    def _has_begun(self) -> bool:
+        return self._assembly.server.has_stepped or bool(self._assembly.relay.gradients.on_host)
+
+    def _check_model(self) -> None:
+        store = self._assembly.store
+        store.check_values()
+        for unit in self._assembly.all_units:
+            unchanged(unit, store.weights(unit), store.trained)
+        checks.can_step(self._model)
+
+    def _check_first(self, parts: list[Part], choice: Choice, seed: int) -> None:
+        """Tries a step of a new kind before it is made; with one rank, with the random numbers that it will have."""
+        if not self.first_steps.is_new(parts):
+            return
+        assembly = self._assembly
+        try:
+            with assembly.step(), Interrupts():
+                self.first_steps.check(parts, self.works(parts), seed, stash_on_host=choice.stash_on_host)
+        except BaseException as error:
+            assembly.lanes.drain()
+            if isinstance(error, torch.OutOfMemoryError):
+                error.add_note(advice(assembly.plan, choice))
+            assembly.recover()
+            self._blocks.begin_step()  # a step that fails uses up what was to be skipped
+            self._blocks.skipped = frozenset()
+            raise
+
+
+def _draw_seed(generator: torch.Generator | None = None) -> int:
+    """A seed for the random numbers of a step, by default from torch's own generator."""
+    return int(torch.randint(0, 2**62, (), generator=generator).item())
+
+
+def _next_seed() -> int:
+    """The seed that will be drawn next."""
+    copy = torch.Generator()
+    copy.set_state(torch.get_rng_state())
+    return _draw_seed(copy)
