@@ -138,6 +138,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         with self._own_reads():
             self._parts.server.take_user_changes(optimizer_view)
             self._parts.gradients.take(self._parts.all_units)
+            self._parts.server.forget_gradients()  # of units whose gradients the user has cleared
             self._ranks.tell("making an update")
             self._parts.server.begin_step(left_for_user=True)
             self._parts.server.send_rest(self._parts.relay.gradients.on_host)

@@ -10,6 +10,7 @@ from ferryman.engine import Engine
 from support.devices import torch_virtual
 from support.models import CASES, build, cut, model_loss, plain_step, text
 from support.slow import covering
+from support.small_models import Model, batches, loss, made
 from support.updates import MAIN_AND_SLOW, OPTIMIZERS, WAYS, assert_near, slow_kernels
 
 
@@ -234,3 +235,29 @@ def test_updates_of_the_step_before_are_not_counted_to_one_that_fails(way, devic
             notes = " ".join(getattr(caught.value, "__notes__", []))
             assert "updated already" not in f"{caught.value} {notes}"
     assert_near(model, plain)
+
+
+@pytest.mark.parametrize("cleared", ["all", "a block", "one parameter"])
+def test_gradients_that_were_cleared_are_not_used(cleared, device):
+    def clear(model, optimizer):
+        if cleared == "all":
+            optimizer.zero_grad()
+        elif cleared == "a block":
+            model.blocks[1].zero_grad()
+        else:
+            model.blocks[1].linear.weight.grad = None
+
+    model, plain = made(Model, None), made(Model, None).to(device)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    with Engine(model, optimizers[0], device=device, loss=loss) as engine:
+        for number, (x, y) in enumerate(batches(3)):
+            engine.forward_backward((x, y))
+            loss(plain, (x.to(device), y.to(device))).backward()
+            if number == 1:
+                clear(model, optimizers[0])
+                clear(plain, optimizers[1])
+            engine.update()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter.cpu(), msg=name)

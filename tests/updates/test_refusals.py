@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 
 import ferryman
 from ferryman.engine import Engine
 from ferryman.runtime import host_memory as memory
 from support.models import CASES, Toy, build, text
 from support.slow import covering
+from support.small_models import Model, batches, loss, made
 
 
 def adamw(model):
@@ -215,3 +217,33 @@ def test_a_model_that_the_host_cannot_hold_is_refused_before_anything_is_taken()
 def test_free_memory_of_the_host_is_known_here():
     free = memory.available()
     assert free is None or 1 << 20 < free < 1 << 50
+
+
+@pytest.mark.parametrize("way", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hooks_of_optimizer_steps(way, device):
+    model = made(Model, None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = getattr(optimizer, way)(lambda *_: None)
+    with pytest.raises(ValueError, match=rf"a step hook \({way}\)"):
+        Engine(model, optimizer, device=device, loss=loss)
+    handle.remove()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with Engine(model, optimizer, device=device, loss=loss) as engine:
+        handle = getattr(optimizer, way)(lambda *_: None)
+        with pytest.raises(ValueError, match=rf"a step hook \({way}\)"):
+            engine.step(next(batches(1)))
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        handle.remove()
+        engine.step(next(batches(1)))
+
+
+@pytest.mark.parametrize("way", ["register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"])
+def test_hooks_of_all_optimizers_steps(way):
+    model = made(Model, None)
+    handle = getattr(torch_optimizer, way)(lambda *_: None)
+    try:
+        with pytest.raises(ValueError, match=rf"a step hook \({way}\)"):
+            Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu", loss=loss)
+    finally:
+        handle.remove()

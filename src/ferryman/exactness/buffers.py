@@ -1,19 +1,19 @@
 """Buffers that a unit's own code edits, as running statistics do.
 
 The unit runs twice. Its second run must see its buffers as the first did, and must leave them as they are; and what the
-first run has made of them must reach the host, since the slot will hold another unit. Which buffers a unit edits is
-found in the first step: until then all of them are treated so.
+first run and the backward have made of them must reach the host, since the slot will hold another unit. Which buffers a
+unit edits is found in the first step: until then all of them are treated so.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
 from ferryman.exactness.guard import NewStateError
-from ferryman.model.binding import adopt_assigned, is_assigned
+from ferryman.model.binding import adopt_assigned, bind, is_assigned
 from ferryman.model.units import Item, Unit
 
 Bound = tuple[Item, torch.Tensor]  # a buffer, and the device's tensor for it
@@ -24,7 +24,8 @@ class Buffers:
     """Those of the unit on visit."""
 
     def __init__(self) -> None:
-        self.edited: set[Item] = set()  # known to be, in a forward
+        self.edited: set[Item] = set()  # known to be
+        self._edited_in_backward: set[Item] = set()  # those of them that hooks and autograd functions edit
         self._learns = self._ignores = False
         self.bound: Sequence[Bound] = ()
         self._versions: list[int] = []
@@ -102,7 +103,11 @@ class Buffers:
                         f"the unit {unit.name!r} edits its buffer {item.name!r} in its forward, which it did not do in "
                         "the first step; running it again in the backward would edit it twice"
                     )
-            elif not self._learns or not torch.equal(tensor.detach().cpu(), clone):
+            elif (
+                not self._learns
+                or item in self._edited_in_backward  # of another micro-batch, before the second run
+                or not torch.equal(tensor.detach().cpu(), clone)
+            ):
                 needed[item] = clone
                 self.edited.add(item)
                 self._changed[item] = tensor
@@ -111,21 +116,63 @@ class Buffers:
         self._versions = [tensor._version for _, tensor in self.bound]
         return needed or None
 
+    def values(self, items: Collection[Item] | None) -> Copies:
+        """Copies of these buffers, as they are now."""
+        return {item: tensor.detach().clone() for item, tensor in self.bound if item in (items or ())}
+
+    def put(self, copies: Copies | None) -> None:
+        """Gives buffers these values."""
+        for item, tensor in self.bound if copies else ():  # which may be in another slot by now
+            if copies and item in copies:
+                tensor.data.copy_(copies[item])  # past the version: what autograd saved has these values again
+        self._versions = [tensor._version for _, tensor in self.bound]
+
     @contextlib.contextmanager
-    def as_they_were(self, before: Copies | None) -> Iterator[None]:
-        """Within, they have the values of that time, and may be edited."""
-        if before is None:
+    def in_backward(self, unit: Unit, now: Copies) -> Iterator[None]:
+        """Within, a unit's backward runs. Hooks and custom autograd functions may edit buffers, and that counts.
+
+        `now`: the values of buffers that a second run has just edited. The graph may need what that run has left in
+        them, so until the backward is over the module has these tensors for them.
+        """
+        if self._ignores:
             yield
             return
-        now = {item: tensor.detach().clone() for item, tensor in self.bound if item in before}
+        seen = [(item, tensor, tensor._version) for item, tensor in self.bound]
+        current = {item: now.get(item, tensor) for item, tensor in self.bound}
+        before = {item: tensor.detach().to("cpu", copy=True) for item, tensor in current.items() if self._learns}
+        versions = {item: tensor._version for item, tensor in current.items()}
+        bind(list(now.items()))
         try:
-            self._put(before)
             yield
+            for item, tensor, version in seen:
+                edited = current[item]._version != versions[item]
+                if item in now and tensor._version != version:
+                    raise ValueError(
+                        f"the unit {unit.name!r} edits its buffer {item.name!r} in its forward, and in its backward "
+                        "through a reference that its forward has taken. Use the module's attribute in the backward"
+                    )
+                if self._is_edited_in_backward(unit, item, current[item], before.get(item), edited=edited):
+                    self._changed[item] = tensor
         finally:
-            self._put(now)
-            self._versions = [tensor._version for _, tensor in self.bound]
+            self.put(now)
 
-    def _put(self, copies: Copies) -> None:
-        for item, tensor in self.bound:  # which may be in another slot by now
-            if item in copies:
-                tensor.data.copy_(copies[item])  # past the version: what autograd saved has these values again
+    def _is_edited_in_backward(
+        self, unit: Unit, item: Item, current: torch.Tensor, before: torch.Tensor | None, *, edited: bool
+    ) -> bool:
+        """Whether a backward has given this buffer, of which the module had the `current` tensor, another value."""
+        if is_assigned(item, current):
+            adopt_assigned(item, current)
+            edited = True
+        if before is None:
+            if edited and item not in self._edited_in_backward:
+                raise ValueError(
+                    f"the unit {unit.name!r} edits its buffer {item.name!r} in its backward, which it did not do in "
+                    "the first step; its second run would see the new value"
+                )
+            return item in self._edited_in_backward
+        if torch.equal(current.detach().cpu(), before):
+            return False
+        self.edited.add(item)
+        self._edited_in_backward.add(item)
+        self._originals.setdefault(item, before)
+        return True

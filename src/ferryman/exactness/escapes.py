@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import Node
 
+from ferryman.exactness.outside_leaves import nodes_behind
 from ferryman.model.units import Unit
 
 
@@ -33,6 +34,7 @@ class Escapes:
     def __init__(self) -> None:
         self.traced = False  # whether units run with a graph, and losses are searched
         self._spans: dict[int, list[_Span]] = {}  # by micro-batch, in ascending order
+        self._given: dict[int, set[Node]] = {}  # by micro-batch, the graph that its batch has from outside
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -42,6 +44,12 @@ class Escapes:
             yield
         finally:
             self.traced = False
+            self._given.clear()
+
+    def began(self, micro_batch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """A micro-batch begins with these. Their graph, if they require gradients, may be of another thread, which
+        numbers its nodes by itself."""
+        self._given[micro_batch] = nodes_behind(tensors)
 
     def next_number(self) -> int:
         """Of the node that this thread makes next."""
@@ -56,12 +64,7 @@ class Escapes:
         """A ValueError if the loss depends on a tensor from inside a unit."""
         spans = self._spans.get(micro_batch, [])
         starts = [span.start for span in spans]
-        waiting, seen = [loss.grad_fn], set[Node]()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in nodes_behind([loss]) - self._given.get(micro_batch, set()):
             number = node._sequence_nr()
             at = bisect.bisect_right(starts, number) - 1
             if at >= 0 and number < spans[at].stop:
@@ -71,4 +74,3 @@ class Escapes:
                     "out: through a queue, a thread or a library, for example. Return it from the unit, or store it "
                     "in an attribute, a list, a dict or a context variable"
                 )
-            waiting += [following for following, _ in node.next_functions]

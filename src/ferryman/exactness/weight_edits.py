@@ -19,12 +19,16 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 class WeightEdits:
-    """Of tensors that are bound for a time: the unit's on a visit, or the residents' in a step."""
+    """Of tensors that are bound for a time: the unit's on a visit, or the residents' in a step.
 
-    def __init__(self, bound: Sequence[tuple[Item, torch.Tensor]], *, by_bytes: bool) -> None:
+    `can_undo`: a copy of them is kept, so that what is refused is undone as well.
+    """
+
+    def __init__(self, bound: Sequence[tuple[Item, torch.Tensor]], *, by_bytes: bool, can_undo: bool = False) -> None:
         self._weights = [pair for pair in bound if isinstance(pair[0].tensor, nn.Parameter)]
+        self._copies = [tensor.detach().clone() for _, tensor in self._weights if can_undo]
         self._versions = [tensor._version for _, tensor in self._weights]
-        self._sums = self._sum_bytes() if by_bytes else None
+        self._sums = self._sum_bytes() if by_bytes or can_undo else None
 
     def check(self) -> None:
         """A ValueError if one of them was edited since; bytes are compared once."""
@@ -40,6 +44,8 @@ class WeightEdits:
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
     def _refuse(self, item: Item) -> None:
+        for (_, tensor), values in zip(self._weights, self._copies, strict=False):
+            tensor.data.copy_(values)
         raise ValueError(
             f"{item.name!r} is edited in place while the model or the loss runs. The engine moves weights between host "
             "and device and runs parts of the model twice, so such edits would be lost or made twice. Edit weights "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,17 +15,25 @@ class Placeholder(torch.Tensor):
 
     _name: str
     _unit: str
+    _may_have_gradient: Callable[[], bool]
     _is_param = True  # so that isinstance(..., Parameter) holds, as it would for the tensor itself
 
     @staticmethod
-    def __new__(cls, tensor: torch.Tensor, name: str, unit: Unit, device: torch.device) -> Placeholder:
+    def __new__(
+        cls,
+        tensor: torch.Tensor,
+        name: str,
+        unit: Unit,
+        device: torch.device,
+        may_have_gradient: Callable[[], bool],
+    ) -> Placeholder:
         made: Placeholder = torch.Tensor._make_wrapper_subclass(
             cls, tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
         )
-        made._name, made._unit = name, unit.name
+        made._name, made._unit, made._may_have_gradient = name, unit.name, may_have_gradient
         return made
 
-    def __init__(self, tensor: torch.Tensor, name: str, unit: Unit, device: torch.device) -> None:
+    def __init__(self, *_: Any) -> None:
         pass
 
     @classmethod
@@ -36,6 +45,14 @@ class Placeholder(torch.Tensor):
             raise ValueError(
                 f"torch.autograd.grad is asked for the gradient of {absent._name!r}, which is on the device only while "
                 f"its unit {absent._unit!r} runs. Keep it there: resident=[{absent._name!r}]"
+            )
+        if function in _GRADIENT_ACCESS and args[0]._may_have_gradient():
+            raise ValueError(
+                f"the gradient of {args[0]._name!r} is read or cleared while the model or the loss runs, as "
+                "model.zero_grad() does, when a backward has added to it before: one inside the loss, or that of an "
+                "earlier micro-batch. It is not there then: the engine adds gradients up elsewhere. In place of "
+                "backward() and zero_grad() in a loss, use torch.autograd.grad(value, inputs), which leaves the "
+                "gradients of parameters alone; read or clear them after engine.forward_backward()"
             )
         return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -51,3 +68,7 @@ class Placeholder(torch.Tensor):
             "parameters, as a regulariser does, resident=['*'] keeps all of them; weight_decay= of the optimizer needs "
             "none"
         )
+
+
+_gradient: Any = torch.Tensor.grad
+_GRADIENT_ACCESS = (_gradient.__get__, _gradient.__set__, _gradient.__delete__)

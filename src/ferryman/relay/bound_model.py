@@ -7,7 +7,7 @@ have placeholders, except while a unit's own code runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -25,12 +25,19 @@ class BoundModel:
     """Puts tensors into the model's modules, and the host's back."""
 
     def __init__(
-        self, residents: Unit, device: torch.device, server: ParameterServer, streams: Streams, collect: Collect
+        self,
+        residents: Unit,
+        device: torch.device,
+        server: ParameterServer,
+        streams: Streams,
+        collect: Collect,
+        may_have_gradients: Callable[[], bool],
     ) -> None:
         self.residents = residents
         self.resident_tensors: dict[Item, torch.Tensor] = {}  # the device's; empty while the model is on the host
         self._device = device
         self._streams = streams
+        self._may_have_gradients = may_have_gradients  # parameters, as the user's code that runs would see them
         self._units: Sequence[Unit] = ()
         self._placeholders: dict[Unit, list[tuple[Item, Placeholder]]] = {}
         self._resident_buffers: dict[Unit, list[Item]] = {}  # those that belong to modules of the unit
@@ -42,7 +49,10 @@ class BoundModel:
         self._units = units
         # A unit may have been renamed, so placeholders, whose messages have names, are made anew.
         self._placeholders = {
-            unit: [(item, Placeholder(item.tensor, item.name, unit, self._device)) for item in unit.items]
+            unit: [
+                (item, Placeholder(item.tensor, item.name, unit, self._device, self._may_have_gradients))
+                for item in unit.items
+            ]
             for unit in units
         }
         inside = {unit: {module for top in unit.modules for module in top.modules()} for unit in units}

@@ -11,8 +11,9 @@ Note [What a unit reads and writes]
 The inputs of a call are the tensors in its arguments and in the user's variables that its code can reach
 (`user_state.py`, `reach.py`); its outputs are those that it returns and those that it leaves in arguments or variables.
 A loss that a block stores on itself has its gradient for that reason. The second run sees arguments, variables and
-buffers as the first run did, and what it does to them is undone. A tensor that leaves a unit in any other way would
-lose its gradient; the trial of the first step refuses it (`escapes.py`).
+buffers as the first run did, and what it does to them is undone before the backward begins: hooks and custom autograd
+functions see them there as in plain PyTorch, and what they change stays. A tensor that leaves a unit in any other way
+would lose its gradient; the trial of the first step refuses it (`escapes.py`).
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ class CallDriver(Protocol):
 
     def goes_backward(self, call: Call, *, accumulate: bool) -> None:
         """The call's backward is about to run; `accumulate`: it adds to the gradients of parameters."""
+
+    def note_leaves(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """A backward from `outputs` to `inputs` adds to the gradients of leaves outside the model; it may be undone."""
 
 
 class SavedInputs:
@@ -287,14 +291,17 @@ class Call:
     ) -> list[torch.Tensor | None]:
         """Runs the module again, unless the forward's graph was kept, and backpropagates through it."""
         with torch.enable_grad(), contextlib.ExitStack() as stack:
+            buffers = self._relay.buffers
+            now = buffers.values(self._buffers)
             if self._kept is not None:
                 (inputs, outputs), self._kept = self._kept, None
             else:
                 inputs = self._detached(self._recall(stash))
                 outputs = self._replay(inputs, stack)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-            # Checkpointing within the unit runs parts of it once more.
-            with self._relay.bound(self.unit, adopt=False):
+            # The user's code runs here too: hooks, custom autograd functions, and checkpointing, which runs parts of
+            # the unit once more.
+            with self._relay.bound(self.unit, adopt=False), buffers.in_backward(self.unit, now):
                 return self._backpropagate(pairs, inputs, accumulate=accumulate)
 
     def _backpropagate(
@@ -309,6 +316,7 @@ class Call:
             return [None] * len(inputs)
         outputs, gradients = [o for o, _ in pairs], [g for _, g in pairs]
         if accumulate:
+            self._relay.note_leaves(outputs, inputs)
             torch.autograd.backward(outputs, gradients)
             return [t.grad if t.requires_grad else None for t in inputs]
         wanted = [t for t in inputs if t.requires_grad]
@@ -373,18 +381,18 @@ class Call:
         return _Run(result, changing, after, inputs, constants, list(outputs.values()))
 
     def _replay(self, inputs: list[torch.Tensor], stack: contextlib.ExitStack) -> list[torch.Tensor]:
-        """The outputs again, with a graph. What it does to buffers and variables is undone when the stack is closed:
-        until the backward is over, the graph may need them as they are."""
+        """The outputs again, with a graph. What it does to variables is undone; buffers are left as it leaves them,
+        because the graph may need those values. The stack is closed when the backward is over."""
         relay = self._relay
-        stack.enter_context(relay.buffers.as_they_were(self._buffers))
-        stack.enter_context(self._unchanged())
+        relay.buffers.put(self._buffers)
         stack.enter_context(self._modes.on())
         now = relay.randomness.state()
         if self._random is not None:
             relay.randomness.restore(self._random)
         try:
-            # In a copy of the context that the first run had: what it sets there is gone afterwards.
-            outputs = self._context.copy().run(self._execute, inputs, adopt=False).outputs
+            with self._unchanged():
+                # In a copy of the context that the first run had: what it sets there is gone afterwards.
+                outputs = self._context.copy().run(self._execute, inputs, adopt=False).outputs
         finally:
             if self._random is not None:
                 relay.randomness.restore(now)

@@ -62,7 +62,7 @@ class Relay:
         kind = HeldWeights if plan.held else WeightSlots
         self.weights = kind(device, plan.weight_slots, server, streams.h2d, self._collect)
         self.gradients = GradientSlots(device, plan.gradient_slots, plan.residents, server, streams.h2d, streams.d2h)
-        self._model = BoundModel(plan.residents, device, server, streams, self._collect)
+        self._model = BoundModel(plan.residents, device, server, streams, self._collect, self._may_have_gradients)
         self.evaluation = Evaluation(self._model, self.weights, streams)
         self._device_stash = DeviceStash()
         self._host_stash: HostStash | None = None
@@ -210,10 +210,14 @@ class Relay:
         """The micro-batch that runs."""
         return None if self._step is None else self._step.running
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
-        """These tensors were made for the micro-batch that runs."""
+    def adopt(self, tensors: Sequence[torch.Tensor], borrowed: Sequence[torch.Tensor]) -> None:
+        """The micro-batch that runs begins with these tensors, of which those that are `borrowed` are the user's."""
         assert self.running is not None
         self.step.stash.track(self.running, tensors)
+        if self._may_be_undone:
+            self.step.batch_edits.note(borrowed)
+        if self.escapes.traced:
+            self.escapes.began(self.running.number, tensors)
 
     def turns_at(self, module: nn.Module) -> bool:
         """Whether the module's backward followed its forward at once, in the last step."""
@@ -237,6 +241,20 @@ class Relay:
         finally:
             self._model.bind_placeholders(unit)
             self._model.bind_resident_buffers(unit)
+
+    @property
+    def _may_be_undone(self) -> bool:
+        """Whether it is remembered what the step does outside the model: in trials, and in steps that are checked."""
+        return not self.step.takes_effect or self.checksums.is_on
+
+    def note_leaves(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """A backward from these is about to run, whose gradients of leaves outside the model may be undone. `inputs`:
+        leaves of a call's own."""
+        step = self.step
+        if self._may_be_undone:
+            bound = () if step.visit is None else step.visit.tensors
+            own = {id(tensor) for _, tensor in (*bound, *self._model.resident_tensors.items())}
+            step.leaves.note(outputs, own | {id(tensor) for tensor in (*inputs, self.anchor)})
 
     def goes_backward(self, call: Call, *, accumulate: bool) -> None:
         """A call is about to run its backward. To `accumulate` gradients of parameters, the unit needs a slot."""
@@ -263,6 +281,11 @@ class Relay:
                     "first step. The engine runs units again by itself: switch checkpointing off"
                 )
             self._called_in_backward.add(unit)
+
+    def _may_have_gradients(self) -> bool:
+        """Whether parameters would have gradients in plain PyTorch, where the micro-batch that runs is now."""
+        running = self.running
+        return running is not None and (running.number > 0 or not self.gradients.are_empty)
 
     def _collect(self, unit: Unit, item: Item, parameter: torch.Tensor) -> None:
         """Takes a parameter's gradient of one call, after the hooks that the user has put on the parameter."""
@@ -323,13 +346,15 @@ class Relay:
             with self.compute.current():
                 step.begin()
                 by_bytes = self.escapes.traced or self.checksums.is_on
-                step.resident_edits = WeightEdits(list(self._model.resident_tensors.items()), by_bytes=by_bytes)
+                residents = list(self._model.resident_tensors.items())
+                step.resident_edits = WeightEdits(residents, by_bytes=by_bytes, can_undo=self._edits_host(step))
                 self.state.begin(step.seed, exchange=step.interleaved, careful=not step.takes_effect)
             try:
                 yield
             except BaseException:
                 self.state.end(undo=True)
                 self.buffers.undo()
+                step.undo()
                 raise
             with self.compute.current():
                 step.resident_edits.check()
@@ -338,6 +363,8 @@ class Relay:
                 self._model.adopt_assigned_residents()
                 if step.takes_effect:
                     self.buffers.keep()
+                else:
+                    step.undo()
                 step.succeeded()
         finally:
             with self.compute.current():
@@ -371,6 +398,7 @@ class Relay:
                 self._server.send_loss(value, [self.compute.here()])
             batch.turned = True
             if step.runs_backward:
+                self.note_leaves([loss], ())
                 loss.backward()
 
     def _resume(self, batch: MicroBatch) -> None:
@@ -392,6 +420,10 @@ class Relay:
         with self.compute.current():
             step.micro_batch_parked(batch)
 
+    def _edits_host(self, step: StepState) -> bool:
+        """Whether a trial would edit the host's own weights."""
+        return self.device.type == "cpu" and not step.takes_effect
+
     def _pick(self, live: Sequence[MicroBatch]) -> Unit:
         requests = [batch.request for batch in live if batch.request is not None]
         forwards = [request.unit for request in requests if request.direction is Direction.FORWARD]
@@ -408,7 +440,7 @@ class Relay:
                 self._sample_memory()
                 step.visit = Visit(unit, on_device.tensors)
                 self.buffers.visit(self._model.buffers_of(unit, on_device.tensors))
-                edits = WeightEdits(on_device.tensors, by_bytes=self.escapes.traced)
+                edits = WeightEdits(on_device.tensors, by_bytes=self.escapes.traced, can_undo=self._edits_host(step))
                 self._serve_requests(unit, [batch for batch in batches if batch.requests(unit)])
                 edits.check()
                 direction = "backward" if backward else "turn" if step.has_turned() else "forward"

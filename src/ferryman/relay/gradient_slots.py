@@ -195,6 +195,11 @@ class GradientSlots:
         """Units whose sums are on the host in float32, and which of their tensors have a gradient."""
         return {unit: [item for item in unit.trained if item in self._added] for unit in self._on_host}
 
+    @property
+    def are_empty(self) -> bool:
+        """Whether no tensor has a gradient."""
+        return not self._added
+
     def has(self, item: Item) -> bool:
         return item in self._added
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import torch
 from torch import nn
 
+from ferryman.exactness.batch_edits import BatchEdits
 from ferryman.exactness.guard import Guard
+from ferryman.exactness.outside_leaves import OutsideLeaves
 from ferryman.exactness.survey import Survey
 from ferryman.exactness.weight_edits import WeightEdits
 from ferryman.model.units import Item, Unit
@@ -97,6 +99,8 @@ class StepState:
         self.hooked: set[tuple[MicroBatch, Item]] = set()  # parameters whose gradient hooks have run
         self.handles: list[weakref.ref[Handle]] = []  # of calls that autograd may still refer to
         self.resident_edits = WeightEdits((), by_bytes=False)
+        self.leaves = OutsideLeaves()
+        self.batch_edits = BatchEdits()
         self._latest_call: Call | None = None  # the last to go forward; it may keep its graph
         self._guard = guard
         self._expected = [unit for unit in expected.visits if unit not in expected.skipped]
@@ -184,6 +188,11 @@ class StepState:
             self._guard.check(self.losses)
             self.resident_edits.check()
 
+    def undo(self) -> None:
+        """Puts back what the step has changed outside the model, as far as that was noted."""
+        self.leaves.put_back()
+        self.batch_edits.put_back()
+
     def close(self) -> None:
         """Lets go of everything: a traceback may keep this object alive."""
         for batch in self.micro_batches:
@@ -194,6 +203,8 @@ class StepState:
         self.works, self.micro_batches, self.running, self.visit = (), [], None, None
         self.losses = {}
         self.hooked.clear()
+        self.leaves.forget()
+        self.batch_edits.forget()
         self.resident_edits = WeightEdits((), by_bytes=False)
         self._latest_call = self._guard = None
         self.stash.forget()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import optimizer as optimizer_module
 from torch.utils.hooks import RemovableHandle
 
 from ferryman.model.units import Item
@@ -54,6 +55,7 @@ class OptimizerView:
     def check_groups(self) -> None:
         """Reads the group of each parameter, and refuses changes that the engine cannot follow."""
         optimizer = self.optimizer
+        self._refuse_hooks()
         found: dict[int, int] = {}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -96,6 +98,23 @@ class OptimizerView:
                 "model; make it from this model's parameters: torch.optim.AdamW(model.parameters())"
             )
         self._groups.update(found)
+
+    def _refuse_hooks(self) -> None:
+        """Updates run piece by piece beside the next step: there is no moment before or after all of them."""
+        own = self._hook.id if self._hook is not None else None
+        hooks: list[tuple[str, Mapping[int, Any]]] = [
+            ("register_step_pre_hook", self.optimizer._optimizer_step_pre_hooks),
+            ("register_step_post_hook", self.optimizer._optimizer_step_post_hooks),
+            ("register_optimizer_step_pre_hook", optimizer_module._global_optimizer_pre_hooks),
+            ("register_optimizer_step_post_hook", optimizer_module._global_optimizer_post_hooks),
+        ]
+        for way, registered in hooks:
+            if any(key != own for key in registered):
+                raise ValueError(
+                    f"the optimizer has a step hook ({way}), which would never run: the engine updates the weights "
+                    "itself, piece by piece. Remove the hook, and call its code in the training loop: what it does to "
+                    "gradients between engine.forward_backward() and engine.update(), the rest after engine.step()"
+                )
 
     def group(self, item: Item) -> Group:
         group: Mapping[str, Any] = self.optimizer.param_groups[self._groups[id(item.tensor)]]

@@ -20,12 +20,23 @@ def weighted_loss(
     content: Any,
     weight: float,
     device: torch.device,
-    adopt: Callable[[list[torch.Tensor]], None],
+    adopt: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
 ) -> torch.Tensor:
-    """A micro-batch's part of a step's loss; `adopt` is told which tensors it has on the device."""
+    """A micro-batch's part of a step's loss; `adopt` is told which tensors it has on the device, and which of them are
+    the user's own."""
     here = to_device(content, device)
-    adopt([x for x in pytree.tree_leaves(here) if isinstance(x, torch.Tensor)])
-    value = loss(model, here)
+    pairs = zip(pytree.tree_leaves(content), pytree.tree_leaves(here), strict=True)
+    tensors = [(given, x) for given, x in pairs if isinstance(x, torch.Tensor)]
+    adopt([x for _, x in tensors], [x for given, x in tensors if given is x])
+    try:
+        value = loss(model, here)
+    except RuntimeError as error:
+        if device.type != "cpu" and "Expected all tensors to be on the same device" in str(error):
+            error.add_note(
+                f"ferryman: the model and the batch are on {device} while the loss runs. Tensors of the loss's own, "
+                "such as its parameters, must be there too: move them with .to(engine.device) before training"
+            )
+        raise
     check_loss(value)
     if value.dim():
         value = value.reshape(())  # of one element, as backward() accepts it

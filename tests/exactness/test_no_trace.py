@@ -1,0 +1,133 @@
+"""What trials and refusals must not leave behind in a batch or in weights, and gradients that a loss clears."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+
+from ferryman.engine import Engine
+from support.small_models import WIDTH, Model, batches, loss, made, train_plainly
+
+
+class Masked(Model):
+    """Writes a random mask into its input, as SpecAugment does."""
+
+    def forward(self, x):
+        x[:, np.random.randint(0, WIDTH)] = 0
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_edits_of_a_batch_are_made_once(on_device, micro_batches, device):
+    expected, kept = [], []
+
+    def noting(model, batch):
+        value = loss(model, batch)
+        expected.append((batch[0] == 0).all(0).cpu())
+        return value
+
+    model, plain = made(Masked, None), made(Masked, None)
+    torch.manual_seed(2)
+    losses = train_plainly(plain, noting, device, micro_batches)
+    torch.manual_seed(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with Engine(model, optimizer, device=device, loss=loss, max_grad_norm=1.0) as engine:
+        for number, (x, y) in enumerate(batches(3)):
+            kept.append(x.to(device) if on_device else x)
+            value = engine.step((kept[-1], y), micro_batches)
+            assert value.item() == pytest.approx(losses[number], rel=1e-5)
+    for number, x in enumerate(kept):
+        masks = [(part == 0).all(0).cpu() for part in x.chunk(micro_batches)]
+        own = on_device or device.type == "cpu"
+        for mask, theirs in zip(masks, expected[number * micro_batches :], strict=False):
+            assert torch.equal(mask, theirs if own else torch.zeros(WIDTH, dtype=torch.bool))
+
+
+class Renormalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH, max_norm=1.0)
+        self.rest = Model()
+
+    def forward(self, x):
+        return self.rest(self.embedding(x))
+
+
+class EditsData(Renormalised):
+    def forward(self, x):
+        self.embedding.weight.data.mul_(0.5)
+        return self.rest(F.embedding(x, self.embedding.weight))
+
+
+@pytest.mark.parametrize(
+    ("make", "resident"),
+    [(Renormalised, []), (Renormalised, ["embedding.weight"]), (EditsData, ["embedding.weight"])],
+)
+def test_weights_are_as_they_were_after_edits_were_refused(make, resident, device):
+    torch.manual_seed(0)
+    model = make()
+    before = model.embedding.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        Engine(model, optimizer, device=device, loss=loss, resident=resident) as engine,
+        pytest.raises(ValueError, match=r"'embedding\.weight' is edited in place"),
+    ):
+        engine.step((torch.arange(8), torch.arange(8) % 5), 1)
+    assert torch.equal(model.embedding.weight, before)
+
+
+def adversarial(model, batch):
+    x = batch[0].clone()
+    for _ in range(2):
+        x = x.detach().requires_grad_()
+        loss(model, (x, batch[1])).backward()
+        x = x + 0.05 * x.grad.sign()
+    model.zero_grad()
+    return loss(model, (x.detach(), batch[1]))
+
+
+def clearing(model, batch):
+    model.zero_grad()
+    return loss(model, batch)
+
+
+@pytest.mark.parametrize(("function", "micro_batches"), [(adversarial, 1), (adversarial, 2), (clearing, 2)])
+def test_gradients_that_are_cleared_in_the_loss(function, micro_batches, device):
+    model = made(Model, None)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with (
+        Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), device=device, loss=function) as engine,
+        pytest.raises(ValueError, match=r"the gradient of 'blocks\.0\.linear\.weight' is read or cleared"),
+    ):
+        engine.step(next(batches(1)), micro_batches)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_backward_in_the_loss_adds_to_gradients(device):
+    def twice(model, batch):
+        loss(model, batch).backward()
+        return loss(model, batch)
+
+    model, plain = made(Model, None), made(Model, None)
+    torch.manual_seed(2)
+    expected = train_plainly(plain, twice, device, 2)
+    torch.manual_seed(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with Engine(model, optimizer, device=device, loss=twice, max_grad_norm=1.0) as engine:
+        assert [engine.step(batch, 2).item() for batch in batches(3)] == pytest.approx(expected, rel=1e-5)
+
+
+def test_parameters_of_a_loss_on_another_device(virtual):
+    temperature = torch.ones(5, requires_grad=True)
+
+    def function(model, batch):
+        return F.cross_entropy(model(batch[0]) @ torch.diag(temperature), batch[1])
+
+    model = made(Model, None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Engine(model, optimizer, device=virtual, loss=function) as engine, pytest.raises(RuntimeError) as raised:
+        engine.step(next(batches(1)), 1)
+    assert "its parameters, must be there too" in "".join(raised.value.__notes__)
