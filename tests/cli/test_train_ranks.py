@@ -187,7 +187,7 @@ def test_started_again_a_job_does_not_go_on_with_the_run_of_another(corpus, tmp_
     before = (run / "run.json").read_bytes()
     code, _, errors = Torchrun(GPT, "--data", corpus, "--device", "cpu", "-o", run, "--steps", 2, restarts=1).end()
     assert code == 1
-    assert errors.count("it holds a run already") == 2  # each time
+    assert errors.count("it already holds a run") == 2  # each time
     assert (run / "run.json").read_bytes() == before
 
 

@@ -75,13 +75,13 @@ def test_an_option_is_taken_back(corpus, tmp_path, virtual):
     trained(GPT, "--data", corpus, "-o", run, "--steps", 1, "--betas", "0.8,0.9", *arguments, "--no-trace")
     on_cpu = ["--resume", "-o", run, "--device", "cpu", "--steps", 2]
     result = train(*on_cpu)
-    assert message_for(result.exception).endswith("--memory is what the run had before; --memory none takes it back")
+    assert message_for(result.exception).endswith("--memory comes from the resumed run; --memory none removes it")
     none = [word for name in ("memory", "max-grad-norm", "resident", "betas") for word in (f"--{name}", "none")]
     shown = trained(*on_cpu, *none).output
     assert "--memory is now the default, was 400KiB" in shown
     assert "--betas is now the default, was 0.8,0.9" in shown
     recorded = json.loads((run / "run.json").read_text())["options"]
-    assert [recorded[name] for name in ("memory", "max_grad_norm", "resident", "betas")] == [None] * 4
+    assert [recorded[name] for name in ("memory", "max_grad_norm", "resident", "betas")] == [None, None, [], None]
 
 
 def test_settings_that_are_refused_are_not_remembered(corpus, tmp_path, virtual):
@@ -179,7 +179,7 @@ def test_the_command_itself(corpus, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         main()
     told = capsys.readouterr()
-    assert told.err.startswith(f"ferryman: --output {tmp_path / 'run'}: it holds a run already (step-")
+    assert told.err.startswith(f"ferryman: --output {tmp_path / 'run'}: it already holds a run (step-")
     assert told.out == ""
 
 

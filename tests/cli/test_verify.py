@@ -106,7 +106,7 @@ def test_values_alone_show_a_missing_wait(monkeypatch):
 
 
 def test_a_control_that_shows_nothing_is_inconclusive(monkeypatch):
-    case = races.Case(["host"], "nothing", lambda engine: contextlib.nullcontext())
+    case = races.RaceCase(["host"], "nothing", lambda engine: contextlib.nullcontext())
     monkeypatch.setattr(races, "_ON_HOST", {"updates late": case})
     monkeypatch.setattr(races, "_CONTROL_DELAYS", (1,))
     ran = run("--device", "cpu", "--quick", "--only", "races", "--json")

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from ferryman.engine import Engine
+from support.models import CASES, build, text
 from support.small_models import WIDTH, Model, batches, loss, made, train_plainly
 
 
@@ -131,3 +132,19 @@ def test_parameters_of_a_loss_on_another_device(virtual):
     with Engine(model, optimizer, device=virtual, loss=function) as engine, pytest.raises(RuntimeError) as raised:
         engine.step(next(batches(1)), 1)
     assert "its parameters, must be there too" in "".join(raised.value.__notes__)
+
+
+def test_clearing_gradients_by_the_optimizer_in_a_loss_is_refused(device):
+    model = build(CASES["toy"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def clearing(model, batch):
+        optimizer.zero_grad()
+        return model(**batch).loss
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with Engine(model, optimizer, device=device, loss=clearing) as engine:
+        with pytest.raises(ValueError, match=r"optimizer\.zero_grad\(\) is called while the model or the loss runs"):
+            engine.step(text(4), 2)
+        optimizer.zero_grad()  # between steps it is as ever
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -255,7 +255,6 @@ class _Driver:
         self.anchor = torch.zeros((), device=_META, requires_grad=True)
         self.inside = {unit: [module for top in unit.modules for module in top.modules()] for unit in units}
         self.step = StepState((), 0, DeviceStash(), Expectation(()))
-        self.running: MicroBatch | None = None
         self._turns = turns
         self._training = {u for u in units if any(p.requires_grad for m in u.modules for p in m.parameters())}
         self._meter = _Meter()
@@ -267,6 +266,10 @@ class _Driver:
         # Of the stretch that runs: where it began, bytes alive at that time, and the storages that it was given.
         self._where, self._base, self._given = "the start", 0, dict[int, int]()
 
+    @property
+    def running(self) -> MicroBatch | None:
+        return self.step.running
+
     def run(self, work: Callable[[], torch.Tensor]) -> None:
         """Forward and backward of the micro-batch whose loss `work` returns."""
 
@@ -277,13 +280,12 @@ class _Driver:
 
         with Lanes(_CPU) as lanes:
             surroundings = Surroundings(_CPU, self.randomness, lanes.device("compute"), 0, ())
-            self.running = batch = MicroBatch(0, main, surroundings, None)
+            self.step.running = batch = MicroBatch(0, main, surroundings, None)
             try:
                 while not batch.done:
                     batch.resume()
             finally:
                 batch.abandon()
-                self.running = None
                 self.step.close()
         self._end_stretch()
 

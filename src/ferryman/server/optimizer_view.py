@@ -5,8 +5,9 @@ Its parameter groups are read in every step. The server keeps its state, and fil
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -130,6 +131,15 @@ class OptimizerView:
         self._served = ServedState(show)
         self.hide_states()
 
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """For a step: refuses `optimizer.zero_grad()` in the user's code, because it would not find the gradients."""
+        self.optimizer.zero_grad = _refuse_zero_grad  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.optimizer.zero_grad
+
     @property
     def shows_states(self) -> bool:
         """Whether the user has read `optimizer.state`, or replaced it as `load_state_dict` does."""
@@ -166,6 +176,14 @@ class OptimizerView:
     def stepped(self) -> None:
         """Counts a step for torch's schedulers, which would warn of a wrong order otherwise."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _refuse_zero_grad(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        "optimizer.zero_grad() is called while the model or the loss runs, where it would clear nothing: gradients are "
+        "accumulated by the engine. Use torch.autograd.grad(value, inputs) instead of backward() and zero_grad() in a "
+        "loss; clear gradients between steps with engine.zero_grad()"
+    )
 
 
 def _refuse_step(*_: Any) -> None:

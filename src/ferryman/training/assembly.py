@@ -121,7 +121,11 @@ class Assembly:
         self._stepping = True
         names = {item.tensor: item.name for unit in self.all_units for item in unit.trained}
         try:
-            with caches_off(self._model), self.reads.refused(names):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(caches_off(self._model))
+                stack.enter_context(self.reads.refused(names))
+                if self._optimizer_view is not None:
+                    stack.enter_context(self._optimizer_view.stepping())
                 yield
         finally:
             self._stepping = False
