@@ -99,6 +99,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("streams_in_use", [](int i) { return device(i).streams().size(); });
   m.def("spinning_waits", &spinning_waits);
   m.def("set_pinned_limit", &set_pinned_limit);
+  m.def("set_whole_pages", &set_whole_pages);
   m.def("pinned_ranges", &pinned_ranges);
 
   py::class_<Event, std::shared_ptr<Event>>(m, "Event")

@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <shared_mutex>
+#include <utility>
 
 #include <sys/mman.h>
 
@@ -31,36 +32,38 @@ uintptr_t number(const void* address) {
   return reinterpret_cast<uintptr_t>(address);
 }
 
-size_t g_limit = SIZE_MAX, g_pinned = 0;  // bytes, in whole pages
+size_t g_limit = SIZE_MAX, g_pinned = 0;  // bytes
 
 constexpr uintptr_t kPage = 4096;
+bool g_whole_pages = false;  // whether no two blocks may share a page
 
-uintptr_t first_page(const PinnedBlock& block) {
-  return number(block.base) / kPage;
+uintptr_t grain() {
+  return g_whole_pages ? kPage : 1;
 }
 
-uintptr_t end_page(const PinnedBlock& block) {
-  return (number(block.base) + block.bytes + kPage - 1) / kPage;
+uintptr_t begin_of(const PinnedBlock& block) {
+  return number(block.base) / grain() * grain();
 }
 
-size_t pages(const PinnedBlock& block) {
-  return (end_page(block) - first_page(block)) * kPage;
+uintptr_t end_of(const PinnedBlock& block) {
+  return (number(block.base) + block.bytes + grain() - 1) / grain() * grain();
 }
 
 void add(std::shared_ptr<PinnedBlock> block) {
   device(current_device());  // its context is opened, as a driver does for pinned memory
   std::unique_lock lock(g_mutex);
   auto next = table().upper_bound(number(block->base));
-  const bool free_after = next == table().end() || end_page(*block) <= first_page(*next->second);
-  const bool free_before = next == table().begin() || end_page(*std::prev(next)->second) <= first_page(*block);
+  const bool free_after = next == table().end() || end_of(*block) <= begin_of(*next->second);
+  const bool free_before = next == table().begin() || end_of(*std::prev(next)->second) <= begin_of(*block);
   TORCH_CHECK_VALUE(
       free_after && free_before, "the host memory at ", block->base, " (", block->bytes,
-      " bytes) has pages that are pinned already: memory is pinned page by page");
+      g_whole_pages ? " bytes) has pages that are pinned already: memory is pinned page by page"
+                    : " bytes) overlaps memory that is pinned already");
   TORCH_CHECK_WITH(
-      OutOfMemoryError, pages(*block) <= g_limit - std::min(g_limit, g_pinned), "the driver refuses to pin ",
+      OutOfMemoryError, block->bytes <= g_limit - std::min(g_limit, g_pinned), "the driver refuses to pin ",
       in_words(block->bytes), " of host memory: ", in_words(g_pinned), " are pinned, and ", in_words(g_limit),
       " is the limit");
-  g_pinned += pages(*block);
+  g_pinned += block->bytes;
   table().emplace(number(block->base), std::move(block));
 }
 
@@ -69,7 +72,7 @@ std::shared_ptr<PinnedBlock> remove(const void* base, bool owned) {
   auto found = table().find(number(base));
   if (found == table().end() || found->second->owned != owned) return nullptr;
   auto block = std::move(found->second);
-  g_pinned -= pages(*block);
+  g_pinned -= block->bytes;
   table().erase(found);
   return block;
 }
@@ -147,6 +150,11 @@ void host_use(const at::Tensor& tensor, Use use, const std::string& what) {
 void set_pinned_limit(size_t bytes) {
   std::unique_lock lock(g_mutex);
   g_limit = bytes;
+}
+
+bool set_whole_pages(bool whole) {
+  std::unique_lock lock(g_mutex);
+  return std::exchange(g_whole_pages, whole);
 }
 
 std::vector<std::pair<uintptr_t, size_t>> pinned_ranges() {

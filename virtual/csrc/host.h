@@ -41,11 +41,12 @@ std::optional<Touch> pinned_range(const at::Tensor& tensor, Use use, std::shared
 // The host itself reads or writes a host tensor.
 void host_use(const at::Tensor& tensor, Use use, const std::string& what);
 
-// Memory allocated elsewhere and declared fit for asynchronous copies: cudaHostRegister's part, with its rules. Whole pages
-// are pinned, none of them twice; the current device gets a context; and a system may allow only so much.
+// Memory allocated elsewhere and declared fit for asynchronous copies: cudaHostRegister's part. The current device gets a
+// context, and a system may allow only so much. No byte is pinned twice or, by whole pages, as on CUDA, no page.
 void register_host(void* base, size_t bytes);
 void unregister_host(void* base);
 void set_pinned_limit(size_t bytes);  // of all pinned memory
+bool set_whole_pages(bool whole);     // returns what was set before
 std::vector<std::pair<uintptr_t, size_t>> pinned_ranges();
 
 }  // namespace torch_virtual

@@ -51,7 +51,9 @@ def test_sizes_are_rounded_up(sizes, use):
     assert use.requested == sizes.rounding + 2
     assert use.allocated == use.active == 3 * sizes.rounding
     assert use.reserved == sizes.small_segment
-    assert torch_virtual.memory_reserved() - torch_virtual.memory_allocated() >= sizes.small_segment - 3 * sizes.rounding
+    assert (
+        torch_virtual.memory_reserved() - torch_virtual.memory_allocated() >= sizes.small_segment - 3 * sizes.rounding
+    )
     del x, y
     assert use.allocated == 0
     assert use.reserved == sizes.small_segment  # kept for later

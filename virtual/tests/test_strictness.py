@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
+import time
 
 import pytest
 import torch
@@ -31,10 +33,11 @@ def in_threads(count: int, at_once: bool) -> None:
         barrier.wait(30)
 
     threads = [threading.Thread(target=work) for _ in range(count)]
+    running = len(os.listdir("/proc/self/task"))
     for thread in threads:
         thread.start()
-        if not at_once:
-            thread.join()
+        while not at_once and len(os.listdir("/proc/self/task")) > running:
+            time.sleep(0.001)  # a thread gives its handle back when it is gone, which is after `join`
     for thread in threads:
         thread.join()
 
@@ -147,14 +150,16 @@ def mapped(nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
     return memory, torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def test_memory_is_pinned_page_by_page():
+def test_memory_can_be_pinned_page_by_page():
     _, memory = mapped(3 * 4096)
     first, second = memory[:5000], memory[5000:6000]  # the second shares a page with the first
     torch_virtual.register_host(first)
+    torch_virtual.register_host(second)
+    torch_virtual.unregister_host(second)
     try:
-        with pytest.raises(ValueError, match="pages that are pinned already"):
+        with torch_virtual.whole_pages(), pytest.raises(ValueError, match="pages that are pinned already"):
             torch_virtual.register_host(second)
-        with pytest.raises(ValueError, match="pages that are pinned already"):
+        with torch_virtual.whole_pages(), pytest.raises(ValueError, match="pages that are pinned already"):
             torch_virtual.register_host(first)
         third = memory[8192:]
         torch_virtual.register_host(third)

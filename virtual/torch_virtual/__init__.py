@@ -88,6 +88,7 @@ from torch_virtual._strictness import (
     pinned_limit,
     set_workspace,
     streams_in_use,
+    whole_pages,
     workspace,
 )
 
@@ -156,6 +157,7 @@ __all__ = [
     "synchronize",
     "unregister_host",
     "watch",
+    "whole_pages",
     "workspace",
 ]
 

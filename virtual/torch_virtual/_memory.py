@@ -92,7 +92,9 @@ class Caching:
         if self.small_segment % self.rounding or self.small_segment < 2 * self.rounding:
             raise ValueError(f"small_segment must be a multiple of rounding, at least twice it: {self.small_segment}")
         if self.large_segment % self.small_segment or self.large_segment < 2 * self.small_segment:
-            raise ValueError(f"large_segment must be a multiple of small_segment, at least twice it: {self.large_segment}")
+            raise ValueError(
+                f"large_segment must be a multiple of small_segment, at least twice it: {self.large_segment}"
+            )
 
     def scaled(self, divisor: int) -> Caching:
         """For models that are smaller by this factor, a power of two."""
@@ -123,7 +125,7 @@ def caching(caching: Caching, device: Device = None) -> Iterator[None]:
 
 
 def register_host(tensor: torch.Tensor) -> None:
-    """Pins a tensor's memory where it is, as cudaHostRegister does: whole pages, none of them twice."""
+    """Pins a tensor's memory where it is, as cudaHostRegister does."""
     _C.register_host(tensor)
 
 

@@ -52,6 +52,16 @@ def pinned_limit(nbytes: int) -> Iterator[None]:
         _C.set_pinned_limit(2**64 - 1)
 
 
+@contextmanager
+def whole_pages() -> Iterator[None]:
+    """Within, host memory is pinned page by page, as on CUDA: no two registered tensors may share a page."""
+    before = _C.set_whole_pages(True)
+    try:
+        yield
+    finally:
+        _C.set_whole_pages(before)
+
+
 def contexts() -> list[int]:
     """Devices that this process has used in any way, on which CUDA would have opened a context."""
     return _C.contexts()
