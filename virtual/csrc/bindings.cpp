@@ -11,6 +11,7 @@
 #endif
 
 #include "device.h"
+#include "event.h"
 #include "host.h"
 #include "kernel.h"
 
@@ -75,6 +76,40 @@ PYBIND11_MODULE(_C, m) {
   m.def("capacity", [](int i) { return device(i).memory.capacity(); });
   m.def("set_capacity", [](int i, size_t bytes) { device(i).memory.set_capacity(bytes); });
 
+  m.def("set_fraction", [](int i, double fraction) { device(i).memory.set_fraction(fraction); });
+  m.def("caching", [](int i) {
+    const auto c = device(i).memory.caching();
+    return std::make_tuple(c.rounding, c.small_segment, c.large_segment);
+  });
+  m.def("set_caching", [](int i, size_t rounding, size_t small, size_t large) {
+    device(i).memory.set_caching({rounding, small, large});
+  });
+
+  m.def("workspace", [](int i) { return device(i).workspaces.size(); });
+  m.def("set_workspace", [](int i, size_t bytes) { device(i).workspaces.set_size(bytes); }, Released());
+  m.def("has_float64", [](int i) { return device(i).has_float64.load(); });
+  m.def("set_float64", [](int i, bool has) { device(i).has_float64 = has; });
+  m.def("contexts", [] {
+    std::vector<int> used;
+    for (int i = 0; i < device_count(); ++i) {
+      if (device_if_used(static_cast<c10::DeviceIndex>(i))) used.push_back(i);
+    }
+    return used;
+  });
+  m.def("streams_in_use", [](int i) { return device(i).streams().size(); });
+  m.def("spinning_waits", &spinning_waits);
+  m.def("set_pinned_limit", &set_pinned_limit);
+  m.def("set_whole_pages", &set_whole_pages);
+  m.def("pinned_ranges", &pinned_ranges);
+
+  py::class_<Event, std::shared_ptr<Event>>(m, "Event")
+      .def(py::init<bool>())
+      .def("record", [](Event& e, int d, int64_t s) { e.record(device(d).stream(s)); }, Released())
+      .def("wait", [](Event& e, int d, int64_t s) { e.block(device(d).stream(s)); }, Released())
+      .def("query", &Event::query, Released())
+      .def("synchronize", &Event::synchronize, Released())
+      .def("elapsed_time", &Event::elapsed, Released());
+
   py::class_<Link::Settings>(m, "LinkSettings")
       .def_property_readonly("h2d", [](const Link::Settings& s) { return s.bandwidth[0]; })
       .def_property_readonly("d2h", [](const Link::Settings& s) { return s.bandwidth[1]; })
@@ -86,7 +121,7 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("traffic", [](int i) {
     const auto t = device(i).link.traffic();
-    return std::make_tuple(t.bytes[0], t.bytes[1], t.copies[0], t.copies[1]);
+    return std::make_tuple(t.bytes[0], t.bytes[1], t.copies[0], t.copies[1], t.blocking);
   });
 
   m.def("race_count", [] { return Detector::get().count(); }, Released());

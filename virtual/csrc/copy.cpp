@@ -41,7 +41,7 @@ void transfer(
   auto launch = [&] {
     Detector::get().launch(stream.actor, {name}, touches, pinned ? 2 : 1);
     after = Detector::get().clock_of(stream.actor);
-    link.count(direction, bytes);
+    link.count(direction, bytes, !asynchronous);
     if (asynchronous) ++pinned->copies;
   };
 

@@ -7,6 +7,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "clock.h"
 #include "generator.h"
 
 namespace torch_virtual {
@@ -68,6 +69,14 @@ std::vector<Stream*> Device::streams() {
 
 void Device::synchronize() {
   for (auto* s : streams()) s->synchronize();
+}
+
+bool Device::drain(const Stream* except, double patience) {
+  const double deadline = seconds() + patience;
+  for (auto* s : streams()) {
+    if (s != except && !s->drain(deadline)) return false;
+  }
+  return true;
 }
 
 c10::DeviceIndex device_count() {

@@ -1,6 +1,7 @@
 // The devices of this process: each has memory, a link, streams and a generator of its own.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "link.h"
 #include "memory.h"
 #include "stream.h"
+#include "workspace.h"
 
 namespace torch_virtual {
 
@@ -24,10 +26,13 @@ class Device {
   Stream& next_stream();
   std::vector<Stream*> streams();  // those in use
   void synchronize();
+  bool drain(const Stream* except, double patience);  // see Stream::drain; `except`: a kernel there is waiting for this
 
   const c10::DeviceIndex index;
   Memory memory;
   Link link;
+  Workspaces workspaces;
+  std::atomic<bool> has_float64{true};  // not every accelerator has
   at::Generator generator;
 
  private:

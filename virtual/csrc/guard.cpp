@@ -4,6 +4,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "device.h"
+#include "event.h"
 #include "generator.h"
 #include "host.h"
 #include "storage.h"
@@ -11,18 +12,6 @@
 namespace torch_virtual {
 
 namespace {
-
-// A torch.Event: recorded any number of times, each time anew.
-struct Event {
-  bool timed;
-  std::mutex mutex;
-  std::shared_ptr<Moment> moment;
-
-  std::shared_ptr<Moment> latest() {
-    std::lock_guard lock(mutex);
-    return moment;
-  }
-};
 
 c10::Stream as_torch(const Stream& stream) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kPrivateUse1, stream.device), stream.id);
@@ -64,48 +53,32 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return &as_ours(stream); }
   bool queryStream(const c10::Stream& stream) const override { return as_ours(stream).query(); }
-  void synchronizeStream(const c10::Stream& stream) const override { as_ours(stream).synchronize(); }
-  void synchronizeDevice(c10::DeviceIndex index) const override { device(index).synchronize(); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    if (!as_ours(stream).query()) count_spinning_wait();
+    as_ours(stream).synchronize();
+  }
+  void synchronizeDevice(c10::DeviceIndex index) const override {
+    count_spinning_wait();
+    device(index).synchronize();
+  }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     device_memory().recordStream(data, stream);
   }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag flag) const override {
-    if (*event == nullptr) *event = new Event{flag == c10::EventFlag::BACKEND_DEFAULT, {}, {}};
-    auto* e = static_cast<Event*>(*event);
-    auto moment = as_ours(stream).record();
-    std::lock_guard lock(e->mutex);
-    e->moment = std::move(moment);
+    if (*event == nullptr) *event = new Event(flag == c10::EventFlag::BACKEND_DEFAULT);
+    static_cast<Event*>(*event)->record(as_ours(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event == nullptr) return;  // never recorded: nothing to wait for, as on CUDA
-    if (auto moment = static_cast<Event*>(event)->latest()) as_ours(stream).wait(moment);
+    if (event != nullptr) static_cast<Event*>(event)->block(as_ours(stream));
   }
-  bool queryEvent(void* event) const override {
-    if (event == nullptr) return true;
-    auto moment = static_cast<Event*>(event)->latest();
-    if (!moment) return true;
-    if (!moment->passed()) return false;
-    Detector::get().host_wait(moment->clock);
-    return true;
-  }
+  bool queryEvent(void* event) const override { return event == nullptr || static_cast<Event*>(event)->query(); }
   void synchronizeEvent(void* event) const override {
-    if (event == nullptr) return;
-    if (auto moment = static_cast<Event*>(event)->latest()) {
-      moment->wait();
-      Detector::get().host_wait(moment->clock);
-    }
+    if (event != nullptr) static_cast<Event*>(event)->synchronize(/*spins=*/true);
   }
   double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
     TORCH_CHECK_VALUE(from != nullptr && to != nullptr, "both events must be recorded before their times are compared");
-    auto *first = static_cast<Event*>(from), *second = static_cast<Event*>(to);
-    TORCH_CHECK_VALUE(
-        first->timed && second->timed, "events whose times are compared must be made with enable_timing=True");
-    auto begin = first->latest(), end = second->latest();
-    TORCH_CHECK_VALUE(begin && end, "both events must be recorded before their times are compared");
-    TORCH_CHECK_VALUE(
-        begin->passed() && end->passed(), "both events must have passed before their times are compared: synchronize");
-    return (end->wait() - begin->wait()) * 1e3;
+    return static_cast<Event*>(from)->elapsed(*static_cast<Event*>(to));
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
 };

@@ -1,10 +1,12 @@
 #include "host.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <shared_mutex>
+#include <utility>
 
 #include <sys/mman.h>
 
@@ -30,15 +32,38 @@ uintptr_t number(const void* address) {
   return reinterpret_cast<uintptr_t>(address);
 }
 
+size_t g_limit = SIZE_MAX, g_pinned = 0;  // bytes
+
+constexpr uintptr_t kPage = 4096;
+bool g_whole_pages = false;  // whether no two blocks may share a page
+
+uintptr_t grain() {
+  return g_whole_pages ? kPage : 1;
+}
+
+uintptr_t begin_of(const PinnedBlock& block) {
+  return number(block.base) / grain() * grain();
+}
+
+uintptr_t end_of(const PinnedBlock& block) {
+  return (number(block.base) + block.bytes + grain() - 1) / grain() * grain();
+}
+
 void add(std::shared_ptr<PinnedBlock> block) {
+  device(current_device());  // its context is opened, as a driver does for pinned memory
   std::unique_lock lock(g_mutex);
   auto next = table().upper_bound(number(block->base));
-  const bool free_after = next == table().end() || number(block->base) + block->bytes <= next->first;
-  const bool free_before =
-      next == table().begin() || std::prev(next)->first + std::prev(next)->second->bytes <= number(block->base);
+  const bool free_after = next == table().end() || end_of(*block) <= begin_of(*next->second);
+  const bool free_before = next == table().begin() || end_of(*std::prev(next)->second) <= begin_of(*block);
   TORCH_CHECK_VALUE(
       free_after && free_before, "the host memory at ", block->base, " (", block->bytes,
-      " bytes) overlaps memory that is pinned already");
+      g_whole_pages ? " bytes) has pages that are pinned already: memory is pinned page by page"
+                    : " bytes) overlaps memory that is pinned already");
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, block->bytes <= g_limit - std::min(g_limit, g_pinned), "the driver refuses to pin ",
+      in_words(block->bytes), " of host memory: ", in_words(g_pinned), " are pinned, and ", in_words(g_limit),
+      " is the limit");
+  g_pinned += block->bytes;
   table().emplace(number(block->base), std::move(block));
 }
 
@@ -47,6 +72,7 @@ std::shared_ptr<PinnedBlock> remove(const void* base, bool owned) {
   auto found = table().find(number(base));
   if (found == table().end() || found->second->owned != owned) return nullptr;
   auto block = std::move(found->second);
+  g_pinned -= block->bytes;
   table().erase(found);
   return block;
 }
@@ -119,6 +145,23 @@ std::optional<Touch> pinned_range(const at::Tensor& tensor, Use use, std::shared
 void host_use(const at::Tensor& tensor, Use use, const std::string& what) {
   std::shared_ptr<PinnedBlock> block;
   if (auto range = pinned_range(tensor, use, block)) Detector::get().host_use(*range, what);
+}
+
+void set_pinned_limit(size_t bytes) {
+  std::unique_lock lock(g_mutex);
+  g_limit = bytes;
+}
+
+bool set_whole_pages(bool whole) {
+  std::unique_lock lock(g_mutex);
+  return std::exchange(g_whole_pages, whole);
+}
+
+std::vector<std::pair<uintptr_t, size_t>> pinned_ranges() {
+  std::shared_lock lock(g_mutex);
+  std::vector<std::pair<uintptr_t, size_t>> ranges;
+  for (const auto& [base, block] : table()) ranges.emplace_back(base, block->bytes);
+  return ranges;
 }
 
 void register_host(void* base, size_t bytes) {

@@ -5,8 +5,11 @@
 #include <cstddef>
 #include <memory>
 
+#include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
@@ -38,8 +41,12 @@ std::optional<Touch> pinned_range(const at::Tensor& tensor, Use use, std::shared
 // The host itself reads or writes a host tensor.
 void host_use(const at::Tensor& tensor, Use use, const std::string& what);
 
-// Memory allocated elsewhere, to the byte, and declared fit for asynchronous copies (cudaHostRegister's part).
+// Memory allocated elsewhere and declared fit for asynchronous copies: cudaHostRegister's part. The current device gets a
+// context, and a system may allow only so much. No byte is pinned twice or, by whole pages, as on CUDA, no page.
 void register_host(void* base, size_t bytes);
 void unregister_host(void* base);
+void set_pinned_limit(size_t bytes);  // of all pinned memory
+bool set_whole_pages(bool whole);     // returns what was set before
+std::vector<std::pair<uintptr_t, size_t>> pinned_ranges();
 
 }  // namespace torch_virtual

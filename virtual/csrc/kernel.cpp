@@ -79,6 +79,13 @@ void refuse_emptied(const at::Tensor& tensor) {
       int(tensor.get_device()), " is used, but its storage was emptied (resize_(0))");
 }
 
+void refuse_float64(c10::DeviceIndex index, c10::ScalarType dtype) {
+  if (dtype != c10::kDouble && dtype != c10::kComplexDouble) return;
+  TORCH_CHECK_TYPE(
+      torch_virtual::device(index).has_float64, "virtual:", int(index), " was told to have no float64: convert the ",
+      "tensor to float32 before it is moved there");
+}
+
 char* bytes_of(const at::Tensor& tensor) {
   auto* block = block_of(tensor.storage().data_ptr());
   if (block == nullptr) return nullptr;
@@ -113,6 +120,7 @@ at::Tensor Operands::pair(const at::Tensor& tensor) {
   for (const auto& p : pairs_) {
     if (p.device.is_same(tensor)) return p.host;
   }
+  refuse_float64(index, tensor.scalar_type());
   auto host = make_like(tensor, host_storage(tensor.storage()), c10::DispatchKey::CPU);
   pairs_.push_back({tensor, host});
   return host;
@@ -140,6 +148,7 @@ at::Tensor Operands::wrap(const at::Tensor& result, Stream& stream, const Access
       return make_like(result, ours, c10::DispatchKey::PrivateUse1);
     }
   }
+  refuse_float64(stream.device, result.scalar_type());
   // New memory. The kernel allocated it on the device; only its name changes.
   const size_t bytes = storage.nbytes();
   const c10::Device where(c10::kPrivateUse1, stream.device);

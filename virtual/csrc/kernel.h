@@ -51,6 +51,9 @@ size_t extent_of(const at::Tensor& tensor);
 // Where kernels and copies find the bytes of a device tensor's first element.
 char* bytes_of(const at::Tensor& tensor);
 
+// Where the device was told to have none.
+void refuse_float64(c10::DeviceIndex index, c10::ScalarType dtype);
+
 // A kernel or copy would follow a null pointer.
 void refuse_emptied(const at::Tensor& tensor);
 

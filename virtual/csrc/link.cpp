@@ -32,11 +32,12 @@ Link::Traffic Link::traffic() {
   return traffic_;
 }
 
-void Link::count(Direction direction, uint64_t bytes) {
+void Link::count(Direction direction, uint64_t bytes, bool blocking) {
   std::lock_guard lock(mutex_);
   const auto d = static_cast<size_t>(direction);
   traffic_.bytes[d] += bytes;
   traffic_.copies[d] += 1;
+  if (blocking) ++traffic_.blocking;
 }
 
 double Link::carry(

@@ -20,13 +20,14 @@ class Link {
   struct Traffic {
     std::array<uint64_t, 2> bytes{0, 0};
     std::array<uint64_t, 2> copies{0, 0};
+    uint64_t blocking = 0;  // copies that the host waited for
   };
 
   Settings settings();
   void set(const Settings& settings);
   Traffic traffic();
 
-  void count(Direction direction, uint64_t bytes);
+  void count(Direction direction, uint64_t bytes, bool blocking);
   // Moves the bytes at the pace of `settings`, the link's when the copy was asked for. `ready` is when it could have
   // begun; returns when it ended, which is the link's time and not the thread's, so that late wake-ups do not add up
   // over many copies.

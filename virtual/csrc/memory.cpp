@@ -1,11 +1,9 @@
 #include "memory.h"
 
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
 
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <c10/core/CPUAllocator.h>
@@ -17,20 +15,11 @@ namespace torch_virtual {
 
 namespace {
 
-constexpr size_t kGrain = 512;  // bytes; as on CUDA
-constexpr size_t kCommit = size_t{64} << 20;
-constexpr size_t kReserve = size_t{1} << 40;  // address space, not memory
+// How long an allocation waits for other streams. A kernel holds its stream's turn meanwhile, and what it waits for may be
+// behind it: then only briefly.
+constexpr double kPatience = 60, kKernelPatience = 1;  // seconds
 
 thread_local Stream* t_kernel = nullptr;
-
-size_t round_up(size_t n, size_t grain) {
-  return (n + grain - 1) / grain * grain;
-}
-
-char* reserve(size_t bytes) {
-  void* p = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  return p == MAP_FAILED ? nullptr : static_cast<char*>(p);
-}
 
 void free_block(void* context) {
   if (forked()) return;  // the parent's threads may have held locks that the child can never take
@@ -92,103 +81,134 @@ Block::~Block() {
 
 Memory::Memory(c10::DeviceIndex device)
     : device(device),
-      capacity_(static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE))) {
-  for (reserved_ = kReserve; reserved_ >= kCommit; reserved_ /= 2) {
-    guard_ = reserve(reserved_);
-    bytes_ = guard_ ? reserve(reserved_) : nullptr;
-    if (bytes_) return;
-    if (guard_) munmap(guard_, reserved_);
-  }
-  TORCH_CHECK(false, "virtual:", int(device), " cannot reserve address space; is `ulimit -v` set?");
-}
-
-Memory::Holes::iterator Memory::take_hole(size_t room) {
-  auto best = by_room_.lower_bound({room, 0});
-  if (best == by_room_.end()) {
-    const size_t more = round_up(room, kCommit);
-    TORCH_CHECK_WITH(
-        OutOfMemoryError, committed_ + more <= reserved_, "virtual:", int(device), " is out of address space");
-    TORCH_CHECK_WITH(
-        OutOfMemoryError,
-        mprotect(bytes_ + committed_, more, PROT_READ | PROT_WRITE) == 0,
-        "virtual:", int(device), ": the host has no memory left for ", in_words(more));
-    madvise(bytes_ + committed_, more, MADV_HUGEPAGE);
-    add_hole(committed_, more);
-    committed_ += more;
-    best = by_room_.lower_bound({room, 0});
-  }
-  auto hole = holes_.find(best->second);
-  by_room_.erase(best);
-  return hole;
-}
-
-void Memory::add_hole(size_t offset, size_t room) {
-  auto absorb = [&](Holes::iterator neighbour) {
-    room += neighbour->second;
-    by_room_.erase({neighbour->second, neighbour->first});
-    holes_.erase(neighbour);
-  };
-  auto next = holes_.lower_bound(offset);
-  if (next != holes_.begin()) {
-    auto before = std::prev(next);
-    if (before->first + before->second == offset) {
-      offset = before->first;
-      absorb(before);
-    }
-  }
-  next = holes_.lower_bound(offset);
-  if (next != holes_.end() && next->first == offset + room) absorb(next);
-  by_room_.insert({room, offset});
-  holes_.emplace(offset, room);
-}
-
-void Memory::count(Block& block, bool in) {
-  using c10::CachingAllocator::StatType;
-  const auto all = static_cast<size_t>(StatType::AGGREGATE);
-  auto change = [&](c10::CachingAllocator::StatArray& stat, int64_t amount) {
-    in ? stat[all].increase(amount) : stat[all].decrease(amount);
-  };
-  const auto bytes = static_cast<int64_t>(block.bytes);
-  change(stats_.allocation, 1);
-  change(stats_.active, 1);
-  change(stats_.allocated_bytes, bytes);
-  change(stats_.requested_bytes, bytes);
-  change(stats_.active_bytes, bytes);
-  change(stats_.reserved_bytes, bytes);
-  block.counted = in;
-}
+      arena_(device),
+      capacity_(static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE))) {}
 
 BlockPtr Memory::allocate(size_t bytes, Stream& stream) {
   refuse_after_fork();
-  const size_t room = round_up(bytes, kGrain);
-  std::unique_lock lock(mutex_);
-  auto used = [&] { return static_cast<size_t>(stats_.allocated_bytes[0].current); };
-  if (used() + bytes > capacity_ && bytes <= capacity_ && waiting_ > 0) {
-    // Memory that waits for other streams (record_stream) comes back. A kernel holds its stream's turn meanwhile, and
-    // what it waits for may be behind it: then only briefly.
-    const auto patience = std::chrono::seconds(t_kernel ? 1 : 60);
-    returned_.wait_for(lock, patience, [&] { return used() + bytes <= capacity_ || waiting_ == 0; });
+  Lock lock(mutex_);
+  const size_t room = round_up(bytes, caching_.rounding);
+  const bool small = room <= caching_.small_segment / 2;
+  const size_t segment = segment_for(room, small);
+  auto piece = take_piece(stream, small, room);
+  while (!piece) {
+    if (reserved() + segment <= allowed()) {
+      piece = take_segment(stream, small, segment);
+    } else if (segment <= allowed() && (wait_for_return(lock) || release_unused(lock))) {
+      piece = take_piece(stream, small, room);
+    } else {
+      run_out(bytes);
+    }
   }
-  if (used() + bytes > capacity_) {
-    ++stats_.num_ooms;
-    const size_t in_use = used(), peak = static_cast<size_t>(stats_.allocated_bytes[0].peak);
-    TORCH_CHECK_WITH(
-        OutOfMemoryError, false,
-        "virtual:", int(device), " is out of memory: ", in_words(bytes), " (", bytes, " bytes) wanted, ",
-        in_words(capacity_ > in_use ? capacity_ - in_use : 0), " free; capacity ", in_words(capacity_), " (",
-        capacity_, " bytes), in use ", in_words(in_use), " (", in_use, " bytes), peak ", in_words(peak));
-  }
-  auto hole = take_hole(room);
-  const auto [offset, available] = *hole;
-  holes_.erase(hole);
-  if (available > room) add_hole(offset + room, available - room);
-  auto block = c10::make_intrusive<Block>(*this, offset, bytes, room, stream);
+  const size_t rest = piece->bytes - room;
+  const bool splits = rest > 0 && (small ? rest >= caching_.rounding : rest > caching_.small_segment / 2);
+  auto owner = segment_of(piece->offset);
+  if (splits) free_piece(owner, {piece->offset + room, rest});
+  ++owner->second.blocks;
+  auto block = c10::make_intrusive<Block>(*this, piece->offset, bytes, splits ? room : piece->bytes, stream);
   block->history.place = "virtual:" + std::to_string(device);
-  blocks_.emplace(offset, block.get());
-  count(*block, true);
+  blocks_.emplace(block->offset, block.get());
+  count_allocated(*block, true);
+  count_active(*block, true);
   lock.unlock();
   Detector::get().allocated(block->history, bytes, stream.actor);
   return block;
+}
+
+size_t Memory::segment_for(size_t room, bool small) const {
+  if (!caching_.enabled()) return room;
+  if (small) return caching_.small_segment;
+  return room < caching_.large_segment / 2 ? caching_.large_segment : round_up(room, caching_.small_segment);
+}
+
+std::optional<Memory::Piece> Memory::take_piece(Stream& stream, bool small, size_t room) {
+  auto& pool = pools_[{&stream, small}];
+  auto best = pool.lower_bound({room, 0});
+  if (best == pool.end()) return std::nullopt;
+  const Piece piece{best->second, best->first};
+  pool.erase(best);
+  pieces_.erase(piece.offset);
+  return piece;
+}
+
+Memory::Piece Memory::take_segment(Stream& stream, bool small, size_t bytes) {
+  const size_t offset = arena_.take(bytes);
+  const auto& made = segments_[offset] = {bytes, &stream, small, caching_.enabled(), 0};
+  count_segment(made, true);
+  return {offset, bytes};
+}
+
+bool Memory::wait_for_return(Lock& lock) {
+  if (waiting_ == 0) return false;
+  const size_t before = waiting_;
+  const auto patience = std::chrono::duration<double>(t_kernel ? kKernelPatience : kPatience);
+  return returned_.wait_for(lock, patience, [&] { return waiting_ < before; });
+}
+
+bool Memory::release_unused(Lock& lock) {
+  auto unused = [](const Segment& segment) { return segment.cached && segment.blocks == 0; };
+  auto any = [&] {
+    return std::any_of(segments_.begin(), segments_.end(), [&](const auto& entry) { return unused(entry.second); });
+  };
+  if (!any()) return false;
+  // As cudaFree does: what was launched may still use memory that has been freed on its stream.
+  lock.unlock();
+  const bool idle = torch_virtual::device(device).drain(t_kernel, t_kernel ? kKernelPatience : kPatience);
+  lock.lock();
+  if (!idle || !any()) return false;
+  for (auto it = segments_.begin(); it != segments_.end();) {
+    const auto& [offset, segment] = *it;
+    if (!unused(segment)) {
+      ++it;
+      continue;
+    }
+    pools_[{segment.stream, segment.small}].erase({segment.bytes, offset});
+    pieces_.erase(offset);
+    count_segment(segment, false);
+    arena_.give(offset, segment.bytes);
+    it = segments_.erase(it);
+  }
+  return true;
+}
+
+void Memory::run_out(size_t bytes) {
+  ++stats_.num_ooms;
+  const auto in_use = static_cast<size_t>(stats_.allocated_bytes[0].current), kept = reserved() - in_use;
+  const auto peak = static_cast<size_t>(stats_.allocated_bytes[0].peak);
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, false,
+      "virtual:", int(device), " is out of memory: ", in_words(bytes), " (", bytes, " bytes) wanted, ",
+      in_words(allowed() > reserved() ? allowed() - reserved() : 0), " free; capacity ", in_words(capacity_), " (",
+      capacity_, " bytes), in use ", in_words(in_use), " (", in_use, " bytes), peak ", in_words(peak),
+      fraction_ < 1 ? "; this process may take " + in_words(allowed()) : "",
+      kept > 0 ? "; reserved and not allocated " + in_words(kept) + " (" + std::to_string(kept) + " bytes)" : "");
+}
+
+namespace {
+
+void change(c10::CachingAllocator::StatArray& stat, size_t amount, bool in) {
+  auto& all = stat[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+  in ? all.increase(static_cast<int64_t>(amount)) : all.decrease(static_cast<int64_t>(amount));
+}
+
+}  // namespace
+
+void Memory::count_segment(const Segment& segment, bool in) {
+  change(stats_.segment, 1, in);
+  change(stats_.reserved_bytes, segment.bytes, in);
+}
+
+void Memory::count_allocated(Block& block, bool in) {
+  change(stats_.allocation, 1, in);
+  change(stats_.allocated_bytes, block.room, in);
+  change(stats_.requested_bytes, block.bytes, in);
+  block.allocated = in;
+}
+
+void Memory::count_active(Block& block, bool in) {
+  change(stats_.active, 1, in);
+  change(stats_.active_bytes, block.room, in);
+  block.active = in;
 }
 
 void Memory::keep(Block& block, Stream& user) {
@@ -201,16 +221,24 @@ void Memory::retire(Block& block) {
   std::vector<Actor> kept;
   for (auto* s : block.kept_for) kept.push_back(s->actor);
   Detector::get().freed(block.history, block.stream.actor, kept);
-  if (block.kept_for.empty()) {
-    std::lock_guard lock(mutex_);
-    count(block, false);
-    returned_.notify_all();
-    return;
-  }
   {
     std::lock_guard lock(mutex_);
+    auto segment = segment_of(block.offset);
+    const bool cached = segment->second.cached;
+    if (block.kept_for.empty()) {
+      count_allocated(block, false);
+      count_active(block, false);
+      if (cached) {
+        return_room(block);  // at once: what its own stream has launched comes before what the next user launches
+      } else {
+        count_segment(segment->second, false);
+      }
+      returned_.notify_all();
+      return;
+    }
+    if (cached) count_allocated(block, false);
     block.waiting = true;
-    waiting_ += block.bytes;
+    waiting_ += block.room;
   }
   auto self = BlockPtr::unsafe_reclaim_from_nonowning(&block);
   for (auto* s : block.kept_for) {
@@ -220,37 +248,71 @@ void Memory::retire(Block& block) {
 
 void Memory::release(Block& block) {
   std::lock_guard lock(mutex_);
-  if (block.counted) count(block, false);
-  if (block.waiting) waiting_ -= block.bytes;
+  if (block.allocated) count_allocated(block, false);
+  if (block.waiting) waiting_ -= block.room;
+  const bool was_active = block.active;
+  if (was_active) count_active(block, false);
+  if (!block.returned) {
+    auto segment = segment_of(block.offset);
+    if (was_active && !segment->second.cached) count_segment(segment->second, false);
+    return_room(block);
+  }
   returned_.notify_all();
-  blocks_.erase(block.offset);
-  add_hole(block.offset, block.room);
 }
 
-void Memory::trim() {
-  std::lock_guard lock(mutex_);
-  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  for (const auto& [offset, room] : holes_) {
-    const size_t lo = round_up(offset, page), hi = (offset + room) / page * page;
-    if (lo < hi) madvise(bytes_ + lo, hi - lo, MADV_DONTNEED);
+void Memory::return_room(Block& block) {
+  block.returned = true;
+  blocks_.erase(block.offset);
+  auto segment = segment_of(block.offset);
+  --segment->second.blocks;
+  if (segment->second.cached) {
+    free_piece(segment, {block.offset, block.room});
+  } else {
+    arena_.give(segment->first, segment->second.bytes);
+    segments_.erase(segment);
   }
+}
+
+void Memory::free_piece(Segments::iterator segment, Piece piece) {
+  auto& pool = pools_[{segment->second.stream, segment->second.small}];
+  auto absorb = [&](std::map<size_t, size_t>::iterator neighbour) {
+    piece = {std::min(piece.offset, neighbour->first), piece.bytes + neighbour->second};
+    pool.erase({neighbour->second, neighbour->first});
+    pieces_.erase(neighbour);
+  };
+  auto next = pieces_.lower_bound(piece.offset);
+  if (next != pieces_.begin()) {
+    auto before = std::prev(next);
+    if (before->first >= segment->first && before->first + before->second == piece.offset) absorb(before);
+  }
+  next = pieces_.lower_bound(piece.offset + 1);
+  const size_t end = segment->first + segment->second.bytes;
+  if (next != pieces_.end() && next->first < end && next->first == piece.offset + piece.bytes) absorb(next);
+  pieces_.emplace(piece.offset, piece.bytes);
+  pool.insert({piece.bytes, piece.offset});
+}
+
+void Memory::empty_cache() {
+  Lock lock(mutex_);
+  release_unused(lock);
+  arena_.trim();
 }
 
 bool Memory::owns(const void* address) const {
   const auto* p = static_cast<const char*>(address);
-  return p >= guard_ && p < guard_ + reserved_;
+  return p >= arena_.guard() && p < arena_.guard() + arena_.size();
 }
 
 Block* Memory::find(const void* address) {
-  return find_at(static_cast<const char*>(address) - guard_);
+  return find_at(static_cast<const char*>(address) - arena_.guard());
 }
 
 Block* Memory::find_bytes(const void* bytes) {
-  return find_at(static_cast<const char*>(bytes) - bytes_);
+  return find_at(static_cast<const char*>(bytes) - arena_.bytes());
 }
 
 Block* Memory::find_at(ptrdiff_t offset) {
-  if (offset < 0 || static_cast<size_t>(offset) >= reserved_) return nullptr;
+  if (offset < 0 || static_cast<size_t>(offset) >= arena_.size()) return nullptr;
   std::lock_guard lock(mutex_);
   auto it = blocks_.upper_bound(static_cast<size_t>(offset));
   if (it == blocks_.begin()) return nullptr;
@@ -268,6 +330,21 @@ void Memory::set_capacity(size_t bytes) {
   capacity_ = bytes;
 }
 
+void Memory::set_fraction(double fraction) {
+  std::lock_guard lock(mutex_);
+  fraction_ = fraction;
+}
+
+Caching Memory::caching() {
+  std::lock_guard lock(mutex_);
+  return caching_;
+}
+
+void Memory::set_caching(const Caching& caching) {
+  std::lock_guard lock(mutex_);
+  caching_ = caching;
+}
+
 c10::CachingDeviceAllocator::DeviceStats Memory::stats() {
   std::lock_guard lock(mutex_);
   return stats_;
@@ -275,16 +352,16 @@ c10::CachingDeviceAllocator::DeviceStats Memory::stats() {
 
 void Memory::reset_peak() {
   std::lock_guard lock(mutex_);
-  for (auto* stat : {&stats_.allocation, &stats_.active, &stats_.allocated_bytes, &stats_.requested_bytes,
-                     &stats_.active_bytes, &stats_.reserved_bytes}) {
+  for (auto* stat : {&stats_.allocation, &stats_.segment, &stats_.active, &stats_.allocated_bytes,
+                     &stats_.requested_bytes, &stats_.active_bytes, &stats_.reserved_bytes}) {
     (*stat)[0].reset_peak();
   }
 }
 
 void Memory::reset_accumulated() {
   std::lock_guard lock(mutex_);
-  for (auto* stat : {&stats_.allocation, &stats_.active, &stats_.allocated_bytes, &stats_.requested_bytes,
-                     &stats_.active_bytes, &stats_.reserved_bytes}) {
+  for (auto* stat : {&stats_.allocation, &stats_.segment, &stats_.active, &stats_.allocated_bytes,
+                     &stats_.requested_bytes, &stats_.active_bytes, &stats_.reserved_bytes}) {
     (*stat)[0].reset_accumulated();
   }
   stats_.num_ooms = 0;
@@ -292,8 +369,7 @@ void Memory::reset_accumulated() {
 
 std::pair<size_t, size_t> Memory::info() {
   std::lock_guard lock(mutex_);
-  const auto used = static_cast<size_t>(stats_.allocated_bytes[0].current);
-  return {capacity_ > used ? capacity_ - used : 0, capacity_};
+  return {capacity_ > reserved() ? capacity_ - reserved() : 0, capacity_};
 }
 
 c10::DataPtr as_data_ptr(BlockPtr block) {
@@ -324,7 +400,9 @@ void DeviceMemory::copy_data(void* to, const void* from, size_t bytes) const {
 }
 
 void DeviceMemory::emptyCache(c10::MempoolId_t) {
-  for (c10::DeviceIndex i = 0; i < device_count(); ++i) device(i).memory.trim();
+  for (c10::DeviceIndex i = 0; i < device_count(); ++i) {
+    if (auto* d = device_if_used(i)) d->memory.empty_cache();
+  }
 }
 
 void DeviceMemory::recordStream(const c10::DataPtr& data, c10::Stream stream) {

@@ -45,6 +45,7 @@ class Call {
     const auto begin = stack_.size() - schema_.arguments().size();
     for (size_t i = 0; i < schema_.arguments().size(); ++i) translate(stack_[begin + i], schema_.arguments()[i]);
     auto& stream = current_stream(device_);
+    if (is_matrix_product(schema_.name())) device(device_).workspaces.use(stream);
     const Operation what{schema_.name().c_str(), schema_.overload_name().c_str()};
     Access access;
     if (views_only_) {

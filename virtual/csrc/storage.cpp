@@ -52,6 +52,7 @@ at::Tensor empty(
     std::optional<c10::Device> where, std::optional<bool> pinned, std::optional<c10::MemoryFormat> format) {
   check_options(layout, where, pinned);
   const c10::DeviceGuard guard(c10::device_or_default(where));
+  refuse_float64(current_device(), c10::dtype_or_default(dtype));
   return at::detail::empty_generic(
       size, &device_memory(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
 }
@@ -61,6 +62,7 @@ at::Tensor empty_strided(
     std::optional<c10::Layout> layout, std::optional<c10::Device> where, std::optional<bool> pinned) {
   check_options(layout, where, pinned);
   const c10::DeviceGuard guard(c10::device_or_default(where));
+  refuse_float64(current_device(), c10::dtype_or_default(dtype));
   return at::detail::empty_strided_generic(
       size, stride, &device_memory(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }

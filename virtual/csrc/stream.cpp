@@ -1,6 +1,7 @@
 #include "stream.h"
 
 #include <algorithm>
+#include <chrono>
 #include <string>
 #include <thread>
 
@@ -126,6 +127,13 @@ void Stream::synchronize() {
     changed_.wait(lock, [&] { return completed_ >= last; });
   }
   Detector::get().host_wait(clock);
+}
+
+bool Stream::drain(double deadline) {
+  std::unique_lock lock(mutex_);
+  const auto last = submitted_;
+  const auto patience = std::chrono::duration<double>(std::max(0.0, deadline - seconds()));
+  return changed_.wait_for(lock, patience, [&] { return completed_ >= last; });
 }
 
 bool Stream::query() {

@@ -52,6 +52,7 @@ class Stream {
   void wait(const std::shared_ptr<Moment>& moment);
   void synchronize();
   bool query();
+  bool drain(double deadline);  // waits for all that was launched, telling the race detector nothing; false: too long
 
   const c10::DeviceIndex device;
   const c10::StreamId id;

@@ -17,9 +17,11 @@ class Counters:
     d2h_bytes: int
     h2d_copies: int
     d2h_copies: int
+    blocking_copies: int  # of those, that the host waited for
     memory: int  # bytes in use
     peak_memory: int  # bytes; since the last reset, or within a watched block
     races: int  # of the process: a race may be between two devices
+    spinning_waits: int  # of the process: waits for the device that keep a core busy
 
 
 def counters(device: Device = None) -> Counters:
@@ -29,6 +31,7 @@ def counters(device: Device = None) -> Counters:
         memory=torch.accelerator.memory_allocated(index),
         peak_memory=torch.accelerator.max_memory_allocated(index),
         races=_C.race_count(),
+        spinning_waits=_C.spinning_waits(),
     )
 
 
@@ -57,9 +60,11 @@ class Watch:
             after.d2h_bytes - before.d2h_bytes,
             after.h2d_copies - before.h2d_copies,
             after.d2h_copies - before.d2h_copies,
+            after.blocking_copies - before.blocking_copies,
             after.memory,
             after.peak_memory,
             after.races - before.races,
+            after.spinning_waits - before.spinning_waits,
         )
 
 

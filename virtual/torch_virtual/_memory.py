@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,13 +48,84 @@ def memory_stats(device: Device = None) -> dict[str, Any]:
     return torch.accelerator.memory_stats(index_of(device))
 
 
+def memory_reserved(device: Device = None) -> int:
+    """Bytes that the process has taken from the device; with caching, more than its tensors use."""
+    return torch.accelerator.memory_reserved(index_of(device))
+
+
+def max_memory_reserved(device: Device = None) -> int:
+    return torch.accelerator.max_memory_reserved(index_of(device))
+
+
+def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
+    """Allows this process to reserve at most this share of the capacity, as `torch.cuda`'s function does."""
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"a fraction of the device's memory is required, from 0 to 1: {fraction!r}")
+    _C.set_fraction(index_of(device), fraction)
+
+
 def empty_cache() -> None:
-    """Gives unused pages back to the host. Never needed for capacity: free memory is free."""
+    """Gives segments that hold no tensor back to the device, and unused pages back to the host."""
     torch.accelerator.empty_cache()
 
 
+@dataclass(frozen=True)
+class Caching:
+    """How the allocator keeps freed memory for later, in bytes; by default it keeps none.
+
+    With caching it works as CUDA's does: sizes are rounded up, memory comes from the device in segments, which are cut
+    into blocks, and a freed block is for the stream that it was allocated for. `CUDA` has that allocator's sizes; smaller
+    ones suit small models.
+    """
+
+    rounding: int = 1  # allocations take multiples of it
+    small_segment: int = 0  # for allocations of at most half of it
+    large_segment: int = 0  # for others of less than half of it; larger ones take multiples of a small segment
+
+    def __post_init__(self) -> None:
+        if (self.small_segment, self.large_segment) == (0, 0):
+            if self.rounding != 1:
+                raise ValueError(f"rounding={self.rounding} requires segments: without caching, sizes are exact")
+            return
+        if not (self.rounding >= 64 and self.rounding % 64 == 0):
+            raise ValueError(f"rounding must be a multiple of 64 bytes, the alignment of tensors, not {self.rounding}")
+        if self.small_segment % self.rounding or self.small_segment < 2 * self.rounding:
+            raise ValueError(f"small_segment must be a multiple of rounding, at least twice it: {self.small_segment}")
+        if self.large_segment % self.small_segment or self.large_segment < 2 * self.small_segment:
+            raise ValueError(
+                f"large_segment must be a multiple of small_segment, at least twice it: {self.large_segment}"
+            )
+
+    def scaled(self, divisor: int) -> Caching:
+        """For models that are smaller by this factor, a power of two."""
+        return Caching(max(64, self.rounding // divisor), self.small_segment // divisor, self.large_segment // divisor)
+
+
+EXACT = Caching()
+CUDA = Caching(rounding=512, small_segment=2 << 20, large_segment=20 << 20)
+
+
+def set_caching(caching: Caching, device: Device = None) -> Caching:
+    """Segments taken from now on follow this; returns what was set before."""
+    index = index_of(device)
+    before = Caching(*_C.caching(index))
+    _C.set_caching(index, caching.rounding, caching.small_segment, caching.large_segment)
+    return before
+
+
+@contextmanager
+def caching(caching: Caching, device: Device = None) -> Iterator[None]:
+    """`set_caching` for a block of code."""
+    index = index_of(device)
+    before = set_caching(caching, index)
+    try:
+        yield
+    finally:
+        set_caching(before, index)
+
+
 def register_host(tensor: torch.Tensor) -> None:
-    """Pins a tensor's memory where it is, to the byte, as cudaHostRegister does."""
+    """Pins a tensor's memory where it is, as cudaHostRegister does."""
     _C.register_host(tensor)
 
 
