@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +24,10 @@ def product() -> None:
     x @ x
 
 
+def living_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
 def in_threads(count: int, at_once: bool) -> None:
     """Runs `product` in threads, which all live at the same time or one after the other."""
     barrier = threading.Barrier(count if at_once else 1)
@@ -33,10 +37,10 @@ def in_threads(count: int, at_once: bool) -> None:
         barrier.wait(30)
 
     threads = [threading.Thread(target=work) for _ in range(count)]
-    running = len(os.listdir("/proc/self/task"))
+    running = living_threads()
     for thread in threads:
         thread.start()
-        while not at_once and len(os.listdir("/proc/self/task")) > running:
+        while not at_once and living_threads() > running:
             time.sleep(0.001)  # a thread gives its handle back when it is gone, which is after `join`
     for thread in threads:
         thread.join()

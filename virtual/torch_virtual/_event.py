@@ -8,8 +8,8 @@ from torch_virtual import _C
 
 
 class Event:
-    """As `torch.cuda.Event`. With `blocking=True`, `synchronize` lets the host's thread sleep; else it counts as a wait that
-    spins, like that of `torch.Event`."""
+    """As `torch.cuda.Event`. With `blocking=True`, `synchronize` lets the host's thread sleep; otherwise it counts as a
+    wait that spins, like that of `torch.Event`."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._event = _C.Event(enable_timing)

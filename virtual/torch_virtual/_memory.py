@@ -74,8 +74,8 @@ class Caching:
     """How the allocator keeps freed memory for later, in bytes; by default it keeps none.
 
     With caching it works as CUDA's does: sizes are rounded up, memory comes from the device in segments, which are cut
-    into blocks, and a freed block is for the stream that it was allocated for. `CUDA` has that allocator's sizes; smaller
-    ones suit small models.
+    into blocks, and a freed block is for the stream that it was allocated for. `CUDA` has that allocator's sizes;
+    smaller ones suit small models.
     """
 
     rounding: int = 1  # allocations take multiples of it

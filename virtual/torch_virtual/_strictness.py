@@ -1,4 +1,4 @@
-"""What real devices have or lack, and this one can be told to: workspaces, float64, limits of pinned memory, contexts."""
+"""What real devices do or lack, and this one can be told to: workspaces, float64, limits of pinned memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch_virtual._device import Device, index_of
 
 
 def set_workspace(nbytes: int, device: Device = None) -> int:
-    """From now on each pair of thread and stream that runs a matrix product takes so much device memory, as with cuBLAS;
-    workspaces that are there are freed. Returns the size before."""
+    """From now on each pair of thread and stream that runs a matrix product takes so much device memory, as with
+    cuBLAS. Workspaces that are there are freed. Returns the size before."""
     index = index_of(device)
     before = _C.workspace(index)
     _C.set_workspace(index, nbytes)
