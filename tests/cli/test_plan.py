@@ -61,7 +61,7 @@ def test_a_described_machine_is_planned_for():
 
 
 def test_what_does_not_fit_has_exit_code_1_and_a_budget_that_does():
-    """Also one that an engine would refuse before it has seen a batch: a rehearsal knows what a sample takes."""
+    """Also one that an engine would refuse before it has seen a batch: a dry run knows what a sample takes."""
     for budget in ("100KiB", "900KiB"):
         result = run("gpt:tiny", *MACHINE, "--device-memory", budget)
         assert result.exit_code == 1

@@ -221,19 +221,19 @@ def test_activations_are_near_what_a_step_takes(name, precision, virtual):
     assert sum(outlook.device.values()) == pytest.approx(peak, rel=0.15)
 
 
-# The rehearsal.
+# The dry run.
 
 
-def rehearsed(model, samples=1):
+def dry_run_of(model, samples=1):
     units, residents = find_units(model)
     ids = torch.zeros(samples, LENGTH, dtype=torch.long, device="meta")
     return dry_run(model, units, residents, model_loss, {"input_ids": ids, "labels": ids}), units
 
 
-def test_a_rehearsal_visits_units_as_a_step_does_and_leaves_nothing_behind():
+def test_a_dry_run_visits_units_as_a_step_does_and_leaves_nothing_behind():
     model = on_meta("gpt")
     before = [(name, id(p), p.grad) for name, p in model.named_parameters()]
-    found, units = rehearsed(model)
+    found, units = dry_run_of(model)
     assert len(found.visits) == 2 * len(units) + 1  # the embedding, which is the head, is there three times
     assert found.visits == found.visits[::-1]
     assert found.forward_visits == len(units) + 1
@@ -243,7 +243,7 @@ def test_a_rehearsal_visits_units_as_a_step_does_and_leaves_nothing_behind():
 
 def test_its_arithmetic_is_two_operations_a_parameter_and_token_and_attention():
     model = on_meta("llama")
-    found, _ = rehearsed(model, samples=3)
+    found, _ = dry_run_of(model, samples=3)
     embedding = model.get_input_embeddings().weight.numel()
     products = sum(p.numel() for p in model.parameters() if p.dim() > 1) - embedding
     attention = 4 * 4 * LENGTH * LENGTH * 64  # layers, and for each the scores and their product with values
@@ -258,7 +258,7 @@ def test_only_experts_that_are_active_count():
     )
     with torch.device("meta"):
         models = [hf.MixtralForCausalLM(config).train() for config in (few, many)]
-    (first, _), (second, _) = map(rehearsed, models)
+    (first, _), (second, _) = map(dry_run_of, models)
     assert sum(p.numel() for p in models[1].parameters()) > 2 * sum(p.numel() for p in models[0].parameters())
     assert second.forward < 1.15 * first.forward
 

@@ -114,7 +114,7 @@ def estimate(
         last = dry_run_of(plan, outlook.samples - (count - 1) * size)
     except DryRunError as error:
         outlook.notes.append(
-            f"The model cannot be rehearsed without data ({error}), so neither what micro-batches take on the device "
+            f"A dry run of the model needs real data ({error}), so neither what micro-batches take on the device "
             "nor the time of a step is known"
         )
         found = None
