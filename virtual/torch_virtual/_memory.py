@@ -96,10 +96,6 @@ class Caching:
                 f"large_segment must be a multiple of small_segment, at least twice it: {self.large_segment}"
             )
 
-    def scaled(self, divisor: int) -> Caching:
-        """For models that are smaller by this factor, a power of two."""
-        return Caching(max(64, self.rounding // divisor), self.small_segment // divisor, self.large_segment // divisor)
-
 
 EXACT = Caching()
 CUDA = Caching(rounding=512, small_segment=2 << 20, large_segment=20 << 20)
