@@ -217,9 +217,9 @@ class _DryCall(Call):
         self._likeness = type(self.module), repr(members), repr([_plain(x) for x in given]), repr(spec), *self.wants
         return self._driver.once(self._likeness, compute)
 
-    def _park(self, direction: Direction, needs: Sequence[torch.Tensor]) -> None:
+    def _park(self, direction: Direction, needs: Sequence[torch.Tensor], compute: Callable[[], T]) -> T:
         self._driver.parks(self.unit, direction, needs, has_graph=self._kept is not None)
-        super()._park(direction, needs)
+        return super()._park(direction, needs, compute)
 
     def _input_gradients(
         self, stash: SavedInputs, gradients: Sequence[torch.Tensor | None], *, accumulate: bool

@@ -1,7 +1,8 @@
 """One execution of a unit's module for one micro-batch, as a node of autograd's graph.
 
-The node computes neither its forward nor its backward at once: it parks until the unit is on the device. So both sweeps
-meet at the units, and everything between them is ordinary autograd in the micro-batch's own thread.
+The node computes neither its forward nor its backward itself: it parks, and the driver computes when the unit is on the
+device. So both sweeps meet at the units, and everything between them is ordinary autograd in the micro-batch's own
+thread.
 
 Forward runs the module without a graph and remembers its inputs (the stash). Backward runs it again with a graph, with
 the same inputs and random numbers, and backpropagates through that. Where the backward is known to follow the forward
@@ -23,7 +24,7 @@ import contextvars
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from ferryman.relay.step_state import StepState
 
 Forward = Callable[..., Any]
+T = TypeVar("T")
 
 
 class CallDriver(Protocol):
@@ -180,6 +182,7 @@ class Call:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.autocast_devices
         ]
         self._modes = Modes.here()
+        self._saves_through_hooks = saving_hooks() is not None
         self._stash: weakref.ref[SavedInputs] | None = None
 
     def run(self) -> Any:
@@ -188,10 +191,13 @@ class Call:
         trains = self._relay.trains(self.unit)
         if torch.is_grad_enabled() and (trains or any(t.requires_grad for t in tensors)):
             return self._run_as_node(tensors, trains=trains)
-        self._park(Direction.FORWARD, tensors)
+        in_inference = torch.is_inference_mode_enabled()
+        return self._park(Direction.FORWARD, tensors, lambda: self._run_without_node(tensors, in_inference))
+
+    def _run_without_node(self, tensors: list[torch.Tensor], in_inference: bool) -> Any:
         args, values = self._given
         versions = [version_of(t) for t in tensors]
-        with torch.no_grad(), _disable_current_modes():
+        with torch.inference_mode() if in_inference else torch.no_grad(), self._modes.on():
             result = self._call(args, values, adopt=True)
         self._relay.step.stash.edited(edited_since(tensors, versions))
         self._relay.step.stash.track(self.batch, Snapshot([result]).tensors)
@@ -235,7 +241,9 @@ class Call:
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], SavedInputs]:
         self.wants = [t.requires_grad for t in tensors]
-        self._park(Direction.FORWARD, tensors)
+        return self._park(Direction.FORWARD, tensors, lambda: self._compute_forward(tensors))
+
+    def _compute_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], SavedInputs]:
         relay, randomness = self._relay, self._relay.randomness
         before, versions = randomness.state(), [version_of(t) for t in tensors]
         self._buffers = relay.buffers.copy()
@@ -245,14 +253,14 @@ class Call:
         stash = SavedInputs([step.stash.save(self.batch, t) for t in tensors], step.open_calls.open(self.unit))
         self._stash = weakref.ref(stash)
         # What edits buffers does not keep its graph, which may need them as they were.
-        keeps_graph = relay.turns_at(self.module) and saving_hooks() is None and self._buffers is None
+        keeps_graph = relay.turns_at(self.module) and not self._saves_through_hooks and self._buffers is None
         has_graph = keeps_graph or relay.escapes.traced
         inputs = self._detached(tensors) if has_graph else [t.detach() for t in tensors]
         if relay.escapes.traced:
             with torch.enable_grad():
                 inputs = [t.clone() for t in inputs]  # autograd forbids edits of leaves
         first_node = relay.escapes.next_number()
-        with torch.set_grad_enabled(has_graph):
+        with torch.set_grad_enabled(has_graph), self._modes.on():
             run = self._first = self._execute(inputs, adopt=True)
         self._buffers = relay.buffers.ran(self.unit, self._buffers)
         relay.checksums.first(self, run.outputs)
@@ -280,7 +288,12 @@ class Call:
                 f"the backward of the unit {self.unit.name!r} runs a second time, and its inputs were given up after "
                 "the first. Specify retain_graph=True where the graph is used first"
             )
-        self._park(Direction.BACKWARD, [g for g in gradients if g is not None])
+        needs = [g for g in gradients if g is not None]
+        return self._park(Direction.BACKWARD, needs, lambda: self._compute_backward(stash, gradients, accumulate))
+
+    def _compute_backward(
+        self, stash: SavedInputs, gradients: Sequence[torch.Tensor | None], accumulate: bool
+    ) -> list[torch.Tensor | None]:
         self._relay.goes_backward(self, accumulate=accumulate)
         results = self._input_gradients(stash, gradients, accumulate=accumulate)
         self._relay.step.stash.track(self.batch, [g for g in results if g is not None])
@@ -327,12 +340,15 @@ class Call:
         """The backward did not follow at once: gives the memory back; the forward will run again."""
         self._kept = None
 
-    def _park(self, direction: Direction, needs: Sequence[torch.Tensor]) -> None:
+    def _park(self, direction: Direction, needs: Sequence[torch.Tensor], compute: Callable[[], T]) -> T:
+        """Hands the computation to the driver, and returns its result once the unit is on the device."""
         running = self._relay.running
         if running is not self.batch:
             raise Handle(self).used("outside of its step" if running is None else f"by micro-batch {running.number}")
         self._relay.step.refuse_other_threads(self.unit)
-        self.batch.park(self.unit, direction, needs)
+        # Escapes are found by the numbers of autograd's nodes, which each thread counts for itself.
+        own = self._relay.escapes.traced
+        return self.batch.park(self.unit, direction, needs, _without_modes(compute) if own else compute, in_own_thread=own)
 
     def _recall(self, stash: SavedInputs) -> list[torch.Tensor]:
         tensors = [stashed.recall() for stashed in stash.inputs]
@@ -413,6 +429,16 @@ class Call:
             put_all(variables, now.restore()[len(mutables) :])
 
 
+def _without_modes(compute: Callable[[], T]) -> Callable[[], T]:
+    """In the micro-batch's own thread, dispatch modes watch the code between units."""
+
+    def run() -> T:
+        with _disable_current_modes():
+            return compute()
+
+    return run
+
+
 def put_all(variables: Sequence[Variable], values: Sequence[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.put(value)
@@ -430,8 +456,7 @@ class _Node(torch.autograd.Function):
         ctx.handle, ctx.is_anchored = handle, anchor is not None
         ctx.set_materialize_grads(False)
         assert handle.call is not None
-        with _disable_current_modes():
-            outputs, stash = handle.call.forward(tensors)
+        outputs, stash = handle.call.forward(tensors)
         ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
         # Autograd has the stash as it has tensors that it saves: until a backward that does not retain the graph, or
         # until the graph is gone.
@@ -454,8 +479,7 @@ class _Node(torch.autograd.Function):
         if handle.call is None:
             raise handle.used("outside of its step")
         accumulate = ctx.is_anchored and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
-        with _disable_current_modes():
-            return None, None, None, *handle.call.backward(gradients, accumulate=accumulate)
+        return None, None, None, *handle.call.backward(gradients, accumulate=accumulate)
 
 
 def refuse_caches(unit: Unit, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

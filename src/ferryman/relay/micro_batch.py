@@ -1,7 +1,15 @@
 """Micro-batches in threads of their own, of which one runs at a time.
 
-A micro-batch runs the user's code until it needs a unit; there it parks and the driver runs on, until the driver grants
-the request. This is cooperation, not parallelism: exactly one of the driver and the micro-batches runs at any moment.
+A micro-batch runs the user's code until it needs a unit. There it parks with a request, and the driver runs on. When the
+unit is on the device, the driver computes what was requested, on its own thread, and lets the micro-batch continue with
+the result. This is cooperation, not parallelism: exactly one of the driver and the micro-batches runs at any moment.
+
+Note [Units compute on the driver's thread]
+The driver's thread is the one that called `engine.step`. On an accelerator, each thread that runs a matrix product has a
+library handle and a workspace of its own, so device memory would grow with the number of micro-batches if each computed
+in its own thread. A profiler that the caller has started sees the units' operators for the same reason. The user's code
+must not notice on which thread it runs: context variables and thread-local variables travel with the request
+(`ThreadState`), and so do torch's modes (`modes.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +21,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -24,20 +32,12 @@ from ferryman.runtime.lanes import Lane
 from ferryman.runtime.rng import Randomness, State
 
 
+T = TypeVar("T")
+
+
 class Direction(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
-
-
-class Request(NamedTuple):
-    """What a parked micro-batch waits for: a unit's weights on the device."""
-
-    unit: Unit
-    direction: Direction
-
-
-class Abandoned(BaseException):
-    """Ends a parked micro-batch whose step was given up. Not an Exception: user code should not catch it."""
 
 
 class ThreadState(NamedTuple):
@@ -56,10 +56,47 @@ class ThreadState(NamedTuple):
         set_context(self.context.items())
         self.put_locals(thread_locals)
 
+    @contextlib.contextmanager
+    def borrowed(self, thread_locals: Sequence[threading.local]) -> Iterator[None]:
+        """Within, the calling thread has these thread-local variables; what it does to them is remembered here."""
+        if not thread_locals:
+            yield
+            return
+        own = ThreadState.here(thread_locals)
+        self.put_locals(thread_locals)
+        try:
+            yield
+        finally:
+            for local, held in zip(thread_locals, self.held, strict=True):
+                held.clear()
+                held.update(local.__dict__)
+            own.put_locals(thread_locals)
+
     def put_locals(self, thread_locals: Sequence[threading.local]) -> None:
         for local, held in zip(thread_locals, self.held, strict=True):
             local.__dict__.clear()
             local.__dict__.update(held)
+
+
+class Request(NamedTuple):
+    """What a parked micro-batch waits for: a result that needs the unit's weights on the device."""
+
+    unit: Unit
+    direction: Direction
+    needs: Sequence[torch.Tensor]  # tensors that the computation uses
+    compute: Callable[[], Any] | None  # None: the micro-batch computes it itself when it continues
+    state: ThreadState
+
+
+class _Answer(NamedTuple):
+    """What a request has given: a result, or an exception that the micro-batch's code raises."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+
+class Abandoned(BaseException):
+    """Ends a parked micro-batch whose step was given up. Not an Exception: user code should not catch it."""
 
 
 class MicroBatch:
@@ -75,12 +112,13 @@ class MicroBatch:
     ) -> None:
         self.number = number
         self.request: Request | None = None
-        self.needs: Sequence[torch.Tensor] = ()  # tensors that the call that it is parked in will use
         self.inherited: dict[int, torch.Tensor] = {}  # what calls can reach beyond variables, when it begins
         self.context = context_variables(contextvars.Context())  # those that it has set
         self.turned = False  # its loss is there, and it goes backward from now on
         self.done = False
         self._error: BaseException | None = None
+        self._answer = _Answer()  # to its last request
+        self._served_by: threading.Thread | None = None  # the driver's, while it computes for the micro-batch
         self._abandoned = False
         self._mine, self._drivers = threading.Semaphore(0), threading.Semaphore(0)
         self._surroundings = surroundings
@@ -118,31 +156,62 @@ class MicroBatch:
             self._drivers.release()
 
     def runs_here(self) -> bool:
-        """Whether the thread that calls is the micro-batch's own."""
-        return threading.current_thread() is self._thread
+        """Whether the thread that calls runs code of this micro-batch."""
+        return threading.current_thread() in (self._thread, self._served_by)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the driver computes for it now."""
+        return self._served_by is not None
 
     def requests(self, unit: Unit) -> bool:
         """Whether the micro-batch is parked and waits for this unit."""
         return self.request is not None and self.request.unit is unit
 
-    def park(self, unit: Unit, direction: Direction, needs: Sequence[torch.Tensor]) -> None:
-        """Called by the micro-batch: waits until the driver has the unit's weights, and what is needed, in place."""
-        self.request = Request(unit, direction)
-        self.needs = needs
+    def park(
+        self,
+        unit: Unit,
+        direction: Direction,
+        needs: Sequence[torch.Tensor],
+        compute: Callable[[], T],
+        *,
+        in_own_thread: bool = False,
+    ) -> T:
+        """Called by the micro-batch: waits until the driver has computed the result, and returns it.
+
+        `needs`: tensors that `compute` uses. `in_own_thread`: the driver only puts the unit and what is needed in
+        place, and the micro-batch computes.
+        """
+        state = ThreadState.here(self._surroundings.thread_locals)
+        self.request = Request(unit, direction, needs, None if in_own_thread else compute, state)
         self._drivers.release()
         self._mine.acquire()
-        self.needs = ()
         if self._abandoned:
             raise Abandoned
+        if in_own_thread:
+            return compute()
+        state.leave_behind(self._surroundings.thread_locals)
+        answer, self._answer = self._answer, _Answer()
+        if answer.error is not None:
+            try:
+                raise answer.error
+            finally:
+                del answer  # else this frame and the error keep each other, and the device's tensors, alive
+        result: T = answer.result
+        return result
 
     def resume(self) -> None:
-        """Called by the driver: runs the micro-batch until it parks again or ends; raises what its code raised."""
+        """Called by the driver: computes what the micro-batch has requested, and lets it continue until it parks again
+        or ends; raises what its code raised."""
         randomness = self._surroundings.randomness
         outside = randomness.state()
         randomness.restore(self._random)
-        self.request = None
+        request, self.request = self.request, None
         if self._thread is None:
             self._start()
+        elif request is not None and request.compute is not None:
+            self._answer = self._serve(request.compute, request.state)
+        del request
         self._mine.release()
         interrupt = self._await_parking()
         self._random = randomness.state()
@@ -154,6 +223,17 @@ class MicroBatch:
             raise error
         finally:
             del error, interrupt  # else this frame and the error keep each other, and the device's tensors, alive
+
+    def _serve(self, compute: Callable[[], Any], state: ThreadState) -> _Answer:
+        """Computes on the driver's thread. See Note [Units compute on the driver's thread]"""
+        self._served_by = threading.current_thread()
+        try:
+            with self._surroundings.computing(), state.borrowed(self._surroundings.thread_locals):
+                return _Answer(result=state.context.run(compute))
+        except BaseException as error:  # the micro-batch raises it, where the user's code called the unit
+            return _Answer(error=error)
+        finally:
+            self._served_by = None
 
     def _await_parking(self) -> BaseException | None:
         """A KeyboardInterrupt waits, too: nothing may be taken down beside a micro-batch that runs on."""
@@ -222,6 +302,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
+        """Within, a micro-batch's thread has this state."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._lane.current())
             for kind, dtype in self._autocast:
@@ -230,3 +311,7 @@ class Surroundings:
             # Backward stays on this thread: the parked node would else block autograd's thread for the device.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """Within, the driver's thread computes for a micro-batch; hooks on gradients must run on the same thread."""
+        return torch.autograd.set_multithreading_enabled(False)

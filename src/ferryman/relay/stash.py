@@ -341,7 +341,8 @@ class HostStash:
 
     def restore(self, batch: MicroBatch) -> None:
         mine = self._tracked.get(batch, {})
-        for key in {tensor.untyped_storage()._cdata for tensor in batch.needs}:
+        needs = () if batch.request is None else batch.request.needs
+        for key in {tensor.untyped_storage()._cdata for tensor in needs}:
             if key in mine and not mine[key].on_device:
                 self._fill(mine[key])
 

@@ -143,10 +143,15 @@ class StepState:
         return upcoming(self._expected, self.visited) if self.interleaved else ()
 
     def refuse_other_threads(self, unit: Unit) -> None:
-        """A unit runs only in the thread of the micro-batch that runs: stream, autocast, random numbers and the watch
-        of the stash belong to that thread."""
+        """A unit is called only in the thread of the micro-batch that runs: stream, autocast, random numbers and the
+        watch of the stash belong to that thread. While the driver computes for it, no unit can be called at all."""
         if self.running is None or not self.running.runs_here():
             self.refuse_thread(f"the unit {unit.name!r}")
+        if self.running.is_served and self.visit is not None:
+            raise ValueError(
+                f"the unit {unit.name!r} is called while the unit {self.visit.unit.name!r} runs. Only one unit is on the "
+                "device at a time: name a module around both in units=[...]"
+            )
 
     def refuse_thread(self, what: str) -> NoReturn:
         """The thread that calls is not the micro-batch's, and uses what it must not use there."""

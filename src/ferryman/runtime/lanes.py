@@ -318,8 +318,18 @@ class DeviceLane(Lane):
         self.stream = torch.Stream(group._torch_device)
         self._apart = apart
 
-    def current(self) -> contextlib.AbstractContextManager[Any]:
-        return self.stream
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        # Not `with self.stream:`, which keeps what it has to restore on the stream object: if two threads enter the
+        # same object, each restores what the other one had.
+        device = torch.accelerator.current_device_index()
+        stream = torch.accelerator.current_stream(self.stream.device)
+        torch.accelerator.set_stream(self.stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(stream)
+            torch.accelerator.set_device_index(device)
 
     def _can_issue_now(self, job: _Job) -> bool:
         return not self._apart and all(mark._settled.is_set() for mark in job.after)
@@ -339,7 +349,7 @@ class DeviceLane(Lane):
         timed = mark._timed or trace is not None
         begin = torch.Event(self.stream.device, enable_timing=True) if timed else None
         end = torch.Event(self.stream.device, enable_timing=timed, blocking=True)
-        with self.stream:
+        with self.current():
             if begin is not None:
                 begin.record(self.stream)
             try:
