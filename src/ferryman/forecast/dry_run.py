@@ -278,7 +278,7 @@ class _Driver:
             with self._meter:
                 work().backward()
 
-        with Lanes(_CPU) as lanes:
+        with self.randomness.unchanged(), Lanes(_CPU) as lanes:
             surroundings = Surroundings(_CPU, self.randomness, lanes.device("compute"), 0, ())
             self.step.running = batch = MicroBatch(0, main, surroundings, None)
             try:

@@ -19,7 +19,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -56,16 +56,17 @@ class Place:
     name: str  # in the model
 
     def bind(self, tensor: torch.Tensor) -> None:
-        # Straight into the module's own dictionaries: setattr costs several times as much and refuses plain tensors.
-        self._members()[self.attribute] = tensor
+        # Directly into the module's own dictionaries: setattr takes several times as long and refuses plain tensors.
+        parameters = self.module._parameters
+        if self.attribute in parameters:
+            parameters[self.attribute] = tensor  # type: ignore[assignment]
+        else:
+            self.module._buffers[self.attribute] = tensor
 
     def current(self) -> torch.Tensor | None:
-        return self._members()[self.attribute]
-
-    def _members(self) -> dict[str, torch.Tensor | None]:
         if self.attribute in self.module._parameters:
-            return cast("dict[str, torch.Tensor | None]", self.module._parameters)
-        return self.module._buffers
+            return self.module._parameters[self.attribute]
+        return self.module._buffers[self.attribute]
 
 
 @dataclass(eq=False)

@@ -348,7 +348,9 @@ class Call:
         self._relay.step.refuse_other_threads(self.unit)
         # Escapes are found by the numbers of autograd's nodes, which each thread counts for itself.
         own = self._relay.escapes.traced
-        return self.batch.park(self.unit, direction, needs, _without_modes(compute) if own else compute, in_own_thread=own)
+        return self.batch.park(
+            self.unit, direction, needs, _without_modes(compute) if own else compute, in_own_thread=own
+        )
 
     def _recall(self, stash: SavedInputs) -> list[torch.Tensor]:
         tensors = [stashed.recall() for stashed in stash.inputs]
@@ -402,15 +404,16 @@ class Call:
         relay = self._relay
         relay.buffers.put(self._buffers)
         stack.enter_context(self._modes.on())
-        now = relay.randomness.state()
+        now: State | None = None
         if self._random is not None:
+            now = relay.randomness.state()
             relay.randomness.restore(self._random)
         try:
             with self._unchanged():
                 # In a copy of the context that the first run had: what it sets there is gone afterwards.
                 outputs = self._context.copy().run(self._execute, inputs, adopt=False).outputs
         finally:
-            if self._random is not None:
+            if now is not None:
                 relay.randomness.restore(now)
         relay.checksums.second(self, outputs)
         return outputs
@@ -486,6 +489,8 @@ def refuse_caches(unit: Unit, forward: Forward, args: tuple[Any, ...], kwargs: d
     """A cache of keys and values belongs to generation; in a step it would only take memory."""
     given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for key, value in given:
+        if value is None or isinstance(value, torch.Tensor | bool | int | float | str):
+            continue  # what most arguments are
         for leaf in pytree.tree_leaves(value):
             if any("Cache" in base.__name__ for base in type(leaf).__mro__):
                 name = _argument_name(forward, key)

@@ -320,6 +320,7 @@ class Relay:
             self.weights.forget()
             self.gradients.begin(for_update=step.for_update)
             with (
+                self.randomness.unchanged(),
                 self._model.on_device(),
                 self._user_state(step),
                 self._resident_gradients(),

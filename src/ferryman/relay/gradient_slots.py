@@ -247,7 +247,12 @@ class GradientSlots:
         return [*self._slots, self._resident_slot]
 
     def _slot_of(self, unit: Unit) -> GradientSlot | None:
-        return next((slot for slot in self._all_slots() if slot.unit is unit), None)
+        if unit is self._residents:
+            return self._resident_slot if self._resident_slot.unit is unit else None
+        for slot in self._slots:
+            if slot.unit is unit:
+                return slot
+        return None
 
     def _take_slot(self, unit: Unit) -> GradientSlot:
         slot = self._resident_slot

@@ -149,8 +149,8 @@ class StepState:
             self.refuse_thread(f"the unit {unit.name!r}")
         if self.running.is_served and self.visit is not None:
             raise ValueError(
-                f"the unit {unit.name!r} is called while the unit {self.visit.unit.name!r} runs. Only one unit is on the "
-                "device at a time: name a module around both in units=[...]"
+                f"the unit {unit.name!r} is called while the unit {self.visit.unit.name!r} runs. Only one unit is on "
+                "the device at a time: name a module around both in units=[...]"
             )
 
     def refuse_thread(self, what: str) -> NoReturn:

@@ -6,6 +6,8 @@ slots, with any cut into units and in any place of the stash, and equal to a pla
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -38,17 +40,23 @@ class Randomness:
         if self._module is not None:
             self._module.set_rng_state(state.device, self._device)
 
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within, the generators may be used; afterwards they are as they were."""
+        before = self.state()
+        try:
+            yield
+        finally:
+            self.restore(before)
+
     def seeded(self, seed: int) -> State:
         """The state after `torch.manual_seed(seed)`; the generators themselves stay as they are.
 
         That function is not called: it would also seed every other kind of device, each with a traceback of the caller.
         """
-        now = self.state()
-        try:
+        with self.unchanged():
             torch.default_generator.manual_seed(seed)
             if self._module is not None:
                 with torch.accelerator.device_index(self._device.index):
                     self._module.manual_seed(seed)
             return self.state()
-        finally:
-            self.restore(now)
