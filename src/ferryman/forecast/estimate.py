@@ -23,7 +23,7 @@ from ferryman.model.units import Unit, landing_dtype, trained_elements, weight_i
 from ferryman.options import PlainOptions
 from ferryman.plan.batch import parts_of, portion, take
 from ferryman.plan.fit import Choice, Trial
-from ferryman.plan.network import Crew, exchange
+from ferryman.plan.network import Cluster, exchange_times
 from ferryman.plan.plan import Plan, PlanTooLargeError
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
@@ -46,7 +46,7 @@ class Machine:
     device_memory: int | None = None  # bytes of one; None: the device is the host itself
     host_memory: int | None = None  # bytes; None: not known
     operations: float | None = None  # floating-point, a second, in the precision of compute; None: not known
-    crew: Crew = Crew()  # noqa: RUF009 - frozen
+    cluster: Cluster = Cluster()  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ def estimate(
 
     Of several ranks, the last is looked at: where parts are not equal, none has more.
     """
-    crew, whole = machine.crew, training
-    _check_cut(whole, crew.size)
-    training = training.of_one(crew.size)
-    shares = [Share(rank, crew.size) for rank in range(crew.size - crew.devices, crew.size)]
+    cluster, whole = machine.cluster, training
+    _check_cut(whole, cluster.size)
+    training = training.of_one(cluster.size)
+    shares = [Share(rank, cluster.size) for rank in range(cluster.size - cluster.devices, cluster.size)]
     dtypes = dtype_of(model, training.precision)
     checks.parameters(model.named_parameters(), dtypes)
     optimizer_view = OptimizerView(optimizer, model)
@@ -123,27 +123,27 @@ def estimate(
     if found is not None:
         most = max(stretch.peak for stretch in found.trial.stretches)
         stashed = (count - 1) * found.trial.stash + last.trial.stash
-        rates, operations = replace(machine.rates, host=machine.rates.host / crew.devices), machine.operations
+        rates, operations = replace(machine.rates, host=machine.rates.host / cluster.devices), machine.operations
         if device.type == "cpu":
             outlook.device.clear()
-            outlook.host["one call's activations"] = crew.devices * most
-            outlook.host["stash"] = crew.devices * stashed
-            operations = None if operations is None else operations / crew.devices
+            outlook.host["one call's activations"] = cluster.devices * most
+            outlook.host["stash"] = cluster.devices * stashed
+            operations = None if operations is None else operations / cluster.devices
         else:
             outlook.device["one call's activations"] = most
             if outlook.choice.stash_on_host:
-                outlook.host["stash"] = crew.devices * stashed
+                outlook.host["stash"] = cluster.devices * stashed
             else:
                 outlook.device["stash"] = stashed
         sweeps = _sweeps(plan, found, outlook.choice, device)
-        update = _update(plan, units, optimizer_view, shares[-1], crew)
+        update = _update(plan, units, optimizer_view, shares[-1], cluster)
         outlook.forecast = forecast(*sweeps, update, outlook.samples / size, rates, operations)
         outlook.forward_operations, outlook.backward_operations = (
             whole.samples / size * sweep.operations for sweep in sweeps
         )
     _check_host(outlook, machine)
-    if crew.size > 1:
-        one = replace(machine, crew=Crew())
+    if cluster.size > 1:
+        one = replace(machine, cluster=Cluster())
         outlook.one_device = estimate(model, optimizer, replace(whole, micro_batches=None), one, device)
     return outlook
 
@@ -222,7 +222,7 @@ def _sweeps(plan: Plan, found: DryRun, choice: Choice, device: torch.device) -> 
     )
 
 
-def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, share: Share, crew: Crew) -> Update:
+def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, share: Share, cluster: Cluster) -> Update:
     staging = plan.staging
     parameters = sum(part_elements(unit, optimizer_view, share) for unit in units)
     weights = {unit: trained_elements(unit) * weight_itemsize(unit) for unit in units}
@@ -243,8 +243,8 @@ def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, sh
         landing=gradient,
         waits_on_device=on_device,
         others=sum(trained_elements(unit) for unit in units) - parameters,
-        exchange=exchange(
-            crew,
+        exchange=exchange_times(
+            cluster,
             gradients=sum(trained_elements(unit) * landing_dtype(unit).itemsize for unit in units),
             weights=sum(nbytes for unit, nbytes in weights.items() if unit.modules),
             residents=sum(nbytes for unit, nbytes in weights.items() if not unit.modules),
@@ -257,7 +257,7 @@ def _check_host(outlook: Estimate, machine: Machine) -> None:
     if machine.host_memory is not None and needed > machine.host_memory:
         parts = ", ".join(f"{show_bytes(nbytes)} for {part}" for part, nbytes in outlook.host.items() if nbytes)
         outlook.problems.append(
-            f"{'the host' if machine.crew.nodes == 1 else 'a node'} cannot hold it: {show_bytes(needed)} are needed "
+            f"{'the host' if machine.cluster.nodes == 1 else 'a node'} cannot hold it: {show_bytes(needed)} are needed "
             f"({parts}), and there are {show_bytes(machine.host_memory)}. A narrower precision (bf16 takes 12 bytes a "
             "parameter with AdamW), an optimizer with less state (sgd, lion) or fewer trained parameters need less; of "
             "more nodes, each has all weights, and its part of the rest"

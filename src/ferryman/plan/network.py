@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Crew:
+class Cluster:
     """The ranks of a job, and how fast they reach each other."""
 
     devices: int = 1  # on each node, with a rank each
@@ -31,7 +31,7 @@ class Crew:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeTimes:
     """Seconds of a step; None where there is nobody to exchange anything with."""
 
     gathered: float | None = None  # gradients, within a node
@@ -40,13 +40,13 @@ class Exchange:
     returned: float = 0.0  # updated weights, between nodes
 
 
-def exchange(crew: Crew, gradients: float, weights: float, residents: float) -> Exchange:
+def exchange_times(cluster: Cluster, gradients: float, weights: float, residents: float) -> ExchangeTimes:
     """Bytes of what trains: gradients as they cross, weights of units, and of what stays on each device."""
-    devices, nodes = crew.devices, crew.nodes
+    devices, nodes = cluster.devices, cluster.nodes
     within, across = (devices - 1) / nodes, (nodes - 1) / nodes
-    return Exchange(
-        gathered=gradients * within / crew.loopback if devices > 1 else None,
-        crossed=devices * gradients * across / crew.network if nodes > 1 else None,
-        shared=residents * within / crew.loopback if devices > 1 else 0.0,
-        returned=(weights + devices * residents) * across / crew.network if nodes > 1 else 0.0,
+    return ExchangeTimes(
+        gathered=gradients * within / cluster.loopback if devices > 1 else None,
+        crossed=devices * gradients * across / cluster.network if nodes > 1 else None,
+        shared=residents * within / cluster.loopback if devices > 1 else 0.0,
+        returned=(weights + devices * residents) * across / cluster.network if nodes > 1 else 0.0,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from ferryman.plan.network import Exchange
+from ferryman.plan.network import ExchangeTimes
 from ferryman.plan.performance import Phase, Prediction, predict, step_time
 from ferryman.plan.policy import Policy
 from ferryman.plan.rates import Rates
@@ -42,11 +42,11 @@ class Update:
     landing: float  # bytes per parameter of gradients that wait on the host for the norm of all
     waits_on_device: bool = False  # those of the device's subgroups wait there
     others: int = 0  # parameters that other ranks update: gradients leave for them, and weights come back, all the same
-    exchange: Exchange = field(default_factory=Exchange)
+    exchange: ExchangeTimes = field(default_factory=ExchangeTimes)
 
 
 @dataclass(frozen=True)
-class Lanes:
+class LaneTimes:
     """Seconds that each is busy in one phase."""
 
     compute: float
@@ -71,8 +71,8 @@ class Lanes:
 @dataclass(frozen=True)
 class Forecast:
     seconds: float
-    forward: Lanes
-    backward: Lanes
+    forward: LaneTimes
+    backward: LaneTimes
     share: float  # of the parameters, updated on the device
     break_even: int | None  # micro-batches from which on compute bounds both sweeps; None: it never does
     needed_operations: float  # a second, of a device whose compute would not bound the step
@@ -159,7 +159,7 @@ def _crossing(update: Update, share: float, phase: str) -> tuple[float, float]:
     return into, out
 
 
-def _among_ranks(exchange: Exchange, phase: str, *, beside: bool) -> tuple[float | None, float | None]:
+def _among_ranks(exchange: ExchangeTimes, phase: str, *, beside: bool) -> tuple[float | None, float | None]:
     """Gradients go to their owners in the backward; weights go round when they have been updated."""
     gathered, crossed = exchange.gathered, exchange.crossed
     gone = phase == "backward"
@@ -169,9 +169,9 @@ def _among_ranks(exchange: Exchange, phase: str, *, beside: bool) -> tuple[float
     )
 
 
-def _lanes(phase: Phase, rates: Rates) -> Lanes:
+def _lanes(phase: Phase, rates: Rates) -> LaneTimes:
     link_in, link_out = phase.bytes_in / rates.link_in, phase.bytes_out / rates.link_out
-    return Lanes(phase.compute, link_in, link_out, phase.update, phase.exchange, phase.network)
+    return LaneTimes(phase.compute, link_in, link_out, phase.update, phase.exchange, phase.network)
 
 
 def _break_even(sweeps: tuple[tuple[Sweep, Phase, Phase], ...], rates: Rates, operations: float) -> int | None:

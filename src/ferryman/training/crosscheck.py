@@ -36,7 +36,7 @@ from ferryman.exactness.snapshot import (
     slot_names,
 )
 from ferryman.exactness.survey import HOOKS
-from ferryman.exactness.user_state import Policy
+from ferryman.exactness.user_state import VariablePolicy
 from ferryman.exactness.variables import Variable
 from ferryman.model.units import Item, Unit
 from ferryman.relay.driver import Relay
@@ -117,7 +117,7 @@ class CrossCheck:
                 wrong = in_turn.left_otherwise(interleaved)
             return interleaved, wrong
 
-        def is_right(policies: dict[Any, Policy]) -> bool:
+        def is_right(policies: dict[Any, VariablePolicy]) -> bool:
             relay.state.know(relay.state.variables, policies, self._units)
             try:
                 interleaved, wrong = interleave()
@@ -133,7 +133,7 @@ class CrossCheck:
         self._compare(in_turn, interleaved, wrong)
         return losses
 
-    def _share_logs(self, logs: Sequence[Variable], is_right: Callable[[dict[Any, Policy]], bool]) -> bool:
+    def _share_logs(self, logs: Sequence[Variable], is_right: Callable[[dict[Any, VariablePolicy]], bool]) -> bool:
         """Shares lists that only grew, as far as that gives what it gives in turn; returns whether all is right then.
 
         As a log, a list would be right as well, but code that looks at its length ("if it has 100 elements, empty it")
@@ -145,7 +145,7 @@ class CrossCheck:
         tries = [set(names), *({name} for name in [*names][:_ATTEMPTS] if len(names) > 1)]
         best = before
         for tried in tries:
-            policies = best | {v.key: Policy.SHARED for v in logs if _last_name(v) in tried}
+            policies = best | {v.key: VariablePolicy.SHARED for v in logs if _last_name(v) in tried}
             if is_right(policies):
                 best = policies
             if len(tried) == len(names) and best is policies:
@@ -292,8 +292,8 @@ def _last_name(variable: Variable) -> str:
     return variable.name.rpartition(".")[2]
 
 
-def _other(policy: Policy) -> Policy:
-    return Policy.PRIVATE if policy is Policy.SHARED else Policy.SHARED
+def _other(policy: VariablePolicy) -> VariablePolicy:
+    return VariablePolicy.PRIVATE if policy is VariablePolicy.SHARED else VariablePolicy.SHARED
 
 
 def _floats(tensors: Sequence[torch.Tensor]) -> list[float]:

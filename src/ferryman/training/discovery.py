@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ferryman.exactness.snapshot import Snapshot, is_same
-from ferryman.exactness.user_state import Policy
+from ferryman.exactness.user_state import VariablePolicy
 from ferryman.exactness.variables import Array, Elements, Generator, Variable
 from ferryman.model.units import Unit
 from ferryman.relay.driver import Relay
@@ -61,23 +61,23 @@ class Discovery(Watcher):
         """Lists that were taken for logs, and that at most one unit can reach."""
         state = self._relay.state
         reached = Counter(v.key for unit in self._units for found in state.of(unit) for v in found)
-        return [v for v in state.variables if state.policy(v) is Policy.LOG and reached[v.key] <= 1]
+        return [v for v in state.variables if state.policy(v) is VariablePolicy.LOG and reached[v.key] <= 1]
 
 
-def _first_policy(variable: Variable, early: bool, ends: Sequence[dict[Any, Snapshot]]) -> Policy:
+def _first_policy(variable: Variable, early: bool, ends: Sequence[dict[Any, Snapshot]]) -> VariablePolicy:
     if isinstance(variable, Generator) and variable.is_global:
-        return Policy.SEEDED
+        return VariablePolicy.SEEDED
     if not early:
-        return Policy.SHARED  # changed where losses are computed, or in the backward
+        return VariablePolicy.SHARED  # changed where losses are computed, or in the backward
     values = [at_end[variable.key] for at_end in ends if variable.key in at_end]
     if values and not isinstance(variable, Array | Elements):  # edits in place do not show in these
         if len(values) > 1 and all(value.same_as(values[0]) for value in values):
-            return Policy.TEMPORARY
+            return VariablePolicy.TEMPORARY
         if _grows(values):
-            return Policy.LOG
+            return VariablePolicy.LOG
         if _counts(values):
-            return Policy.SHARED
-    return Policy.PRIVATE
+            return VariablePolicy.SHARED
+    return VariablePolicy.PRIVATE
 
 
 def _grows(values: Sequence[Snapshot]) -> bool:
