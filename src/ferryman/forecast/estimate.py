@@ -227,7 +227,7 @@ def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, sh
     parameters = sum(part_elements(unit, optimizer_view, share) for unit in units)
     weights = {unit: trained_elements(unit) * weight_itemsize(unit) for unit in units}
     traffic, gradient = staging.traffic(units, held=plan.held)
-    on_device = staging.holds_any(units, held=plan.held)
+    on_device = staging.has_gradient_berths(units, held=plan.held)
     if staging.deferred:
         waiting = 0 if on_device else gradient
         traffic = Traffic(0, traffic.host_in, traffic.device_in + waiting, traffic.device_out)

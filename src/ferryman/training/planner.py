@@ -16,10 +16,17 @@ from ferryman.model.units import GRAIN, DtypeOf, Unit, find_units, master_dtype,
 from ferryman.options import PlainOptions
 from ferryman.plan.plan import Need, Plan, make_plan
 from ferryman.plan.policy import Policy, parse_policy
-from ferryman.plan.staging import JOINT, LEAST, SUBGROUP, Staging, largest_subgroup, subgroup_for
+from ferryman.plan.staging import (
+    MIN_DEVICE_SUBGROUP,
+    SUBGROUP,
+    SUBGROUP_WITH_RANKS,
+    Staging,
+    largest_subgroup,
+    subgroup_for,
+)
 from ferryman.runtime.sizes import show_bytes
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.state import arrays, bounds, is_whole
+from ferryman.server.state import bounds, is_whole, state_itemsize
 from ferryman.training import checks
 
 _HOST = Policy("host")
@@ -134,8 +141,8 @@ class Planner:
             self.model, units=options.units, resident=options.resident, dtype_of=self.dtype_of
         )
         every = (residents, *units)
-        arrays = _remembering(self._arrays)
-        most = min(largest_subgroup(every), SUBGROUP if self.share.size == 1 else JOINT)
+        itemsize = _cached(self._state_itemsize)
+        most = min(largest_subgroup(every), SUBGROUP if self.share.size == 1 else SUBGROUP_WITH_RANKS)
         if self.device.type == "cpu":
             if policy.kind not in ("host", "auto"):
                 raise ValueError(
@@ -143,7 +150,7 @@ class Planner:
                     "itself; use updates='host', or leave it out"
                 )
             policy = _HOST
-        if policy.kind != "host" and not any(arrays(unit) is not None for unit in every):
+        if policy.kind != "host" and not any(itemsize(unit) is not None for unit in every):
             if policy.kind != "auto" and self.optimizer_view is not None:
                 raise ValueError(
                     f"updates={str(policy)!r}: no unit can be updated on a device. Either the optimizer "
@@ -151,26 +158,26 @@ class Planner:
                     "host, or units train bfloat16 and float16 side by side. Use updates='host'"
                 )
             policy = _HOST
-        if policy.kind == "auto" and (subgroup or most) < LEAST:
+        if policy.kind == "auto" and (subgroup or most) < MIN_DEVICE_SUBGROUP:
             policy = _HOST
         deferred = self.optimizer_view is not None and (options.needs_whole_gradient or self.scale().moves)
         for_ranks = self.share.size > 1 and policy.kind != "host" and self.optimizer_view is not None and not deferred
         deferred = deferred or for_ranks  # what a device shall update is known when all ranks' gradients are
         given = None if subgroup is None else -(-subgroup // GRAIN) * GRAIN
         at_host = Staging(
-            _HOST, given or most, arrays, deferred, cuts=self._cuts, rank=self.share.rank, for_ranks=for_ranks
+            _HOST, given or most, itemsize, deferred, cuts=self._cuts, rank=self.share.rank, for_ranks=for_ranks
         )
         if policy.kind == "host":
             return [at_host]
         sizes = [given or (most if self.budget is None else subgroup_for(self.budget, most))]
-        while given is None and self.budget is not None and sizes[-1] > LEAST:
-            sizes.append(max(LEAST, sizes[-1] // 2 // GRAIN * GRAIN))
-        holding = [True, False] if policy.kind == "auto" and self.budget is not None else [True]
+        while given is None and self.budget is not None and sizes[-1] > MIN_DEVICE_SUBGROUP:
+            sizes.append(max(MIN_DEVICE_SUBGROUP, sizes[-1] // 2 // GRAIN * GRAIN))
+        waits_on_device = [True, False] if policy.kind == "auto" and self.budget is not None else [True]
         if self.share.size > 1:
-            holding = [False]  # they wait on the host, where those of all ranks are added up
+            waits_on_device = [False]  # gradients wait on the host, where those of all ranks are summed
         ways = [
-            Staging(policy, size, arrays, deferred, holds, self._cuts, self.share.rank, for_ranks)
-            for holds in holding
+            Staging(policy, size, itemsize, deferred, may_wait, self._cuts, self.share.rank, for_ranks)
+            for may_wait in waits_on_device
             for size in sizes
         ]
         return [*ways, at_host] if policy.kind == "auto" and given is None else ways
@@ -183,12 +190,12 @@ class Planner:
             else bounds(unit, self.optimizer_view, self.share)
         )
 
-    def _arrays(self, unit: Unit) -> int | None:
+    def _state_itemsize(self, unit: Unit) -> int | None:
         if self.optimizer_view is None or not trained_elements(unit) or is_whole(unit, self.optimizer_view):
             return None
         if len({master_dtype(dtype) for dtype in unit.trained_dtypes} - {None}) > 1:
             return None  # masters of two widths do not lie side by side
-        return arrays(unit, self.optimizer_view)
+        return state_itemsize(unit, self.optimizer_view)
 
     def _that_would_fit(self, way: Staging) -> str:
         size = way.subgroup
@@ -202,14 +209,14 @@ class Planner:
         return "No subgroup would fit"
 
 
-def _remembering(arrays: Callable[[Unit], int | None]) -> Callable[[Unit], int | None]:
-    """Hundreds of plans ask the same. Of units that are removed from the model nothing is kept."""
+def _cached(function: Callable[[Unit], int | None]) -> Callable[[Unit], int | None]:
+    """Caches a function that hundreds of plans call. Entries of units that are removed from the model disappear."""
     known: weakref.WeakKeyDictionary[Unit, int | None] = weakref.WeakKeyDictionary()
 
     def of(unit: Unit) -> int | None:
         try:
             return known[unit]
         except KeyError:
-            return known.setdefault(unit, arrays(unit))
+            return known.setdefault(unit, function(unit))
 
     return of
