@@ -70,7 +70,7 @@ def compute() -> None:
         found = medians_of(ways, rounds=ROUNDS)
     print(f"\ncompute-bound: {LAYERS} blocks, {MICRO_BATCHES} micro-batches; the default at most 1.02 of none")
     print(f"{'':12}{'none':>10}{'default':>10}{'ratio':>8}{'first steps':>13}{'ratio':>8}{'trial, in steps':>17}")
-    often = first_steps._NOW_AND_AGAIN
+    often = first_steps._STEP_INTERVAL
     for clock, took, all_of_first in zip(("elapsed", "processor"), found, first, strict=True):
         none, both = took["none"], took["both"]
         default = took["guard"] + (both - took["guard"]) / often

@@ -106,6 +106,6 @@ def test_a_list_of_tensors_is_no_list_of_micro_batches(device):
     ids = text(4)["input_ids"]
     with (
         Engine(build(CASES["toy"]), device=device) as engine,
-        pytest.raises(ValueError, match=r"a list of 2 tensors.*give a tuple"),
+        pytest.raises(ValueError, match=r"a list of 2 tensors.*pass a tuple"),
     ):
         engine.forward_backward([ids, ids])

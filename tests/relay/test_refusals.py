@@ -249,11 +249,11 @@ def test_losses_that_are_none(make, words, device):
         (cut(text(8), 2), 2.0, r"micro_batches=2\.0: a whole number"),
         (text(6), 4, r"6 samples in parts of 2 make 3 micro-batches; choose micro_batches=3"),
         ({"input_ids": torch.zeros(8, 4), "labels": torch.zeros(6, 4)}, 2, "8 and 6 samples"),
-        ({}, 2, "no tensor with a dimension to cut"),
-        ({"scale": torch.tensor(1.0)}, 2, "no tensor with a dimension to cut"),
+        ({}, 2, "no tensor with a dimension along which"),
+        ({"scale": torch.tensor(1.0)}, 2, "no tensor with a dimension along which"),
         ([], None, "no micro-batches"),
         (cut(text(8), 4), 3, r"micro_batches=3, but the batch is a list of 4"),
-        (torch.zeros(()), 2, "no tensor with a dimension to cut"),
+        (torch.zeros(()), 2, "no tensor with a dimension along which"),
         (torch.zeros(0, 4), 1, "has no samples"),
         ({torch.zeros(8, 4)}, 2, "a dict or tuple of tensors.*this is a set"),
         ("text", 2, "a dict or tuple of tensors.*this is a str"),
@@ -283,8 +283,8 @@ def test_batches_that_cannot_be_cut(batch, micro_batches, words):
         ({"device": "meta"}, r"device='meta' cannot be used.*the device must be real"),
         ({"stash": "disk"}, r"stash='disk': choose 'auto', 'device' or 'host'"),
         ({"stash": None}, r"stash=None"),
-        ({"model": None}, r"must be a torch\.nn\.Module, this is a NoneType"),
-        ({"model": Toy}, r"must be a torch\.nn\.Module, this is a type"),
+        ({"model": None}, r"must be a torch\.nn\.Module; this is a NoneType"),
+        ({"model": Toy}, r"must be a torch\.nn\.Module; this is a type"),
     ],
     ids=str,
 )
@@ -382,9 +382,9 @@ def test_gradients_that_the_user_has_cleared_start_anew(device):
 
 def test_modules_that_cannot_be_taken_apart_are_refused():
     blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"the model was compiled.*as it was before"):
+    with pytest.raises(ValueError, match=r"the model was compiled.*the uncompiled model"):
         Engine(torch.compile(blocks), device="cpu")
-    with pytest.raises(ValueError, match=r"the module '0' makes sparse gradients.*sparse=False"):
+    with pytest.raises(ValueError, match=r"the module '0' has sparse gradients.*sparse=False"):
         Engine(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)), device="cpu")
 
 
