@@ -217,9 +217,9 @@ def test_exceptions_of_batches_that_load_themselves(device):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda loss: loss.expand(2), r"must be a scalar tensor, this is a tensor of shape \(2,\)"),
-        (lambda loss: loss.item(), "must be a scalar tensor, this is a float"),
-        (lambda loss: None, "must be a scalar tensor, this is a NoneType"),
+        (lambda loss: loss.expand(2), r"must be a scalar tensor; this is a tensor of shape \(2,\)"),
+        (lambda loss: loss.item(), "must be a scalar tensor; this is a float"),
+        (lambda loss: None, "must be a scalar tensor; this is a NoneType"),
         (lambda loss: loss.detach(), "does not require a gradient"),
     ],
     ids=["vector", "number", "none", "detached"],
@@ -364,7 +364,7 @@ def test_memory_that_was_replaced_is_noticed(how, device):
             model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
         else:
             model.bfloat16()
-        with pytest.raises(ValueError, match="was replaced while the model was in the engine"):
+        with pytest.raises(ValueError, match="was replaced while the engine used the model"):
             engine.forward_backward(text(8), 4)
 
 
