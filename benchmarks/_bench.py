@@ -46,7 +46,7 @@ def medians_of(
 
 @contextlib.contextmanager
 def host_of(rate: float) -> Iterator[None]:
-    """A host that updates so many elements a second."""
+    """A host that updates so many elements per second."""
     real = kernels.update
 
     def throttled(rule: Rule, pieces: Sequence[kernels.Piece], **options: int | None) -> None:

@@ -34,7 +34,7 @@ WIDTH = 1024
 
 
 def make_engine(nbytes: int) -> Engine:
-    """In bf16, with 12 bytes a parameter: weights, what they lack in float32, two moments."""
+    """In bf16, with 12 bytes per parameter: weights, what they lack in float32, two moments."""
     blocks = max(2, round(nbytes / 12 / (8 * WIDTH * WIDTH)))
     made = (nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(blocks))
     model = nn.Sequential(*made)

@@ -5,7 +5,7 @@
 First, all weights are held on the device and updates are deferred, so that the update phase stands by itself; bf16,
 AdamW. Then whole steps of a model that is relayed, with eager and with deferred updates. One host thread, one compute
 thread. Simulated copies are memcpy on a core, and the device's own updates run on one as well, so everything is scaled:
-a host that updates one million parameters a second (it updates as ever and then sleeps until its time is over) and a
+a host that updates one million parameters per second (it updates as ever and then sleeps until its time is over) and a
 link of some MB/s. Then 48 subgroups take 0.8 s on the host, while what is really computed and copied takes a few
 hundredths of it. The break-even speed is where the device, were it fed all the time, would be as fast as the host.
 
@@ -38,12 +38,12 @@ from ferryman.plan.staging import BERTHS
 
 DEVICE = "virtual"
 SUBGROUP, UNITS, WIDTH = 1 << 14, 12, 256  # a unit is four subgroups
-HOST = 1e6  # parameters a second
+HOST = 1e6  # parameters per second
 STRIDES = (2, 3, 4, 6, 8)
 LEARN = 5  # steps that auto has before it counts
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)  # of the break-even
 
-# Bytes a parameter, in bf16, with weights held: what the host has updated comes back, what the device has is there.
+# Bytes per parameter, in bf16, with weights held: what the host has updated comes back, what the device has is there.
 TRAFFIC = Traffic(host_out=0, host_in=2, device_in=10, device_out=12)
 RESIDENT = Traffic(host_out=0, host_in=2, device_in=0, device_out=2)
 BREAK_EVEN = 12 * HOST
@@ -140,7 +140,7 @@ def bounds(rates: Rates, policies: Sequence[str], sizes: Sequence[int]) -> tuple
 
 
 def device_rate(engine: Engine) -> float:
-    """Parameters a second, of steps that have just been made."""
+    """Parameters per second, of steps that have just been made."""
     stats = engine.stats()
     assert stats is not None
     return stats.device_share * sum(p.numel() for p in engine._model.parameters()) / stats.device_busy

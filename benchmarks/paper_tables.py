@@ -8,12 +8,12 @@ in subgroups of 100 M. The published code has one staging buffer and one stream:
 
 What goes in:
 
-- Given: parameters a second with the host alone (8.6 and 3.8 G), 55.2 GB/s of PCIe 5 for H100, and half of that for the
+- Given: parameters per second with the host alone (8.6 and 3.8 G), 55.2 GB/s of PCIe 5 for H100, and half of that for the
   PCIe 4 of A100. Master weights and two moments in float32: 12 bytes in and 12 out. Weights in bfloat16: 2 in.
 - Counted: the host's update moves 40 bytes of memory per parameter (16 read, 12 written, and 12 read because they are
   written). It is bound by memory, so a byte that crosses the link takes a fortieth of a parameter's time from it.
 - Assumed: the device updates at its memory's bandwidth over 28 bytes, 60 % reached. It is never the bottleneck.
-- Fitted, on the column k=10 alone, one number for each machine: parameters a second that the host updates when nothing
+- Fitted, on the column k=10 alone, one number for each machine: parameters per second that the host updates when nothing
   blocks it. The curve over k is nearly flat, and k=10, with a tenth on the device, is already 1.3 to 1.5 times the
   host alone. So most of the gain is not the device's. It is that down-conversion and copies of weights no longer stop
   the host, and that is what this number separates from the published host-only rate.
@@ -80,11 +80,11 @@ class Machine:
     """Rates of one process's share of a node."""
 
     name: str
-    host_only: float  # parameters a second, with everything that blocks
-    link: float  # bytes a second, each way
-    device_memory: float  # bytes a second
-    sweep: dict[int, float]  # G parameters a second of all processes, by stride
-    host: float = 0.0  # parameters a second if nothing blocks and nothing crosses: fitted
+    host_only: float  # parameters per second, with everything that blocks
+    link: float  # bytes per second, each way
+    device_memory: float  # bytes per second
+    sweep: dict[int, float]  # G parameters per second of all processes, by stride
+    host: float = 0.0  # parameters per second if nothing blocks and nothing crosses: fitted
 
     def memory_seconds(self, on_host: float, on_device: float) -> float:
         """How long the host's memory is busy: with its own updates, and with all that crosses."""
@@ -122,7 +122,7 @@ class Promise:
     machine: str
     way: str
     seconds: float
-    rate: float  # G parameters a second of all processes
+    rate: float  # G parameters per second of all processes
     share: float
     bound: str
 
@@ -172,7 +172,7 @@ def fit(machine: Machine, sizes: list[int]) -> Machine:
 
 
 def in_all(sizes: list[int], seconds: float) -> float:
-    """G parameters a second of all processes."""
+    """G parameters per second of all processes."""
     return RANKS * sum(sizes) / seconds / GIGA
 
 

@@ -1,4 +1,4 @@
-"""Several ranks against one: samples a second for each, host memory over all, and what crosses each link.
+"""Several ranks against one: samples per second for each, host memory over all, and what crosses each link.
 
     python benchmarks/scaling.py [rounds]
 
@@ -30,7 +30,7 @@ from ferryman.engine import Engine
 from ferryman.runtime.host_memory import trim
 
 RANKS = (1, 2, 4)
-LINK = 20e6  # bytes a second, each way
+LINK = 20e6  # bytes per second, each way
 MICRO_BATCHES = 2
 CONTEXT = 8
 STEPS = 4  # the first is not counted
@@ -121,7 +121,7 @@ def slope(small: list[dict[str, float]], large: list[dict[str, float]]) -> float
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     print(machine())
-    print(f"{MICRO_BATCHES} micro-batches a rank, links of {LINK / 1e6:.0f} MB/s each way, virtual accelerators")
+    print(f"{MICRO_BATCHES} micro-batches per rank, links of {LINK / 1e6:.0f} MB/s each way, virtual accelerators")
     found: dict[int, list[dict[str, float]]] = {ranks: [] for ranks in RANKS}
     for _ in range(rounds):
         for ranks in RANKS:
@@ -134,14 +134,14 @@ def main() -> None:
                 held[ranks].append(run("memory", f"{place}/{layers}", ranks))
     per_parameter = {ranks: slope(*held[ranks]) for ranks in RANKS}
     one = statistics.median(rank["seconds"] for rank in found[1])
-    print(f"{'ranks':>5} {'seconds a step':>15} {'samples/s a rank':>17} {'of one rank':>12} {'wanted':>7}", end="")
-    print(f" {'link in':>9} {'out':>8} {'host bytes a parameter':>23} {'of one rank':>12} {'wanted':>7}")
+    print(f"{'ranks':>5} {'seconds per step':>16} {'samples/s per rank':>18} {'of one rank':>12} {'wanted':>7}", end="")
+    print(f" {'link in':>9} {'out':>8} {'host bytes per parameter':>24} {'of one rank':>12} {'wanted':>7}")
     for ranks in RANKS:
         seconds = statistics.median(rank["seconds"] for rank in found[ranks])
         over_link = [max(rank[way] for rank in found[ranks]) / 1e6 for way in ("in", "out")]
-        print(f"{ranks:>5} {seconds:>15.3f} {MICRO_BATCHES / seconds:>17.2f} {one / seconds:>12.3f} {'0.9':>7}", end="")
+        print(f"{ranks:>5} {seconds:>16.3f} {MICRO_BATCHES / seconds:>18.2f} {one / seconds:>12.3f} {'0.9':>7}", end="")
         print(f" {over_link[0]:>6.1f} MB {over_link[1]:>5.1f} MB", end="")
-        print(f" {per_parameter[ranks]:>23.2f} {per_parameter[ranks] / per_parameter[1]:>12.3f} {'1.05':>7}")
+        print(f" {per_parameter[ranks]:>24.2f} {per_parameter[ranks] / per_parameter[1]:>12.3f} {'1.05':>7}")
 
 
 if __name__ == "__main__":

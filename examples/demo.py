@@ -126,10 +126,10 @@ def table(options: TrainOptions, where: str, compared: Compared, events: list[di
     )
     rows.add_row("a step, one after the other", f"{compared.plain_seconds:.2f} s", f"{compared.ferryman_seconds:.2f} s")
     rows.add_row(
-        "tokens a second", *(f"{tokens / s:,.0f}" for s in (compared.plain_seconds, compared.ferryman_seconds))
+        "tokens per second", *(f"{tokens / s:,.0f}" for s in (compared.plain_seconds, compared.ferryman_seconds))
     )
     rows.add_row(f"losses of {COMPARED} steps", "", same)
-    rows.add_row(f"bits a byte, after {options.steps} steps", "", f"{bits[0]}, then {bits[1]}")
+    rows.add_row(f"bits per byte, after {options.steps} steps", "", f"{bits[0]}, then {bits[1]}")
     return rows
 
 

@@ -91,7 +91,7 @@ def test_freezing_and_unfreezing_in_between_is_refused(before, after, word, devi
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"resident": None}, "resident=None: give a list"),
+        ({"resident": None}, "resident=None: it must be a list"),
         ({"loss": None}, "loss= must be a function .* NoneType"),
         ({"loss": torch.nn.CrossEntropyLoss()}, "loss= must be a function .* CrossEntropyLoss"),
         ({"units": []}, r"units=\[\] names no module"),

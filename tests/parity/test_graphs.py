@@ -70,7 +70,7 @@ def test_ready_micro_batches_weigh_the_same_where_samples_cannot_be_counted(devi
 
 
 def test_it_is_refused_to_be_cut_with_the_ways_out():
-    words = r"micro_batches=2: .*have 12, 40 and 1 samples.*list of micro-batches"
+    words = r"micro_batches=2: .*have 12, 40 and 1 samples.*list of ready-made micro-batches"
     with Engine(net(), device="cpu", loss=graph_loss) as engine, pytest.raises(ValueError, match=words):
         engine.forward_backward(graph(12, 40), micro_batches=2)
 
