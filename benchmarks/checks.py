@@ -34,15 +34,15 @@ BLOCKS, INSIDE, EXCHANGED, WIDTH = 100, 8, 32, 8  # a block is itself, a list, a
 
 
 class _NoGuard(Guard):
-    """Neither looks nor refuses."""
+    """A guard that checks nothing."""
 
     def begin(self) -> None:
         pass
 
 
 def checking(engine: Engine, *, checksums: bool, guard: bool) -> None:
-    """From the next step on these checks run, and no others."""
-    watch = engine._first_steps
+    """Enables only these checks, from the next step on."""
+    watch = engine._preparation.first_steps
 
     def begin(*_: object, **__: object) -> Guard:
         watch._relay.checksums.begin(on=checksums)
@@ -139,7 +139,7 @@ def exchange(device: str, rounds: int) -> None:
             f"{processor[name]:>10.2f} s{processor[name] / processor['nowhere']:>8.2f}{extra:>12.0f}",
             flush=True,
         )
-    roots = engines["in each block"]._first_steps.roots
+    roots = engines["in each block"]._preparation.first_steps.roots
     survey = Survey(*roots, thorough=False)
     before = survey.look()
     _, took = medians_of(

@@ -51,7 +51,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def proportional() -> int:
-    """Bytes of this process, of what it shares its part."""
+    """Bytes of this process; of shared memory, its proportional part."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     return int(lines["Pss"].split()[0]) * 1024
 
@@ -62,7 +62,7 @@ def engine_of(model: LlamaForCausalLM) -> Engine:
 
 
 def steps() -> dict[str, float]:
-    """Seconds of a step, and bytes over this rank's link in one."""
+    """Seconds per step, and bytes per step over this rank's link."""
     torch_virtual.set_link(VIRTUAL, h2d=LINK, d2h=LINK)
     seconds = []
     with engine_of(make(layers=12, width=192)) as engine:
@@ -78,7 +78,7 @@ def steps() -> dict[str, float]:
 
 
 def memory(weights: Path) -> dict[str, float]:
-    """Bytes on the host of this process, with the model, and the model's parameters."""
+    """Bytes of this process on the host, including the model, and the number of the model's parameters."""
     layers = int(weights.name)
     with torch.device("meta"):
         model = make(layers, WIDE)
@@ -95,7 +95,7 @@ def memory(weights: Path) -> dict[str, float]:
 
 
 def work(what: str, weights: Path, place: Path) -> None:
-    """As a rank."""
+    """Runs one measurement as a rank, and writes its result into a file."""
     torch.set_num_threads(1)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -104,7 +104,7 @@ def work(what: str, weights: Path, place: Path) -> None:
 
 
 def run(what: str, weights: str, ranks: int) -> list[dict[str, float]]:
-    """By so many, each in its own process; what each has found."""
+    """Runs a measurement on this many ranks, each in its own process; returns their results."""
     with tempfile.TemporaryDirectory() as place:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         command = [sys.executable, *launch, __file__, what, weights, place]
@@ -113,7 +113,7 @@ def run(what: str, weights: str, ranks: int) -> list[dict[str, float]]:
 
 
 def slope(small: list[dict[str, float]], large: list[dict[str, float]]) -> float:
-    """Bytes for each further parameter."""
+    """Bytes per additional parameter."""
     more = sum(rank["bytes"] for rank in large) - sum(rank["bytes"] for rank in small)
     return more / (large[0]["parameters"] - small[0]["parameters"])
 

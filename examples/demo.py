@@ -41,7 +41,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Plain:
-    """A training loop as anyone writes it, on one device."""
+    """An ordinary training loop on one device."""
 
     def __init__(self, options: TrainOptions, device: str) -> None:
         torch.manual_seed(options.seed)
@@ -80,7 +80,7 @@ def run_out_of_memory(options: TrainOptions, batch: Batch, console: Console) -> 
 
 @dataclass
 class Compared:
-    """The same steps by plain PyTorch, where there is room for it, and by Ferryman."""
+    """The results of the same steps with plain PyTorch, on a device that is large enough, and with Ferryman."""
 
     plain_seconds: float
     ferryman_seconds: float
@@ -89,7 +89,7 @@ class Compared:
 
 
 def compare(options: TrainOptions, batches: list[Batch]) -> Compared:
-    """In turn, from the same weights and on the same batches, so that both see the same machine."""
+    """Runs both in turn, from the same weights and on the same batches, under the same load of the machine."""
     plain = Plain(options, LARGE)
     torch.manual_seed(options.seed)
     model = parse_model(options.model).on_host()
@@ -134,7 +134,7 @@ def table(options: TrainOptions, where: str, compared: Compared, events: list[di
 
 
 def free_name(path: Path) -> Path:
-    """Nothing is overwritten: `runs/demo`, `runs/demo-2`, ..."""
+    """A new directory, `runs/demo`, `runs/demo-2`, ...: nothing is overwritten."""
     names = itertools.chain([path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2)))
     return next(name for name in names if not name.exists())
 

@@ -29,7 +29,7 @@ def soon(monkeypatch):
     for name, value in {
         "_MIN_SECONDS": 0.0,
         "_PARAMETERS": 1 << 12,
-        "_LINK": 1 << 16,
+        "_LINK_BYTES": 1 << 16,
         "_TRIAD_ELEMENTS": 1 << 12,
     }.items():
         monkeypatch.setattr(measure, name, value)
