@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's name, times that a busy machine disturbs alike, and a slow host."""
+"""Shared by the benchmarks: the machine's description, interleaved timing, and a slow host."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from ferryman.server.rules import Rule
 
 
 def machine() -> str:
-    """The CPU, its cores and memory, and the version of torch: what a figure means nothing without."""
+    """The CPU, its cores and memory, and the version of torch, without which a figure means nothing."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
@@ -24,14 +24,14 @@ def machine() -> str:
 
 
 def medians(ways: dict[str, Callable[[], object]], rounds: int, warm: int = 1) -> dict[str, float]:
-    """Median seconds of each way, all run in turn, round after round; the first `warm` rounds do not count."""
+    """Median seconds of each function. All run in turn, in every round; the first `warm` rounds do not count."""
     return medians_of(ways, rounds, warm)[0]
 
 
 def medians_of(
     ways: dict[str, Callable[[], object]], rounds: int, warm: int = 1
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """As `medians`, and the same of the processor time that all threads of this process took."""
+    """Like `medians`, together with the medians of the processor time of all threads of this process."""
     elapsed: dict[str, list[float]] = {name: [] for name in ways}
     processor: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(warm + rounds):
@@ -46,7 +46,7 @@ def medians_of(
 
 @contextlib.contextmanager
 def host_of(rate: float) -> Iterator[None]:
-    """A host that updates so many elements a second."""
+    """Context in which the host updates this many elements per second."""
     real = kernels.update
 
     def throttled(rule: Rule, pieces: Sequence[kernels.Piece], **options: int | None) -> None:

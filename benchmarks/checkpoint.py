@@ -34,7 +34,7 @@ WIDTH = 1024
 
 
 def make_engine(nbytes: int) -> Engine:
-    """In bf16, with 12 bytes a parameter: weights, what they lack in float32, two moments."""
+    """A model in bf16, with 12 bytes per parameter: weights, the bits that they lack in float32, two moments."""
     blocks = max(2, round(nbytes / 12 / (8 * WIDTH * WIDTH)))
     made = (nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(blocks))
     model = nn.Sequential(*made)
@@ -47,7 +47,7 @@ def files_in(directory: Path) -> list[Path]:
 
 
 def forget(directory: Path) -> None:
-    """Has the system drop the files from its cache."""
+    """Makes the operating system drop the files from its cache."""
     for path in files_in(directory):
         handle = os.open(path, os.O_RDONLY)
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -72,7 +72,7 @@ def read_plain(directory: Path, target: memoryview) -> None:
 
 
 def high_water(act: Callable[[], object]) -> int:
-    """Bytes of memory that it takes at most, beside what there was."""
+    """Peak bytes of memory that `act` needs, in addition to those in use before."""
 
     def status(name: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()

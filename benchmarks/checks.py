@@ -34,15 +34,15 @@ BLOCKS, INSIDE, EXCHANGED, WIDTH = 100, 8, 32, 8  # a block is itself, a list, a
 
 
 class _NoGuard(Guard):
-    """Neither looks nor refuses."""
+    """A guard that checks nothing."""
 
     def begin(self) -> None:
         pass
 
 
 def checking(engine: Engine, *, checksums: bool, guard: bool) -> None:
-    """From the next step on these checks run, and no others."""
-    watch = engine._first_steps
+    """Enables only these checks, from the next step on."""
+    watch = engine._preparation.first_steps
 
     def begin(*_: object, **__: object) -> Guard:
         watch._relay.checksums.begin(on=checksums)
@@ -70,7 +70,7 @@ def compute() -> None:
         found = medians_of(ways, rounds=ROUNDS)
     print(f"\ncompute-bound: {LAYERS} blocks, {MICRO_BATCHES} micro-batches; the default at most 1.02 of none")
     print(f"{'':12}{'none':>10}{'default':>10}{'ratio':>8}{'first steps':>13}{'ratio':>8}{'trial, in steps':>17}")
-    often = first_steps._NOW_AND_AGAIN
+    often = first_steps._STEP_INTERVAL
     for clock, took, all_of_first in zip(("elapsed", "processor"), found, first, strict=True):
         none, both = took["none"], took["both"]
         default = took["guard"] + (both - took["guard"]) / often
@@ -139,7 +139,7 @@ def exchange(device: str, rounds: int) -> None:
             f"{processor[name]:>10.2f} s{processor[name] / processor['nowhere']:>8.2f}{extra:>12.0f}",
             flush=True,
         )
-    roots = engines["in each block"]._first_steps.roots
+    roots = engines["in each block"]._preparation.first_steps.roots
     survey = Survey(*roots, thorough=False)
     before = survey.look()
     _, took = medians_of(

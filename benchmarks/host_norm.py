@@ -18,7 +18,7 @@ ROUNDS = 15
 
 
 def with_torch(tensor: torch.Tensor) -> float:
-    """What one would write: `clip_grad_norm_` takes this norm, and `GradScaler` looks for inf and NaN."""
+    """The usual code: `clip_grad_norm_` computes this norm, and `GradScaler` checks for inf and NaN."""
     norm = torch.linalg.vector_norm(tensor, dtype=torch.float32).item()
     return norm * norm if torch.isfinite(tensor).all() else float("nan")
 

@@ -1,18 +1,18 @@
-"""The interleave on the virtual accelerator: who updates what, at link speeds from useless to plenty.
+"""Updates shared by host and device, on the virtual accelerator, at link rates from useless to ample.
 
     python benchmarks/interleave.py [--quick] [--trace trace.json]
 
-First, all weights are held on the device and updates are deferred, so that the update phase stands by itself; bf16,
-AdamW. Then whole steps of a model that is relayed, with eager and with deferred updates. One host thread, one compute
-thread. Simulated copies are memcpy on a core, and the device's own updates run on one as well, so everything is scaled:
-a host that updates one million parameters a second (it updates as ever and then sleeps until its time is over) and a
-link of some MB/s. Then 48 subgroups take 0.8 s on the host, while what is really computed and copied takes a few
-hundredths of it. The break-even speed is where the device, were it fed all the time, would be as fast as the host.
+First, all weights are held on the device and updates are deferred, which isolates the update phase (bf16, AdamW). Then
+whole steps of a relayed model run, with eager and with deferred updates. There is one host thread and one compute
+thread. Simulated copies are memcpy on a core, and the device's own updates run on a core as well, so all rates are
+scaled down: the host updates one million parameters per second (it updates as usual and then sleeps), and the link has
+some MB/s. Then 48 subgroups take 0.8 s on the host, while the real computation and copies take a few hundredths of
+that. At the break-even rate, a device that is always supplied by the link would be as fast as the host.
 
-Beside the measured times stand two bounds from `ferryman.cost`: the *fluid* one (host and device share perfectly,
-limited by the link) and the best *discrete* schedule that a search finds (pipes fill and drain, berths are few). Both
-use the speeds that were set and the device's rate as measured in the same run. `auto` has five steps to find its rates,
-which were calibrated at another speed of the link.
+Measured times are shown with two bounds from `ferryman.plan.performance` and `ferryman.plan.schedule`: the *fluid* time
+(host and device share perfectly, limited by the link) and the best *discrete* schedule that a search finds (the
+pipeline fills and drains, and berths are few). Both use the configured rates and the device's rate as measured in the
+same run. `auto` has five steps to find its rates, which were calibrated at another rate of the link.
 """
 
 import argparse
@@ -38,12 +38,12 @@ from ferryman.plan.staging import BERTHS
 
 DEVICE = "virtual"
 SUBGROUP, UNITS, WIDTH = 1 << 14, 12, 256  # a unit is four subgroups
-HOST = 1e6  # parameters a second
+HOST = 1e6  # parameters per second
 STRIDES = (2, 3, 4, 6, 8)
-LEARN = 5  # steps that auto has before it counts
-SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)  # of the break-even
+LEARN = 5  # steps of `auto` before the measurement
+SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)  # multiples of the break-even rate
 
-# Bytes a parameter, in bf16, with weights held: what the host has updated comes back, what the device has is there.
+# With bf16 and held weights: those that the host has updated cross to the device, the device's own are already there.
 TRAFFIC = Traffic(host_out=0, host_in=2, device_in=10, device_out=12)
 RESIDENT = Traffic(host_out=0, host_in=2, device_in=0, device_out=2)
 BREAK_EVEN = 12 * HOST
@@ -120,7 +120,7 @@ def engine_of(policy: str, trace: Trace | None = None, *, held: bool = True, def
 
 
 def static_of_equal_memory() -> str:
-    """The largest share whose state, on the device, takes no more memory than `auto` does."""
+    """The largest share whose state needs no more device memory than `auto` does."""
     with engine_of("auto") as auto:
         room, count = auto.plan.fixed, 4 * UNITS
     for some in range(count, 0, -1):
@@ -131,7 +131,7 @@ def static_of_equal_memory() -> str:
 
 
 def bounds(rates: Rates, policies: Sequence[str], sizes: Sequence[int]) -> tuple[float, float, dict[str, float]]:
-    """Fluid and discrete, and what the model predicts for each policy."""
+    """The fluid and the discrete bound, and the model's prediction for each policy."""
     predicted = {
         name: predict(parse_policy(name), sizes, TRAFFIC, rates, BERTHS, RESIDENT).seconds for name in policies
     }
@@ -140,7 +140,7 @@ def bounds(rates: Rates, policies: Sequence[str], sizes: Sequence[int]) -> tuple
 
 
 def device_rate(engine: Engine) -> float:
-    """Parameters a second, of steps that have just been made."""
+    """Parameters per second of the device in the last steps."""
     stats = engine.stats()
     assert stats is not None
     return stats.device_share * sum(p.numel() for p in engine._model.parameters()) / stats.device_busy
@@ -172,7 +172,7 @@ def main() -> None:
 
 
 def turns(ways: Sequence[Way], batch: dict[str, torch.Tensor], link: float, rounds: int) -> dict[str, list[Times]]:
-    """Of each way, in turn."""
+    """Median seconds of each way, measured in turn."""
     for way in ways:
         way.run(batch)  # at full speed: brings all weights over
     found: dict[str, list[Times]] = {way.policy: [] for way in ways}

@@ -1,4 +1,4 @@
-"""The performance model against the published tables of Deep Optimizer States, and what it promises beyond them.
+"""Compares the performance model with the published tables of Deep Optimizer States, and predicts what they leave out.
 
     python benchmarks/paper_tables.py [--json]
 
@@ -8,13 +8,13 @@ in subgroups of 100 M. The published code has one staging buffer and one stream:
 
 What goes in:
 
-- Given: parameters a second with the host alone (8.6 and 3.8 G), 55.2 GB/s of PCIe 5 for H100, and half of that for the
-  PCIe 4 of A100. Master weights and two moments in float32: 12 bytes in and 12 out. Weights in bfloat16: 2 in.
+- Given: parameters per second with the host alone (8.6 and 3.8 G), 55.2 GB/s of PCIe 5 for H100, and half of that for
+  the PCIe 4 of A100. Master weights and two moments in float32: 12 bytes in and 12 out. Weights in bfloat16: 2 in.
 - Counted: the host's update moves 40 bytes of memory per parameter (16 read, 12 written, and 12 read because they are
   written). It is bound by memory, so a byte that crosses the link takes a fortieth of a parameter's time from it.
 - Assumed: the device updates at its memory's bandwidth over 28 bytes, 60 % reached. It is never the bottleneck.
-- Fitted, on the column k=10 alone, one number for each machine: parameters a second that the host updates when nothing
-  blocks it. The curve over k is nearly flat, and k=10, with a tenth on the device, is already 1.3 to 1.5 times the
+- Fitted, on the column k=10 alone, one number for each machine: parameters per second that the host updates when
+  nothing blocks it. The curve over k is nearly flat, and k=10, with a tenth on the device, is already 1.3 to 1.5 times the
   host alone. So most of the gain is not the device's. It is that down-conversion and copies of weights no longer stop
   the host, and that is what this number separates from the published host-only rate.
 - Fitted, on the column 0 % of the static table: seconds of an iteration that are in none of the published phases.
@@ -80,14 +80,14 @@ class Machine:
     """Rates of one process's share of a node."""
 
     name: str
-    host_only: float  # parameters a second, with everything that blocks
-    link: float  # bytes a second, each way
-    device_memory: float  # bytes a second
-    sweep: dict[int, float]  # G parameters a second of all processes, by stride
-    host: float = 0.0  # parameters a second if nothing blocks and nothing crosses: fitted
+    host_only: float  # parameters per second, with everything that blocks
+    link: float  # bytes per second, each way
+    device_memory: float  # bytes per second
+    sweep: dict[int, float]  # G parameters per second of all processes, by stride
+    host: float = 0.0  # parameters per second if nothing blocks and nothing crosses: fitted
 
     def memory_seconds(self, on_host: float, on_device: float) -> float:
-        """How long the host's memory is busy: with its own updates, and with all that crosses."""
+        """Seconds that the host's memory is busy, with the host's updates and with everything that crosses."""
         crossing = on_host * CROSSING.host_in + on_device * (CROSSING.device_in + CROSSING.device_out)
         return (on_host + crossing / HOST_BYTES) / self.host
 
@@ -117,18 +117,18 @@ class Cell:
 
 @dataclass(frozen=True)
 class Promise:
-    """What the same machine would do in another way."""
+    """What the same machine would reach with another schedule."""
 
     machine: str
     way: str
     seconds: float
-    rate: float  # G parameters a second of all processes
+    rate: float  # G parameters per second of all processes
     share: float
     bound: str
 
 
 def subgroups(parameters: float) -> list[int]:
-    """Of one process; the last one is what is left."""
+    """The sizes of one process's subgroups; the last one is the remainder."""
     count, rest = divmod(round(parameters / RANKS), SUBGROUP)
     return [SUBGROUP] * count + [rest] * (rest > 0)
 
@@ -141,7 +141,7 @@ def at_stride(machine: Machine, stride: int, sizes: list[int], *, duplex: bool, 
 
 
 def as_published(machine: Machine, stride: int, sizes: list[int]) -> float:
-    """Seconds, one way at a time and with one berth."""
+    """Seconds, with one direction at a time and with one berth."""
     return at_stride(machine, stride, sizes, duplex=False, berths=1).seconds
 
 
@@ -162,7 +162,7 @@ def with_auto(machine: Machine, sizes: list[int]) -> Prediction:
 
 
 def fit(machine: Machine, sizes: list[int]) -> Machine:
-    """With the host's rate at which the column k=10 is as published."""
+    """The machine with the host rate that reproduces the published column k=10."""
     low, high = machine.host_only, 10 * machine.host_only
     for _ in range(40):
         middle = (low + high) / 2
@@ -172,7 +172,7 @@ def fit(machine: Machine, sizes: list[int]) -> Machine:
 
 
 def in_all(sizes: list[int], seconds: float) -> float:
-    """G parameters a second of all processes."""
+    """G parameters per second of all processes."""
     return RANKS * sum(sizes) / seconds / GIGA
 
 
@@ -240,7 +240,7 @@ def promises(machine: Machine, sizes: list[int]) -> list[Promise]:
 
 
 def step_bounds(machine: Machine, sizes: list[int]) -> dict[str, float]:
-    """Of a step of 20B with `auto`: updates hide behind forward if they are deferred, behind backward if eager."""
+    """Lower bound of a 20B step with `auto`: deferred updates overlap with forward, eager ones with backward."""
     auto, rates = with_auto(machine, sizes), machine.rates(1, 0, duplex=True)
     gradients = GRADIENT_BYTES * sum(sizes) * (1 - auto.share)
     forward, backward = Phase(INTERLEAVED[0]), Phase(INTERLEAVED[1], bytes_out=gradients)

@@ -1,4 +1,4 @@
-"""The relay on the virtual accelerator: how near a step comes to its lower bound, and what it saves.
+"""The relay on the virtual accelerator: how close a step comes to its lower bound, and what it saves.
 
     python benchmarks/relay.py [trace.json]
 
@@ -179,7 +179,7 @@ def against_the_bound_with_a_host(model: LlamaForCausalLM) -> None:
 
 
 def against_micro_batch_major(model: LlamaForCausalLM) -> None:
-    """The same engine, one micro-batch after the other: each streams all layers again, as ZeRO-3 offload does."""
+    """The same engine, one micro-batch after the other: each streams all layers again, as in ZeRO-3 offload."""
     batch = batch_of(MICRO_BATCHES)
     parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(MICRO_BATCHES)]
     with Engine(copy.deepcopy(model), device=DEVICE) as engine:
@@ -220,7 +220,7 @@ def against_plain(model: LlamaForCausalLM) -> None:
 
 
 def peak(layers: int, micro_batches: int, stash: str) -> tuple[int, int, int]:
-    """Peak bytes on the device, fetches, units: of the second step, which knows its order."""
+    """Peak bytes on the device, fetches and units of the second step, whose order of units is known."""
     with Engine(make(layers, width=64), device=DEVICE, stash=stash) as engine:
         batch = batch_of(micro_batches, context=32)
         step(engine, batch, micro_batches)

@@ -1,4 +1,4 @@
-"""Several ranks against one: samples a second for each, host memory over all, and what crosses each link.
+"""Several ranks against one: samples per second for each, host memory over all, and what crosses each link.
 
     python benchmarks/scaling.py [rounds]
 
@@ -30,7 +30,7 @@ from ferryman.engine import Engine
 from ferryman.runtime.host_memory import trim
 
 RANKS = (1, 2, 4)
-LINK = 20e6  # bytes a second, each way
+LINK = 20e6  # bytes per second, each way
 MICRO_BATCHES = 2
 CONTEXT = 8
 STEPS = 4  # the first is not counted
@@ -51,7 +51,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def proportional() -> int:
-    """Bytes of this process, of what it shares its part."""
+    """Bytes of this process; of shared memory, its proportional part."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     return int(lines["Pss"].split()[0]) * 1024
 
@@ -62,7 +62,7 @@ def engine_of(model: LlamaForCausalLM) -> Engine:
 
 
 def steps() -> dict[str, float]:
-    """Seconds of a step, and bytes over this rank's link in one."""
+    """Seconds per step, and bytes per step over this rank's link."""
     torch_virtual.set_link(VIRTUAL, h2d=LINK, d2h=LINK)
     seconds = []
     with engine_of(make(layers=12, width=192)) as engine:
@@ -78,7 +78,7 @@ def steps() -> dict[str, float]:
 
 
 def memory(weights: Path) -> dict[str, float]:
-    """Bytes on the host of this process, with the model, and the model's parameters."""
+    """Bytes of this process on the host, including the model, and the number of the model's parameters."""
     layers = int(weights.name)
     with torch.device("meta"):
         model = make(layers, WIDE)
@@ -95,7 +95,7 @@ def memory(weights: Path) -> dict[str, float]:
 
 
 def work(what: str, weights: Path, place: Path) -> None:
-    """As a rank."""
+    """Runs one measurement as a rank, and writes its result into a file."""
     torch.set_num_threads(1)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -104,7 +104,7 @@ def work(what: str, weights: Path, place: Path) -> None:
 
 
 def run(what: str, weights: str, ranks: int) -> list[dict[str, float]]:
-    """By so many, each in its own process; what each has found."""
+    """Runs a measurement on this many ranks, each in its own process; returns their results."""
     with tempfile.TemporaryDirectory() as place:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         command = [sys.executable, *launch, __file__, what, weights, place]
@@ -113,7 +113,7 @@ def run(what: str, weights: str, ranks: int) -> list[dict[str, float]]:
 
 
 def slope(small: list[dict[str, float]], large: list[dict[str, float]]) -> float:
-    """Bytes for each further parameter."""
+    """Bytes per additional parameter."""
     more = sum(rank["bytes"] for rank in large) - sum(rank["bytes"] for rank in small)
     return more / (large[0]["parameters"] - small[0]["parameters"])
 
@@ -121,7 +121,7 @@ def slope(small: list[dict[str, float]], large: list[dict[str, float]]) -> float
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     print(machine())
-    print(f"{MICRO_BATCHES} micro-batches a rank, links of {LINK / 1e6:.0f} MB/s each way, virtual accelerators")
+    print(f"{MICRO_BATCHES} micro-batches per rank, links of {LINK / 1e6:.0f} MB/s each way, virtual accelerators")
     found: dict[int, list[dict[str, float]]] = {ranks: [] for ranks in RANKS}
     for _ in range(rounds):
         for ranks in RANKS:
@@ -134,14 +134,14 @@ def main() -> None:
                 held[ranks].append(run("memory", f"{place}/{layers}", ranks))
     per_parameter = {ranks: slope(*held[ranks]) for ranks in RANKS}
     one = statistics.median(rank["seconds"] for rank in found[1])
-    print(f"{'ranks':>5} {'seconds a step':>15} {'samples/s a rank':>17} {'of one rank':>12} {'wanted':>7}", end="")
-    print(f" {'link in':>9} {'out':>8} {'host bytes a parameter':>23} {'of one rank':>12} {'wanted':>7}")
+    print(f"{'ranks':>5} {'seconds per step':>16} {'samples/s per rank':>18} {'of one rank':>12} {'wanted':>7}", end="")
+    print(f" {'link in':>9} {'out':>8} {'host bytes per parameter':>24} {'of one rank':>12} {'wanted':>7}")
     for ranks in RANKS:
         seconds = statistics.median(rank["seconds"] for rank in found[ranks])
         over_link = [max(rank[way] for rank in found[ranks]) / 1e6 for way in ("in", "out")]
-        print(f"{ranks:>5} {seconds:>15.3f} {MICRO_BATCHES / seconds:>17.2f} {one / seconds:>12.3f} {'0.9':>7}", end="")
+        print(f"{ranks:>5} {seconds:>16.3f} {MICRO_BATCHES / seconds:>18.2f} {one / seconds:>12.3f} {'0.9':>7}", end="")
         print(f" {over_link[0]:>6.1f} MB {over_link[1]:>5.1f} MB", end="")
-        print(f" {per_parameter[ranks]:>23.2f} {per_parameter[ranks] / per_parameter[1]:>12.3f} {'1.05':>7}")
+        print(f" {per_parameter[ranks]:>24.2f} {per_parameter[ranks] / per_parameter[1]:>12.3f} {'1.05':>7}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def on_device(nbytes: int) -> torch.Tensor:
 
 
 def timed_copy(direction: str, rate: float, nbytes: int) -> tuple[float, float]:
-    """Median seconds of a copy: by the wall, and by the device's own events."""
+    """Median seconds of a copy: wall-clock time, and the time between the device's own events."""
     host, slot = pinned(nbytes), on_device(nbytes)
     begin, end = (torch.Event(DEVICE, enable_timing=True) for _ in range(2))
     events: list[float] = []
@@ -76,7 +76,7 @@ def idle_while_waiting() -> None:
 
 
 def duplex() -> None:
-    """Both directions together, over the longer of the two alone (at most 1.1)."""
+    """The time of both directions together, relative to the longer one alone (at most 1.1)."""
     rates = {"h2d": 1.0e9, "d2h": 0.8e9}
     size = 32 * MIB
     up, down = torch.Stream(DEVICE), torch.Stream(DEVICE)
@@ -129,7 +129,7 @@ def training_step(make: Callable[[], PreTrainedModel], device: str) -> Callable[
 
 
 def compute() -> None:
-    """A training step (forward, backward, fused AdamW) on `virtual` over the same step on `cpu` (at most 1.5)."""
+    """The time of a training step (forward, backward, fused AdamW) on `virtual`, relative to `cpu` (at most 1.5)."""
     print("\ncompute, 4 blocks of width 256, 4 x 128 tokens, one thread: step on virtual over step on cpu")
     for name, make in (("GPT-2", gpt2), ("Llama", llama)):
         took = medians({device: training_step(make, device) for device in ("cpu", DEVICE)}, rounds=9, warm=2)

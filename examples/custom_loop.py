@@ -1,4 +1,4 @@
-"""A training loop of one's own: a scheduler, gradients looked at before the update, evaluation, save and resume.
+"""A custom training loop: a scheduler, gradients that are read before the update, evaluation, save and resume.
 
     python examples/custom_loop.py [--tiny] [--device virtual] [--output DIR]
     torchrun --nproc-per-node 2 examples/custom_loop.py --output DIR [--tiny] [--device virtual]
@@ -46,7 +46,7 @@ def make_batch(size: int) -> Batch:
 
 
 def share(batch: Batch, engine: ferryman.Engine) -> Batch:
-    """Of a batch that all ranks have drawn alike, what is this one's; by itself, all of it."""
+    """This rank's part of a batch that all ranks have drawn alike; a single process takes all of it."""
     return batch[0][engine.share.rank :: engine.share.size], batch[1][engine.share.rank :: engine.share.size]
 
 
@@ -56,7 +56,7 @@ def sorting_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def train(options: argparse.Namespace, output: Path, start: int, steps: int) -> None:
-    """Steps `start` to `steps`, where a checkpoint in `output` is what came before."""
+    """Runs steps `start` to `steps`; with `start` > 0, it continues from the checkpoint in `output`."""
     torch.manual_seed(0)
     model = Sorter(*((2, 32) if options.tiny else (8, 128)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -75,7 +75,7 @@ def train(options: argparse.Namespace, output: Path, start: int, steps: int) -> 
             engine.update()
             scheduler.step()
             if tells and engine.steps % max(1, options.steps // 10) == 0:
-                with torch.no_grad():  # outside a step the model is called as ever; its layers stream here, too
+                with torch.no_grad():  # outside a step the model is called as usual; its layers stream here, too
                     right = (model(test[0]).argmax(-1) == test[1]).float().mean()
                 print(
                     f"step {engine.steps}: loss {loss.item():.3f}, gradient norm {engine.grad_norm:.2f} (of the head "

@@ -41,7 +41,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Plain:
-    """A training loop as anyone writes it, on one device."""
+    """An ordinary training loop on one device."""
 
     def __init__(self, options: TrainOptions, device: str) -> None:
         torch.manual_seed(options.seed)
@@ -80,7 +80,7 @@ def run_out_of_memory(options: TrainOptions, batch: Batch, console: Console) -> 
 
 @dataclass
 class Compared:
-    """The same steps by plain PyTorch, where there is room for it, and by Ferryman."""
+    """The results of the same steps with plain PyTorch, on a device that is large enough, and with Ferryman."""
 
     plain_seconds: float
     ferryman_seconds: float
@@ -89,7 +89,7 @@ class Compared:
 
 
 def compare(options: TrainOptions, batches: list[Batch]) -> Compared:
-    """In turn, from the same weights and on the same batches, so that both see the same machine."""
+    """Runs both in turn, from the same weights and on the same batches, under the same load of the machine."""
     plain = Plain(options, LARGE)
     torch.manual_seed(options.seed)
     model = parse_model(options.model).on_host()
@@ -126,15 +126,15 @@ def table(options: TrainOptions, where: str, compared: Compared, events: list[di
     )
     rows.add_row("a step, one after the other", f"{compared.plain_seconds:.2f} s", f"{compared.ferryman_seconds:.2f} s")
     rows.add_row(
-        "tokens a second", *(f"{tokens / s:,.0f}" for s in (compared.plain_seconds, compared.ferryman_seconds))
+        "tokens per second", *(f"{tokens / s:,.0f}" for s in (compared.plain_seconds, compared.ferryman_seconds))
     )
     rows.add_row(f"losses of {COMPARED} steps", "", same)
-    rows.add_row(f"bits a byte, after {options.steps} steps", "", f"{bits[0]}, then {bits[1]}")
+    rows.add_row(f"bits per byte, after {options.steps} steps", "", f"{bits[0]}, then {bits[1]}")
     return rows
 
 
 def free_name(path: Path) -> Path:
-    """Nothing is overwritten: `runs/demo`, `runs/demo-2`, ..."""
+    """A new directory, `runs/demo`, `runs/demo-2`, ...: nothing is overwritten."""
     names = itertools.chain([path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2)))
     return next(name for name in names if not name.exists())
 

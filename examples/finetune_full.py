@@ -21,7 +21,7 @@ from ferryman.data.windows import Windows
 
 
 def tokens_of(text: Path, tokenizer: Any, vocabulary: int) -> Tokens:
-    """Through the model's tokenizer; the tiny model has none, and takes bytes."""
+    """The text as tokens of the model's tokenizer; the tiny model has none, and its tokens are bytes."""
     if tokenizer is not None:
         ids = tokenizer(text.read_text(), return_tensors="np")["input_ids"][0]
     else:

@@ -1,4 +1,4 @@
-"""Fine-tunes adapters (LoRA) in a loop of one's own: the model below is streamed through the device, and stays frozen.
+"""Fine-tunes adapters (LoRA) in a custom loop: the base model is streamed through the device, and stays frozen.
 
     python examples/finetune_lora.py --model DIR --memory 4GiB     a model of yours, on this machine's accelerator
     python examples/finetune_lora.py --tiny                        a random one, on a virtual accelerator

@@ -23,7 +23,7 @@ CONTEXT = 128
 
 
 class Text(Dataset[dict[str, torch.Tensor]]):
-    """Stretches of the standard library's sources, as tokens; as bytes, without a tokenizer."""
+    """Pieces of the standard library's source code, as tokens; without a tokenizer, as bytes."""
 
     def __init__(self, tokenizer: Any = None, files: int = 20) -> None:
         sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:files]
@@ -39,7 +39,7 @@ class Text(Dataset[dict[str, torch.Tensor]]):
 
 
 def tiny_model() -> LlamaForCausalLM:
-    """A million random weights; its tokens are bytes."""
+    """A model of a million random weights, whose tokens are bytes."""
     import torch_virtual  # noqa: F401 - makes the device that it runs on
 
     torch.manual_seed(0)

@@ -1,17 +1,17 @@
-"""The engine: wires the parts together. Read from here.
+"""The engine: the public API, which wires the parts together. Start reading here.
 
-- `Engine.forward_backward` cuts a batch into micro-batches (`plan/batch.py`) and gives them to the relay
+- `Engine.forward_backward` cuts a batch into micro-batches (`plan/batch.py`) and passes them to the relay
   (`relay/driver.py`), which runs the user's code. The relay moves units (`model/units.py`) between the server's store
   (`server/store.py`) and slots on the device (`relay/weight_slots.py`), on lanes (`runtime/lanes.py`).
-- `Engine.step` also has the server (`server/server.py`) update the weights, as the user's optimizer says
+- `Engine.step` also lets the server (`server/server.py`) update the weights by the rule of the user's optimizer
   (`server/optimizer_view.py`).
-- A budget of device memory is kept by the plan (`plan/plan.py`) and by the size of micro-batches
-  (`training/micro_batching.py`, `plan/fit.py`).
-- A step of a new kind is tried before it is made (`training/first_steps.py`, `training/crosscheck.py`). A batch is cut
-  only if that does not change its loss (`training/batch_check.py`). Reads of weights wait for updates that are under
-  way (`model/reads.py`).
-- An assembly (`training/assembly.py`) makes what a plan needs and installs it in the user's model. Blocks come and go
-  between steps (`model/blocks.py`). Checkpoints are in `checkpoint/`.
+- The plan (`plan/plan.py`) and the size of micro-batches (`training/micro_batching.py`, `plan/fit.py`) keep device
+  memory within the budget.
+- A new kind of step is tried out before it runs (`training/first_steps.py`, `training/crosscheck.py`). A batch is cut
+  only if that does not change its loss (`training/batch_check.py`). Reads of weights wait for pending updates
+  (`model/reads.py`).
+- An assembly (`training/assembly.py`) creates the parts that a plan needs and installs them in the user's model. Blocks
+  can be inserted, removed and skipped between steps (`model/blocks.py`). Checkpoints are in `checkpoint/`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from ferryman.training.planner import Planner
 from ferryman.training.preparation import Preparation, PreparedStep
 from ferryman.training.recorder import Recorder
 
-_RETRIES = 3  # of a step in which something changes that no check has seen
+_MAX_ATTEMPTS = 3  # at a step in which a variable changes that no check has seen
 
 
 class Engine(contextlib.AbstractContextManager["Engine"]):
@@ -68,10 +68,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     and schedulers work as usual; the update itself runs where the optimizer state is. Without an optimizer the engine
     computes gradients only (`forward_backward`).
 
-    A step equals gradient accumulation in plain PyTorch over the same micro-batches. With `memory` the engine chooses
-    units, slots, the place of the stash and the size of micro-batches such that the budget is kept.
+    A step equals gradient accumulation in plain PyTorch over the same micro-batches. With `memory`, the engine chooses
+    units, slots, the place of the stash and the size of micro-batches so that they stay within the budget.
 
-    Settings, each a keyword argument (the list is made from `options.py`):
+    Settings, each a keyword argument (declared in `options.py`):
 
     """
 
@@ -101,15 +101,28 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         )
         self._closed = False
         self._loaded = Loaded(model)
-        self.choice: Choice | None = None  # of the last step: how many micro-batches, and where the stash was
+        self.choice: Choice | None = None  # the number of micro-batches and the stash's place in the last step
         self._parts = self._assemble(self._planner.make())
         self._preparation = self._make_preparation()
 
-    def forward_backward(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
-        """Forward and backward. Returns the loss of the batch; gradients are added to the parameters' `.grad`.
+    def step(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
+        """Runs forward, backward and update. Returns the loss.
 
-        Without `micro_batches` the batch is cut into as few as the memory budget allows; without a budget it is not
-        cut.
+        Gradients that an earlier `forward_backward` left are part of the step. The call returns when all gradients have
+        been checked; the update itself continues in the background, and reads of weights wait for it.
+        """
+        optimizer_view = self._need_optimizer()
+        with self._own_reads():
+            self._parts.server.take_user_changes(optimizer_view)
+            loss = self._run(batch, micro_batches, for_update=True)
+            self._finish(optimizer_view)
+        return loss
+
+    def forward_backward(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
+        """Runs forward and backward. Returns the loss of the batch; adds gradients to the parameters' `.grad`.
+
+        Without `micro_batches`, the batch is cut into as few micro-batches as the memory budget allows; without a
+        budget it is not cut.
         """
         with self._own_reads():
             loss = self._run(batch, micro_batches, for_update=False)
@@ -117,19 +130,6 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._parts.gradients.show(self._parts.all_units)
             for unit, items in self._parts.relay.gradients.on_host.items():
                 self._parts.server.leave_for_user(unit, items)
-        return loss
-
-    def step(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
-        """Forward, backward and update. Returns the loss.
-
-        Gradients that `forward_backward` left before are part of the step. The call returns when all gradients are
-        known to be good; the update itself runs in the background, and reads of weights wait for it.
-        """
-        optimizer_view = self._need_optimizer()
-        with self._own_reads():
-            self._parts.server.take_user_changes(optimizer_view)
-            loss = self._run(batch, micro_batches, for_update=True)
-            self._finish(optimizer_view)
         return loss
 
     def update(self) -> None:
@@ -144,54 +144,21 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._parts.server.send_rest(self._parts.relay.gradients.on_host)
             self._finish(optimizer_view)
 
-    @contextlib.contextmanager
-    def _own_reads(self) -> Iterator[None]:
-        """Within, the engine reads weights without waiting for updates; afterwards, the user's reads wait for them."""
-        self._parts.reads.end()
-        try:
-            yield
-        finally:
-            self._parts.watch_reads()
+    def zero_grad(self) -> None:
+        """Drops all gradients."""
+        self._recorder.abandon()
+        self._parts.relay.gradients.clear()
+        self._parts.server.forget_gradients()
+        for parameter in self._model.parameters():
+            parameter.grad = None
 
-    @property
-    def grad_norm(self) -> float | None:
-        """The global norm of the gradients before clipping; None before the first step.
+    def wait(self) -> None:
+        """Blocks until the last update is done.
 
-        After `forward_backward` it is that of the gradients as they are now, on this rank only; else that of the last
-        update.
+        This is needed only before reading weights through an alias of their memory (a numpy view, an earlier
+        `detach()`). All other reads wait automatically.
         """
-        return self._parts.server.grad_norm
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor by which losses are multiplied in float16; 1 in other precisions."""
-        return self._parts.server.scale.value
-
-    def gradient(self, name: str) -> torch.Tensor | None:
-        """The gradient of a parameter between `forward_backward` and `update`: float32, on the host, may be edited."""
-        parameters = dict(self._model.named_parameters())
-        if name in parameters:
-            return parameters[name].grad
-        raise ValueError(f"the model has no parameter {name!r}{hint(name, parameters)}")
-
-    @property
-    def host_account(self) -> dict[str, int]:
-        """Bytes of host memory that the server uses, by purpose.
-
-        With several ranks, this rank's part, and the weights, which all ranks of a node share.
-        """
-        parts, share = self._parts, self._ranks.share
-        return account(parts.all_units, self._optimizer_view, landing=not parts.server.is_eager, shares=[share])
-
-    def stats(self) -> Stats | None:
-        """Statistics about the updates of the last step, after they are done; None before the first."""
-        return self._parts.server.stats
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the steps, with the predicted and the achieved rate of updates."""
-        predicted, achieved = self._parts.server.update_rates
-        return replace(self._parts.plan, predicted_rate=predicted, achieved_rate=achieved)
+        self._parts.reads.settle()
 
     def set_updates(self, updates: str) -> None:
         """Changes the setting `updates` from the next step on."""
@@ -204,34 +171,91 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._options, self._planner = options, planner
         self._preparation = self._make_preparation()
 
-    def wait(self) -> None:
-        """Blocks until the last update is done.
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm of the gradients before clipping; None before the first step.
 
-        Only code that reads weights through an alias of their memory (a numpy view, an earlier `detach()`) needs it:
-        all other reads wait by themselves.
+        After `forward_backward`, it is the norm of the current gradients on this rank only; after an update, the norm
+        over all ranks that the update used.
         """
-        self._parts.reads.settle()
+        return self._parts.server.grad_norm
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """The gradient of a parameter between `forward_backward` and `update`: in float32, on the host. Edits count."""
+        parameters = dict(self._model.named_parameters())
+        if name in parameters:
+            return parameters[name].grad
+        raise ValueError(f"the model has no parameter {name!r}{hint(name, parameters)}")
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which losses are multiplied in float16; 1 in other precisions."""
+        return self._parts.server.scale.value
+
+    @property
+    def plan(self) -> Plan:
+        """The current plan, with the predicted and the achieved rate of updates."""
+        predicted, achieved = self._parts.server.update_rates
+        return replace(self._parts.plan, predicted_rate=predicted, achieved_rate=achieved)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The parts of the model that move between host and device."""
+        return self._parts.plan.units
 
     @property
     def steps(self) -> int:
         """The number of steps, including those before a loaded checkpoint."""
         return self._parts.server.steps
 
+    @property
+    def fetches(self) -> int:
+        """How often a unit has been copied to the device."""
+        return self._parts.relay.weights.fetches
+
+    def stats(self) -> Stats | None:
+        """Waits for the updates of the last step and returns statistics about them; None before the first step."""
+        return self._parts.server.stats
+
+    @property
+    def host_account(self) -> dict[str, int]:
+        """Bytes of host memory that the server uses, by purpose.
+
+        With several ranks, these are this rank's part and the weights, which all ranks of a node share.
+        """
+        parts, share = self._parts, self._ranks.share
+        return account(parts.all_units, self._optimizer_view, landing=not parts.server.is_eager, shares=[share])
+
+    @property
+    def share(self) -> Share:
+        """This rank's number, `rank`, and the number of ranks, `size`."""
+        return self._ranks.share
+
+    def agree(self, **facts: Any) -> None:
+        """Raises on all ranks if a value, such as `steps=len(loader)`, is not the same on all of them."""
+        self._check_open()
+        self._ranks.agree({name: str(value) for name, value in facts.items()})
+
+    def total(self, number: float | torch.Tensor) -> float:
+        """Sums a number over all ranks, such as the tokens of a step. The sum of ints is an int."""
+        self._check_open()
+        return add_up(self._ranks, number)
+
     def save(self, directory: str | Path, *, objects: Objects | None = None, keep: int | None = None) -> Path:
-        """Writes a checkpoint and returns its path: weights that transformers can load, and all state of the training.
+        """Writes a checkpoint and returns its path. It contains weights that transformers can load, and all state.
 
         `objects` are saved with it, by name: anything with `state_dict` and `load_state_dict`, such as a scheduler or
         the position in the data, or with `save_pretrained`, such as a tokenizer. Without `keep`, `directory` is the
-        checkpoint and replaces an earlier one atomically; with `keep`, it holds a series of which the newest `keep`
-        checkpoints stay.
+        checkpoint and replaces an earlier one atomically; with `keep`, it holds a series of checkpoints, and all but
+        the newest `keep` are deleted.
         """
         return saving.save_in(self._contents(), Path(directory), objects or {}, keep)
 
     def load(self, directory: str | Path, *, objects: Objects | None = None) -> Path:
         """Loads a checkpoint, or the newest of a series, and returns its path.
 
-        The model, which parameters train, and the optimizer must be those of the checkpoint; device, memory, precision
-        and all other settings may differ.
+        The model, its trained parameters and the optimizer must match the checkpoint; device, memory, precision and all
+        other settings may differ.
         """
         path, contents = loading.find(Path(directory)), self._contents(loading=True)
         doing, found = f"loading {path}", list[loading.Checkpoint]()
@@ -245,7 +269,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def load_weights(self, directory: str | Path) -> None:
         """Loads pretrained weights from safetensors files, also into a model on meta.
 
-        The optimizer state stays as it is.
+        The optimizer state does not change.
         """
         contents, doing, found = self._contents(loading=True), f"loading {directory}", list[pretrained.Weights]()
         self._ranks.jointly(doing, lambda: found.append(pretrained.Weights(contents, Path(directory))))
@@ -253,134 +277,16 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._recover(forget=True)
             self._ranks.jointly(doing, found[0].load)
 
-    def _contents(self, *, loading: bool = False) -> Contents:
-        """What is saved and loaded, once no lane has work."""
-        self._check_open(loading=loading)
-        parts = self._parts
-        parts.lanes.wait()
-        parts.settle()
-        return Contents(
-            self._model, self.device, parts.all_units, parts.store, self._optimizer_view, parts.server, self._ranks
-        )
-
-    def _run(self, batch: Any, micro_batches: int | None, *, for_update: bool) -> torch.Tensor:
-        """Forward and backward of a batch; returns its loss.
-
-        A step in which a variable of the user changes that no check has seen is undone, checked again and made again.
-        """
-        generator, found = torch.get_rng_state(), ""
-        # What was added up before is lost with a step that fails.
-        can_retry = self._ranks.alone and not self._parts.relay.gradients.on_host
-        for _ in range(_RETRIES if can_retry else 1):
-            try:
-                choice, parts, seed = self._prepare(batch, micro_batches)
-                with self._running(choice, for_update=for_update) as interrupts:
-                    scale, total = self._parts.server.scale.value, torch.zeros((), device=self.device)
-                    if works := self._preparation.works(parts):
-                        step = self._parts.relay.new_step(
-                            works,
-                            seed,
-                            stash_on_host=choice.stash_on_host,
-                            for_update=for_update,
-                            skipped=[unit for unit in self.units if self._blocks.are_skipped(unit.modules)],
-                            between_visits=interrupts.check,
-                            guard=self._preparation.first_steps.begin(parts, seed, skips=bool(self._blocks.skipped)),
-                        )
-                        total = self._parts.relay.run(step)
-                        self._preparation.first_steps.end()
-                    if for_update:  # also of a rank that has no micro-batches
-                        self._parts.server.send_rest(self._parts.relay.gradients.on_host)
-                return self._recorder.ran(parts, self._ranks.add(total if scale == 1 else total / scale))
-            except NewStateError as error:
-                found = str(error)
-            self._preparation.first_steps.forget()
-            torch.set_rng_state(generator)
-        raise ValueError(
-            f"these changed in a step for the first time, when it was too late to follow them: {found}. No weight was "
-            "changed, and all gradients were dropped: call the engine again, which will know of them"
-        )
-
-    @contextlib.contextmanager
-    def _running(self, choice: Choice, *, for_update: bool) -> Iterator[Interrupts]:
-        """For the forward and backward of a step. After a failure the engine is as if the step had not begun."""
-        self._parts.gradients.take(self._parts.all_units)
-        self._parts.server.forget_gradients()
-        self._blocks.begin_step()
-        first_steps = self._preparation.first_steps
-        self._recorder.begin(self._parts.server.steps, self._parts.plan)
-        if for_update:
-            self._parts.server.begin_step()
-        try:
-            with self._parts.step(), Interrupts() as interrupts:
-                yield interrupts
-        except BaseException as error:
-            if not (isinstance(error, NewStateError) and self._ranks.alone):
-                self._ranks.fail(error)
-            self._parts.lanes.drain()
-            if isinstance(error, torch.OutOfMemoryError):
-                error.add_note(advice(self._parts.plan, choice))
-            if isinstance(error, NotRepeatableError):
-                first_steps.forget()  # what is wrong now is wrong in the next step, too
-            if for_update:
-                error.add_note(f"ferryman: {self._parts.server.describe_changes()}")
-            self._recover(forget=for_update or isinstance(error, NewStateError))
-            raise
-        finally:
-            self._blocks.skipped = frozenset()
-
-    def _finish(self, optimizer_view: OptimizerView) -> None:
-        """Has the server use the gradients, which have arrived or are on their way, for the update."""
-        with Interrupts():
-            try:
-                # In the order in which the next step fetches them.
-                self._parts.server.finish(self._parts.plan.in_forward_order, self._parts.relay.gradients.on_host)
-            except BaseException as error:
-                if not (isinstance(error, NonFiniteError) and error.agreed):
-                    self._ranks.fail(error)
-                self._parts.lanes.drain()
-                self._recover(forget=True)
-                raise
-            self._recorder.end()
-            self.zero_grad()
-            optimizer_view.stepped()
-
-    def _recover(self, *, forget: bool) -> None:
-        """The lanes are drained after a failure; `forget`: gradients are dropped."""
-        self._parts.recover()
-        if forget:
-            self.zero_grad()
-
-    def _need_optimizer(self) -> OptimizerView:
-        self._check_open()
-        if self._optimizer_view is None:
-            raise ValueError("the engine has no optimizer: ferryman.Engine(model, optimizer), with one of torch.optim")
-        return self._optimizer_view
-
-    def agree(self, **facts: Any) -> None:
-        """Raises on all ranks if a value, such as `steps=len(loader)`, is not the same on all of them."""
-        self._check_open()
-        self._ranks.agree({name: str(value) for name, value in facts.items()})
-
-    def total(self, number: float | torch.Tensor) -> float:
-        """The sum of a number over all ranks, such as the tokens of a step; an int if all of them are ints."""
-        self._check_open()
-        return add_up(self._ranks, number)
-
-    @property
-    def share(self) -> Share:
-        """The number of this rank, `rank`, and the number of ranks, `size`."""
-        return self._ranks.share
-
     def skip(self, blocks: Position | Iterable[Position]) -> None:
-        """In the next step these blocks return their input: they are not fetched, and get no gradients."""
+        """Skips these blocks in the next step: they return their input, are not fetched and get no gradients."""
         self._check_open()
         self._blocks.skip(blocks)
 
     def insert(self, position: Position, block: nn.Module) -> None:
         """Inserts a block into the model, before the block that is at this position now.
 
-        If the model's config counts the blocks (`num_hidden_layers`) or blocks know their index (`layer_idx`), these
-        are adjusted.
+        The number of blocks in the model's config (`num_hidden_layers`) and the blocks' own indices (`layer_idx`) are
+        adjusted if they exist.
         """
         self._check_open()
         checks.block(block, self._model, self._planner.dtype_of)
@@ -405,37 +311,20 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._preparation = self._make_preparation()
         return block
 
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """The parts of the model that move between host and device."""
-        return self._parts.plan.units
-
-    def zero_grad(self) -> None:
-        """Drops all gradients."""
-        self._recorder.abandon()
-        self._parts.relay.gradients.clear()
-        self._parts.server.forget_gradients()
-        for parameter in self._model.parameters():
-            parameter.grad = None
-
-    @property
-    def fetches(self) -> int:
-        """The number of times that a unit was copied to the device."""
-        return self._parts.relay.weights.fetches
-
     def close(self) -> None:
         """Returns the model to its original state, with the trained weights. All ranks must call it."""
         self._end(together=True)
 
-    def _end(self, *, together: bool) -> None:
-        """Closes; `together`: all ranks do."""
-        if together and not (self._closed or self._ranks.has_failed):
-            self._ranks.tell("closing the engine")
-        self._closed = True
-        together = together and not self._ranks.has_failed
-        self._parts.close(together=together)
-        if together:
-            self._ranks.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # An error while closing must not hide the exception that is being raised.
+        if error is None:
+            self.close()
+            return
+        self._ranks.fail(error)
+        with contextlib.suppress(Exception):
+            self._end(together=False)
 
     def _assemble(self, plan: Plan) -> Assembly:
         scale = self._planner.scale()
@@ -444,11 +333,74 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         )
 
     def _make_preparation(self) -> Preparation:
-        """To be made again whenever the plan changes."""
+        """Creates the preparation of steps for the current plan; called whenever the plan changes."""
         return Preparation(self._options, self._planner, self._parts, self._blocks, self._batch_check, self._ranks)
 
+    def _need_optimizer(self) -> OptimizerView:
+        self._check_open()
+        if self._optimizer_view is None:
+            raise ValueError("the engine has no optimizer; pass one of torch.optim: ferryman.Engine(model, optimizer)")
+        return self._optimizer_view
+
+    def _check_open(self, *, loading: bool = False) -> None:
+        if self._closed:
+            raise ValueError("the engine is closed; make a new one to train the model further")
+        if self._ranks.has_failed:
+            raise ValueError(
+                "a rank has failed, and the ranks are no longer in the same state; make a new engine on all ranks, and "
+                "load the last checkpoint"
+            )
+        if not loading:
+            self._loaded.check()
+
+    @contextlib.contextmanager
+    def _own_reads(self) -> Iterator[None]:
+        """Context in which reads of weights do not wait for updates; on exit, the user's reads wait for them again."""
+        self._parts.reads.end()
+        try:
+            yield
+        finally:
+            self._parts.watch_reads()
+
+    def _run(self, batch: Any, micro_batches: int | None, *, for_update: bool) -> torch.Tensor:
+        """Runs forward and backward of a batch; returns its loss.
+
+        If a variable of the user changes that no check has seen, the step is undone, checked again and repeated.
+        """
+        generator, found = torch.get_rng_state(), ""
+        # A step that fails drops all gradients, so it cannot be repeated if earlier ones were already added up.
+        can_retry = self._ranks.alone and not self._parts.relay.gradients.on_host
+        for _ in range(_MAX_ATTEMPTS if can_retry else 1):
+            try:
+                choice, parts, seed = self._prepare(batch, micro_batches)
+                with self._running(choice, for_update=for_update) as interrupts:
+                    scale, total = self._parts.server.scale.value, torch.zeros((), device=self.device)
+                    if works := self._preparation.works(parts):
+                        step = self._parts.relay.new_step(
+                            works,
+                            seed,
+                            stash_on_host=choice.stash_on_host,
+                            for_update=for_update,
+                            skipped=[unit for unit in self.units if self._blocks.are_skipped(unit.modules)],
+                            between_visits=interrupts.check,
+                            guard=self._preparation.first_steps.begin(parts, seed, skips=bool(self._blocks.skipped)),
+                        )
+                        total = self._parts.relay.run(step)
+                        self._preparation.first_steps.end()
+                    if for_update:  # also on a rank that has no micro-batches
+                        self._parts.server.send_rest(self._parts.relay.gradients.on_host)
+                return self._recorder.ran(parts, self._ranks.add(total if scale == 1 else total / scale))
+            except NewStateError as error:
+                found = str(error)
+            self._preparation.first_steps.forget()
+            torch.set_rng_state(generator)
+        raise ValueError(
+            f"these changed in a step for the first time, when it was too late to follow them: {found}. No weight was "
+            "changed, and all gradients were dropped. Call the engine again: it will check them first"
+        )
+
     def _prepare(self, batch: Any, micro_batches: int | None) -> PreparedStep:
-        """The step as all ranks agree on it; if the plan leaves it too little room, a smaller one replaces it."""
+        """The step that all ranks agree on. If the plan leaves it too little room, a smaller one replaces the plan."""
         while True:
             try:
                 with errors_on_all_ranks(self._ranks):
@@ -463,7 +415,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._rebuild(self._planner.make_smaller(need))
 
     def _rebuild(self, plan: Plan) -> None:
-        """Goes on with another plan, before the first step."""
+        """Replaces the plan and everything made from it, before the first step."""
         steps, scale = self.steps, self._parts.server.scale.state()
         self._parts.close()
         self._parts = self._assemble(plan)
@@ -473,27 +425,75 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._parts.server.scale.restore(scale)
         self._parts.server.restart(steps)
 
-    def _check_open(self, *, loading: bool = False) -> None:
-        if self._closed:
-            raise ValueError("the engine is closed; make a new one to train the model further")
-        if self._ranks.has_failed:
-            raise ValueError(
-                "a rank has failed, and the others are no longer where it was; make a new engine on all ranks, and "
-                "load the last checkpoint"
-            )
-        if not loading:
-            self._loaded.check()
+    @contextlib.contextmanager
+    def _running(self, choice: Choice, *, for_update: bool) -> Iterator[Interrupts]:
+        """Context for the forward and backward of a step. A failure leaves the engine as it was before the step."""
+        self._parts.gradients.take(self._parts.all_units)
+        self._parts.server.forget_gradients()
+        self._blocks.begin_step()
+        first_steps = self._preparation.first_steps
+        self._recorder.begin(self._parts.server.steps, self._parts.plan)
+        if for_update:
+            self._parts.server.begin_step()
+        try:
+            with self._parts.step(), Interrupts() as interrupts:
+                yield interrupts
+        except BaseException as error:
+            if not (isinstance(error, NewStateError) and self._ranks.alone):
+                self._ranks.fail(error)
+            self._parts.lanes.drain()
+            if isinstance(error, torch.OutOfMemoryError):
+                error.add_note(advice(self._parts.plan, choice))
+            if isinstance(error, NotRepeatableError):
+                first_steps.forget()  # the next step must find the same error
+            if for_update:
+                error.add_note(f"ferryman: {self._parts.server.describe_changes()}")
+            self._recover(forget=for_update or isinstance(error, NewStateError))
+            raise
+        finally:
+            self._blocks.skipped = frozenset()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        # A failure of closing must not hide the exception that is on its way.
-        if error is None:
-            self.close()
-            return
-        self._ranks.fail(error)
-        with contextlib.suppress(Exception):
-            self._end(together=False)
+    def _finish(self, optimizer_view: OptimizerView) -> None:
+        """Starts the update with the gradients of this step, which have arrived or are on their way to the server."""
+        with Interrupts():
+            try:
+                # Units are updated in the order in which the next step fetches them.
+                self._parts.server.finish(self._parts.plan.in_forward_order, self._parts.relay.gradients.on_host)
+            except BaseException as error:
+                if not (isinstance(error, NonFiniteError) and error.agreed):
+                    self._ranks.fail(error)
+                self._parts.lanes.drain()
+                self._recover(forget=True)
+                raise
+            self._recorder.end()
+            self.zero_grad()
+            optimizer_view.stepped()
+
+    def _recover(self, *, forget: bool) -> None:
+        """Restores a consistent state after a failure, when all lanes are drained. `forget` drops all gradients."""
+        self._parts.recover()
+        if forget:
+            self.zero_grad()
+
+    def _contents(self, *, loading: bool = False) -> Contents:
+        """Waits until no lane has work, and returns the parts of the engine that are saved and loaded."""
+        self._check_open(loading=loading)
+        parts = self._parts
+        parts.lanes.wait()
+        parts.settle()
+        return Contents(
+            self._model, self.device, parts.all_units, parts.store, self._optimizer_view, parts.server, self._ranks
+        )
+
+    def _end(self, *, together: bool) -> None:
+        """Closes the engine. `together`: all ranks close theirs, and wait for each other."""
+        if together and not (self._closed or self._ranks.has_failed):
+            self._ranks.tell("closing the engine")
+        self._closed = True
+        together = together and not self._ranks.has_failed
+        self._parts.close(together=together)
+        if together:
+            self._ranks.close()
 
 
 Engine.__doc__ = f"{Engine.__doc__}{textwrap.indent(describe(), ' ' * 4).lstrip()}"

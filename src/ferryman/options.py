@@ -33,16 +33,16 @@ Check = Callable[[str, Any], object]  # takes the name and the value of a settin
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is declared of a setting beside its type and its default."""
+    """The declaration of a setting, apart from its type and its default value."""
 
     help: str
-    default: str = ""  # what the default does, where its value does not say it
-    check: Check | None = None  # beyond what follows from the type; not called for None where None is allowed
-    needs_optimizer: bool = False  # it has no meaning in an engine that only computes gradients
-    opposite: str = ""  # the flag of a command line that switches it off, if that is not --no-...
+    default: str = ""  # what the default does, for documentation; needed if the value alone does not say it
+    check: Check | None = None  # in addition to the type; not called for None if the type allows None
+    needs_optimizer: bool = False  # the setting has no meaning in an engine that only computes gradients
+    opposite: str = ""  # the command-line flag that switches it off, if that is not --no-...
     is_local: bool = False  # ranks need not agree on it
-    compare: Callable[[Any], object] = lambda value: value  # what ranks must agree on
-    kind: Any = None  # the type, which is not given here but taken from the annotation: see `declared`
+    compare: Callable[[Any], object] = lambda value: value  # maps the value to what ranks must agree on
+    kind: Any = None  # the type; `declared` takes it from the annotation
 
 
 # Checks.
@@ -51,27 +51,27 @@ class Setting:
 def _whole_number(least: int, of: str = "") -> Check:
     def check(name: str, value: Any) -> None:
         if type(value) is not int or value < least:
-            raise ValueError(f"{name}={value!r}: a whole number{of} is needed, at least {least}")
+            raise ValueError(f"{name}={value!r}: it must be a whole number{of}, at least {least}")
 
     return check
 
 
 def _clip_norm(name: str, value: Any) -> None:
     if not (isinstance(value, int | float) and value > 0):
-        raise ValueError(f"{name}={value!r}: a number above 0 is needed, or None for no clipping")
+        raise ValueError(f"{name}={value!r}: it must be a number above 0, or None for no clipping")
 
 
 def _names(name: str, value: Any) -> None:
     if isinstance(value, str):
         raise ValueError(f"{name}={value!r} is a string; give a list of names or patterns: {name}=[{value!r}]")
     if not isinstance(value, Iterable):
-        raise ValueError(f"{name}={value!r}: give a list of names or patterns, or leave it out")
+        raise ValueError(f"{name}={value!r}: it must be a list of names or patterns; or leave it out")
 
 
 def _some_names(name: str, value: Any) -> None:
     _names(name, value)
     if not value:
-        raise ValueError(f"{name}={value!r} names no module; leave it out, and the units are found")
+        raise ValueError(f"{name}={value!r} names no module; leave it out, and the engine finds the units")
 
 
 def _amount_of_memory(name: str, value: Any) -> None:
@@ -85,16 +85,16 @@ def _policy(name: str, value: Any) -> None:
 def _loss(name: str, value: Any) -> None:
     if not callable(value) or isinstance(value, nn.modules.loss._Loss):  # those take outputs and targets
         raise ValueError(
-            f"{name}= must be a function of the model and a micro-batch that returns the loss, this is a "
-            f"{type(value).__name__}; for example loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
+            f"{name}= must be a function of the model and a micro-batch that returns the loss; this is a "
+            f"{type(value).__name__}. Example: loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
         )
 
 
 def _split(name: str, value: Any) -> None:
     if not callable(value):
         raise ValueError(
-            f"{name}= must be a function of a batch and a number that returns at most so many micro-batches in a list, "
-            f"this is a {type(value).__name__}"
+            f"{name}= must be a function of a batch and a count that returns a list of at most so many "
+            f"micro-batches; this is a {type(value).__name__}"
         )
 
 
@@ -103,7 +103,7 @@ def _split(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainOptions:
-    """Settings whose values are text, numbers, flags and lists of names: what a command line can express."""
+    """Settings whose values a command line can express: text, numbers, flags and lists of names."""
 
     device: Annotated[
         torch.device | str | None,
@@ -116,7 +116,7 @@ class PlainOptions:
     memory: Annotated[
         int | str | None,
         Setting(
-            help="Budget of device memory, such as 8GiB, which is never exceeded.",
+            help="Budget of device memory, such as 8GiB. The engine never exceeds it.",
             default="no limit",
             check=_amount_of_memory,
             compare=lambda memory: None if memory is None else parse_bytes(memory, "memory"),
@@ -152,7 +152,7 @@ class PlainOptions:
     units: Annotated[
         Sequence[str] | None,
         Setting(
-            help="Modules that move between host and device as a whole, by name or pattern.",
+            help="Modules that each move between host and device as a whole, by name or pattern.",
             default="found in the model",
             check=_some_names,
         ),
@@ -162,13 +162,13 @@ class PlainOptions:
     ] = ()
     stash: Annotated[
         Literal["auto", "device", "host"],
-        Setting(help="Where activations between units wait; auto: on the device while the budget allows it."),
+        Setting(help="Where activations between units are stored; auto: on the device if the budget allows it."),
     ] = "auto"
     slots: Annotated[
         int | None,
         Setting(
             help="Number of units whose weights are on the device at once; 2 or more overlap fetches with compute.",
-            default="what the budget allows",
+            default="as many as the budget allows",
             check=_whole_number(1),
         ),
     ] = None
@@ -192,7 +192,7 @@ class PlainOptions:
     subgroup: Annotated[
         int | None,
         Setting(
-            help="Number of parameters that are updated at a time.",
+            help="Number of parameters in a subgroup, which is updated as a whole.",
             default="chosen to fit the budget",
             check=_whole_number(GRAIN, " of parameters"),
             needs_optimizer=True,
@@ -246,7 +246,7 @@ class EngineOptions(PlainOptions):
     ] = None
 
     def compared(self) -> dict[str, object]:
-        """What must be the same on all ranks, by name."""
+        """The values, by setting, that must be the same on all ranks."""
         return {
             name: setting.compare(getattr(self, name)) for name, setting in SETTINGS.items() if not setting.is_local
         }
@@ -256,7 +256,7 @@ class EngineOptions(PlainOptions):
 
 
 def declared(options: type[PlainOptions]) -> dict[str, Setting]:
-    """The settings among the fields of a dataclass, by name."""
+    """The fields of a dataclass that are settings, by name."""
     found = {}
     for field in dataclasses.fields(options):
         kind, *metadata = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
@@ -266,7 +266,7 @@ def declared(options: type[PlainOptions]) -> dict[str, Setting]:
 
 
 def _check(name: str, value: Any, setting: Setting) -> None:
-    """Raises a ValueError if a setting must not have this value."""
+    """Raises a ValueError if this is not a valid value for the setting."""
     kinds = alternatives(setting.kind)
     if value is None and NoneType in kinds:
         return
@@ -282,12 +282,12 @@ def _check(name: str, value: Any, setting: Setting) -> None:
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
-    """The members of a union; a type that is none is its only one."""
+    """The members of a union; of any other type, the type itself."""
     return get_args(kind) if isinstance(kind, UnionType) or get_origin(kind) is _UNION else (kind,)
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:
-    """The strings that a setting of this type can be; nothing, if it is not declared as a Literal."""
+    """The strings that a setting of this type accepts; empty if the type contains no Literal."""
     return next((get_args(one) for one in alternatives(kind) if get_origin(one) is Literal), ())
 
 
@@ -312,14 +312,14 @@ _TAB = " " * 4
 
 
 def _shown(kind: Any) -> str:
-    """A type as it is written in code, without the modules that types are from."""
+    """A type as it is written in code, without module names."""
     text = " | ".join(inspect.formatannotation(one) for one in alternatives(kind))
     return re.sub(r"\b(?!torch\.(?:device|Tensor)\b)(?:\w+\.)+(?=\w)", "", text).replace("NoneType", "None")
 
 
 @dataclass(frozen=True)
 class EngineArguments(EngineOptions):
-    """The arguments of `Engine(...)`, of which only the signature is used: see `takes_options`."""
+    """The arguments of `Engine(...)`. Only the signature of this class is used: see `takes_options`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
@@ -334,9 +334,9 @@ def takes_options(
 ) -> Callable[
     [Callable[[E, nn.Module, torch.optim.Optimizer | None, EngineOptions], None]], Callable[Concatenate[E, P], None]
 ]:
-    """Decorates an `__init__` of model, optimizer and options: callers give each setting as a keyword argument.
+    """Decorates an `__init__` that takes model, optimizer and options. Callers pass each setting as a keyword argument.
 
-    Type checkers and editors see the fields of `EngineArguments` as arguments, and so does `inspect.signature`.
+    Type checkers, editors and `inspect.signature` see the fields of `EngineArguments` as arguments.
     """
 
     def decorate(
@@ -361,7 +361,7 @@ def takes_options(
 
 
 def _signature() -> inspect.Signature:
-    """Of `Engine(...)`, with plain types."""
+    """The signature of `Engine(...)`, with plain types in place of `Annotated`."""
     parameters = [
         parameter.replace(annotation=SETTINGS[name].kind if name in SETTINGS else parameter.annotation)
         for name, parameter in inspect.signature(EngineArguments).parameters.items()

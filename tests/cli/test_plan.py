@@ -43,9 +43,14 @@ def document(*arguments):
 @pytest.fixture
 def soon(monkeypatch):
     """Measurements of next to nothing."""
-    for name, value in {"_ENOUGH": 0.0, "_PARAMETERS": 1 << 12, "_LINK": 1 << 16, "_MESSAGE": 1 << 16}.items():
+    for name, value in {
+        "_MIN_SECONDS": 0.0,
+        "_PARAMETERS": 1 << 12,
+        "_LINK_BYTES": 1 << 16,
+        "_MESSAGE_BYTES": 1 << 16,
+    }.items():
         monkeypatch.setattr(measure, name, value)
-    monkeypatch.setattr(measure, "_MOST_SIDE", measure._ONE_SIDE)
+    monkeypatch.setattr(measure, "_MAX_SIDE", measure._MIN_SIDE)
 
 
 def test_a_described_machine_is_planned_for():

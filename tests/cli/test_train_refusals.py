@@ -173,7 +173,7 @@ def test_what_fails_is_told_in_one_line(json_too, corpus, tmp_path, monkeypatch,
     with pytest.raises(SystemExit, match="2"):
         main()
     told = capsys.readouterr()
-    message = "--max-grad-norm -1.0: a number above 0 is needed, or none for no clipping"
+    message = "--max-grad-norm -1.0: it must be a number above 0, or none for no clipping"
     assert told.err == f"ferryman: {message}\n"
     events = [json.loads(line) for line in told.out.splitlines()]
     assert events == ([{"event": "error", "message": message}] if json_too else [])

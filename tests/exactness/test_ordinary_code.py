@@ -363,7 +363,7 @@ def test_a_reference_from_before_is_refused(device):
 
     with (
         Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), device=device, loss=of_references) as engine,
-        pytest.raises(ValueError, match=r"'blocks\.0\.linear\.weight' is used in a step by a reference .* before"),
+        pytest.raises(ValueError, match=r"'blocks\.0\.linear\.weight' is used in a step through a reference .* before"),
     ):
         engine.step(next(batches(1)), 4)
 

@@ -479,7 +479,7 @@ REFUSED = {
 def test_refused_by_name_in_every_step(name, micro_batches, device):
     make, function, options, expected = REFUSED[name]
     if micro_batches == 3 and name == "a stream":
-        expected = "do not give what they give one after the other"
+        expected = "give other results when they take turns"
     model = made(make, None)
     trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

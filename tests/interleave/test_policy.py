@@ -6,7 +6,7 @@ from torch import nn
 
 from ferryman.model.units import find_units
 from ferryman.plan.policy import Policy, parse_policy
-from ferryman.plan.staging import Staging, hold_bytes
+from ferryman.plan.staging import Staging, gradient_berth_bytes
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_a_policy_is_what_was_written():
 
 @pytest.mark.parametrize("text", ["", "gpu", "host:1", "auto:2", "static", "stride", None, 2, 0.5, ["host"], "Host "])
 def test_anything_else_is_refused_with_what_there_is(text):
-    with pytest.raises(ValueError, match=r"updates=.* is no policy.*'host', 'static:R'.*'stride:K'.*'auto'"):
+    with pytest.raises(ValueError, match=r"updates=.* is not a policy.*'host', 'static:R'.*'stride:K'.*'auto'"):
         parse_policy(text)
 
 
@@ -39,13 +39,13 @@ def test_what_was_probably_meant_is_said(text, meant):
 
 @pytest.mark.parametrize("share", ["", "half", "50%", "-0.1", "1.01", "nan", "inf", "1/2"])
 def test_a_share_is_a_number_from_0_to_1(share):
-    with pytest.raises(ValueError, match=f"updates='static:{share}'.*from 0 to 1, like 'static:0.25'"):
+    with pytest.raises(ValueError, match=f"updates='static:{share}'.*from 0 to 1, such as 'static:0.25'"):
         parse_policy(f"static:{share}")
 
 
 @pytest.mark.parametrize("stride", ["", "two", "1", "0", "-2", "2.5", " 2", "²"])
 def test_a_stride_is_a_whole_number_of_at_least_2(stride):
-    with pytest.raises(ValueError, match=f"updates='stride:{stride}'.*at least 2; 'stride:2', every other one"):
+    with pytest.raises(ValueError, match=f"updates='stride:{stride}'.*at least 2; 'stride:2', every other subgroup"):
         parse_policy(f"stride:{stride}")
 
 
@@ -81,8 +81,8 @@ def test_the_bytes_of_subgroups_are_the_same_counted_and_listed(policy, size, he
     staging = Staging(parse_policy(policy), size, lambda unit: None if unit is units[1] else 2, deferred=True)
     every = (residents, *units)
     account = staging.account(every, held=held)
-    resident, holding = staging.resident(every), staging.holding(every, held=held)
+    resident, holding = staging.resident(every), staging.with_gradient_berths(every, held=held)
     assert sum(s.size * staging.element_bytes(s.unit) for s in resident) == account.get("state on the device", 0)
-    assert sum(hold_bytes(s) for s in holding) == account.get("gradients on the device", 0)
-    assert staging.holds_any(every, held=held) == bool(holding)
+    assert sum(gradient_berth_bytes(s) for s in holding) == account.get("gradients on the device", 0)
+    assert staging.has_gradient_berths(every, held=held) == bool(holding)
     assert {s.unit for s in staging.subgroups(every)} == {*units} - {units[1]}

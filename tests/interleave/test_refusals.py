@@ -18,17 +18,17 @@ def adamw(model):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"updates": "strid:2"}, r"updates='strid:2' is no policy \(did you mean 'stride:K'\?\)"),
-        ({"updates": "Auto"}, r"updates='Auto' is no policy \(did you mean 'auto'\?\)"),
-        ({"updates": "gpu"}, "updates='gpu' is no policy; there are 'host', 'static:R'"),
-        ({"updates": None}, "updates=None is no policy"),
+        ({"updates": "strid:2"}, r"updates='strid:2' is not a policy \(did you mean 'stride:K'\?\)"),
+        ({"updates": "Auto"}, r"updates='Auto' is not a policy \(did you mean 'auto'\?\)"),
+        ({"updates": "gpu"}, "updates='gpu' is not a policy; choose 'host', 'static:R'"),
+        ({"updates": None}, "updates=None is not a policy"),
         ({"updates": "static:2"}, "updates='static:2': .* from 0 to 1"),
         ({"updates": "static:-0.5"}, "updates='static:-0.5': .* from 0 to 1"),
         ({"updates": "stride:1"}, "updates='stride:1': .* at least 2"),
         ({"updates": "stride:0.5"}, "updates='stride:0.5': .* whole number"),
-        ({"subgroup": 3}, "subgroup=3: a whole number of parameters is needed, at least 16"),
-        ({"subgroup": 1e6}, r"subgroup=1000000\.0: a whole number"),
-        ({"subgroup": True}, "subgroup=True: a whole number"),
+        ({"subgroup": 3}, "subgroup=3: it must be a whole number of parameters, at least 16"),
+        ({"subgroup": 1e6}, r"subgroup=1000000\.0: it must be a whole number"),
+        ({"subgroup": True}, "subgroup=True: it must be a whole number"),
         ({"held": "yes"}, "held='yes': it must be True or False, or None"),
         ({"held": True, "slots": 2}, "held=True keeps all weights on the device, so slots=2 has no meaning"),
     ],
@@ -117,7 +117,7 @@ def test_a_switch_that_is_refused_changes_nothing(updates, held, accelerator):
     with Pair(accelerator, updates=updates, held=held, subgroup=SUBGROUPS[3]) as pair:
         for seed, wrong in enumerate(["gpu", "static:2", "stride:1", None, 7, "strid:2"]):
             pair.step(seed)
-            with pytest.raises(ValueError, match=r"is no policy|must be a number from 0 to 1|at least 2"):
+            with pytest.raises(ValueError, match=r"is not a policy|must be a number from 0 to 1|at least 2"):
                 pair.engine.set_updates(wrong)
             assert f"updates: {updates}" in str(pair.engine.plan)
         pair.step(9)

@@ -377,17 +377,17 @@ def sharing(model):
         (lambda engine, model: engine.insert(4, Block()), r"cannot be inserted at 4: 'blocks' takes positions 0 to 3"),
         (lambda engine, model: engine.insert(-1, Block()), r"cannot be inserted at -1"),
         (lambda engine, model: engine.insert("blocks.4", Block()), r"cannot be inserted at 'blocks\.4'"),
-        (lambda engine, model: engine.insert(1.0, Block()), r"a number or its name, this is 1\.0"),
+        (lambda engine, model: engine.insert(1.0, Block()), r"a number or its name; this is 1\.0"),
         (lambda engine, model: engine.insert("head", Block()), r"'head' does not name a block.*like 'blocks\.0'"),
         (lambda engine, model: engine.insert(1, model.blocks[0]), "shares a parameter or buffer with the model"),
         (lambda engine, model: engine.insert(1, sharing(model)), "shares a parameter or buffer with the model"),
-        (lambda engine, model: engine.insert(1, lambda x: x), r"must be a torch\.nn\.Module, this is a function"),
+        (lambda engine, model: engine.insert(1, lambda x: x), r"must be a torch\.nn\.Module; this is a function"),
         (lambda engine, model: engine.remove(3), r"there is no block 3: 'blocks' has blocks 0 to 2"),
         (lambda engine, model: engine.remove(-1), r"there is no block -1"),
         (lambda engine, model: engine.remove("blocks.3"), r"there is no block 'blocks\.3'"),
         (lambda engine, model: engine.remove("blocks"), r"'blocks' does not name a block"),
         (lambda engine, model: engine.remove("blocks.1.up"), r"'blocks\.1\.up' does not name a block"),
-        (lambda engine, model: engine.remove(True), "a number or its name, this is True"),
+        (lambda engine, model: engine.remove(True), "a number or its name; this is True"),
         (lambda engine, model: engine.skip({1, 3}), "there is no block 3"),
         (lambda engine, model: engine.skip({"norm"}), "'norm' does not name a block"),
     ],
@@ -449,7 +449,7 @@ def test_the_last_one_that_travels_stays(device):
     with Engine(model, device=device, units=["blocks.*"]) as engine:
         remove(engine, plain, 0)
         remove(engine, plain, 0)
-        with pytest.raises(ValueError, match="the block 0 is the last one that travels"):
+        with pytest.raises(ValueError, match="the block 0 contains all units of the model"):
             engine.remove(0)
         assert_steps(engine, model, plain)
 

@@ -247,7 +247,7 @@ def test_the_names_that_are_suggested_are_the_models_own():
     with pytest.raises(ValueError, match=r"units=\['net.a', 'net.b'\]"):
         find_units(Wrapped())
     assert names(Wrapped(), units=["net.a", "net.b"]) == single("net.a", "net.b")
-    with pytest.raises(ValueError, match=r"no repeated blocks .* of which nothing could travel"):
+    with pytest.raises(ValueError, match=r"no repeated blocks .* cannot be divided into units"):
         find_units(nn.Linear(4, 4))
 
 

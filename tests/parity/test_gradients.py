@@ -91,7 +91,7 @@ def test_freezing_and_unfreezing_in_between_is_refused(before, after, word, devi
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"resident": None}, "resident=None: give a list"),
+        ({"resident": None}, "resident=None: it must be a list"),
         ({"loss": None}, "loss= must be a function .* NoneType"),
         ({"loss": torch.nn.CrossEntropyLoss()}, "loss= must be a function .* CrossEntropyLoss"),
         ({"units": []}, r"units=\[\] names no module"),
@@ -106,6 +106,6 @@ def test_a_list_of_tensors_is_no_list_of_micro_batches(device):
     ids = text(4)["input_ids"]
     with (
         Engine(build(CASES["toy"]), device=device) as engine,
-        pytest.raises(ValueError, match=r"a list of 2 tensors.*give a tuple"),
+        pytest.raises(ValueError, match=r"a list of 2 tensors.*pass a tuple"),
     ):
         engine.forward_backward([ids, ids])

@@ -70,7 +70,7 @@ def test_ready_micro_batches_weigh_the_same_where_samples_cannot_be_counted(devi
 
 
 def test_it_is_refused_to_be_cut_with_the_ways_out():
-    words = r"micro_batches=2: .*have 12, 40 and 1 samples.*list of micro-batches"
+    words = r"micro_batches=2: .*have 12, 40 and 1 samples.*list of ready-made micro-batches"
     with Engine(net(), device="cpu", loss=graph_loss) as engine, pytest.raises(ValueError, match=words):
         engine.forward_backward(graph(12, 40), micro_batches=2)
 
@@ -91,7 +91,7 @@ def test_graphs_are_held_to_a_budget(as_list, virtual):
         usual = engine.fetches - before
         engine.forward_backward(graphs[1:])
         assert engine.fetches - before == 2 * usual, "smaller ones need no trial"
-        with pytest.raises(ValueError, match=r"micro-batches of .* need .*memory=2\.00MiB; give smaller micro-batches"):
+        with pytest.raises(ValueError, match=r"micro-batches of .* need .*memory=2\.00MiB; pass smaller micro-batches"):
             engine.forward_backward([graph(20_000, 1000), graphs[1]])
         engine.forward_backward(graphs[1:])
     assert_same(first, accumulated(net(), virtual, graphs if as_list else graphs[:1]))

@@ -139,7 +139,7 @@ def test_what_the_function_must_not_return(function, words):
 
 
 def test_it_must_be_a_function():
-    with pytest.raises(ValueError, match=r"split= must be a function of a batch and a number.*this is a int"):
+    with pytest.raises(ValueError, match=r"split= must be a function of a batch and a count.*this is a int"):
         Engine(net(), device="cpu", split=4)
 
 
@@ -173,7 +173,7 @@ def test_what_does_not_fit_however_it_is_cut_is_refused(virtual):
         return columns(batch, count)
 
     with Engine(net(), device=virtual, loss=loss, split=function, memory="256KiB") as engine:
-        with pytest.raises(ValueError, match=r"micro-batches of .* need .* memory=256\.00KiB; give smaller"):
+        with pytest.raises(ValueError, match=r"micro-batches of .* need .* memory=256\.00KiB; pass smaller"):
             engine.forward_backward(sequences(steps=64))
-        with pytest.raises(ValueError, match=r"micro-batches of .* need .* memory=256\.00KiB; give smaller"):
+        with pytest.raises(ValueError, match=r"micro-batches of .* need .* memory=256\.00KiB; pass smaller"):
             engine.forward_backward(sequences(steps=64), micro_batches=1)

@@ -16,7 +16,7 @@ from ferryman.forecast.estimate import Machine, Training, estimate
 from ferryman.model.loss import model_loss
 from ferryman.model.units import find_units
 from ferryman.plan.batch import portion
-from ferryman.plan.network import Crew, exchange
+from ferryman.plan.network import Cluster, exchange_times
 from ferryman.plan.policy import Policy, parse_policy
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
@@ -111,8 +111,8 @@ def test_how_many_are_owned_is_what_counting_gives(policy):
 
 
 def test_what_a_crew_exchanges():
-    assert exchange(Crew(), 8.0, 4.0, 2.0).gathered is exchange(Crew(), 8.0, 4.0, 2.0).crossed is None
-    found = exchange(Crew(4, 2, loopback=2.0, network=4.0), gradients=8.0, weights=4.0, residents=2.0)
+    assert exchange_times(Cluster(), 8.0, 4.0, 2.0).gathered is exchange_times(Cluster(), 8.0, 4.0, 2.0).crossed is None
+    found = exchange_times(Cluster(4, 2, loopback=2.0, network=4.0), gradients=8.0, weights=4.0, residents=2.0)
     assert (found.gathered, found.shared) == (8 * 3 / 2 / 2, 2 * 3 / 2 / 2)
     assert (found.crossed, found.returned) == (4 * 8 / 2 / 4, (4 + 4 * 2) / 2 / 4)
 
@@ -147,7 +147,7 @@ def test_a_last_micro_batch_that_is_smaller_counts_for_what_it_has():
 
 def test_ranks_share_the_hosts_cores_and_what_it_keeps():
     training = Training(samples=4, length=LENGTH, precision="fp32", updates="host")
-    one, two = (outlook_of("llama", training, crew=Crew(devices)) for devices in (1, 2))
+    one, two = (outlook_of("llama", training, cluster=Cluster(devices)) for devices in (1, 2))
     assert one.one_device is None
     assert two.one_device.forecast.seconds == one.forecast.seconds
     once = one.forecast.backward
@@ -166,9 +166,9 @@ def on_meta(name):
         return hf.AutoModelForCausalLM.from_config(MODELS[name]()).train()
 
 
-def outlook_of(name, training, memory=None, crew=Crew()):  # noqa: B008 - frozen
+def outlook_of(name, training, memory=None, cluster=Cluster()):  # noqa: B008 - frozen
     model = on_meta(name)
-    machine = Machine(RATES, memory, None, 1e12, crew)
+    machine = Machine(RATES, memory, None, 1e12, cluster)
     return estimate(model, torch.optim.AdamW(model.parameters()), training, machine, whole(chosen_accelerator()))
 
 

@@ -9,7 +9,7 @@ from ferryman.plan.performance import fluid_share, fluid_time, predict
 from ferryman.plan.policy import Policy
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import (
-    SAMPLE,
+    MAX_SIMULATED,
     Queues,
     Traffic,
     assign,
@@ -181,9 +181,9 @@ def test_search_finds_the_best_of_all_schedules_of_a_few():
 
 @pytest.mark.parametrize("traffic", [RELAYED, HELD])
 def test_of_many_a_pattern_is_repeated_and_costs_little(traffic):
-    rates, few, many = Rates(9e8, 5e10, 12e9, 12e9), [SIZE] * (SAMPLE // 2), [SIZE] * 40 * SAMPLE
+    rates, few, many = Rates(9e8, 5e10, 12e9, 12e9), [SIZE] * (MAX_SIMULATED // 2), [SIZE] * 40 * MAX_SIMULATED
     choices = assign(many, traffic, rates, idle(3))
-    assert choices == assign(many[:SAMPLE], traffic, rates, idle(3)) * 40
+    assert choices == assign(many[:MAX_SIMULATED], traffic, rates, idle(3)) * 40
     alone = makespan(assign(few, traffic, rates, idle(3)), few, traffic, rates, idle(3))
     seconds = makespan(choices, many, traffic, rates, idle(3))
     assert seconds == pytest.approx(80 * alone, rel=0.05)

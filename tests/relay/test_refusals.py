@@ -217,9 +217,9 @@ def test_exceptions_of_batches_that_load_themselves(device):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda loss: loss.expand(2), r"must be a scalar tensor, this is a tensor of shape \(2,\)"),
-        (lambda loss: loss.item(), "must be a scalar tensor, this is a float"),
-        (lambda loss: None, "must be a scalar tensor, this is a NoneType"),
+        (lambda loss: loss.expand(2), r"must be a scalar tensor; this is a tensor of shape \(2,\)"),
+        (lambda loss: loss.item(), "must be a scalar tensor; this is a float"),
+        (lambda loss: None, "must be a scalar tensor; this is a NoneType"),
         (lambda loss: loss.detach(), "does not require a gradient"),
     ],
     ids=["vector", "number", "none", "detached"],
@@ -243,17 +243,17 @@ def test_losses_that_are_none(make, words, device):
         (text(8), 9, r"micro_batches=9: a batch of 8 samples can be cut into 1 to 8"),
         (text(8), 0, r"micro_batches=0"),
         (text(8), -1, r"micro_batches=-1"),
-        (text(8), 1.5, r"micro_batches=1\.5: a whole number"),
-        (text(8), "2", r"micro_batches='2': a whole number"),
-        (text(8), True, r"micro_batches=True: a whole number"),
-        (cut(text(8), 2), 2.0, r"micro_batches=2\.0: a whole number"),
+        (text(8), 1.5, r"micro_batches=1\.5: it must be a whole number"),
+        (text(8), "2", r"micro_batches='2': it must be a whole number"),
+        (text(8), True, r"micro_batches=True: it must be a whole number"),
+        (cut(text(8), 2), 2.0, r"micro_batches=2\.0: it must be a whole number"),
         (text(6), 4, r"6 samples in parts of 2 make 3 micro-batches; choose micro_batches=3"),
         ({"input_ids": torch.zeros(8, 4), "labels": torch.zeros(6, 4)}, 2, "8 and 6 samples"),
-        ({}, 2, "no tensor with a dimension to cut"),
-        ({"scale": torch.tensor(1.0)}, 2, "no tensor with a dimension to cut"),
+        ({}, 2, "no tensor with a dimension along which"),
+        ({"scale": torch.tensor(1.0)}, 2, "no tensor with a dimension along which"),
         ([], None, "no micro-batches"),
         (cut(text(8), 4), 3, r"micro_batches=3, but the batch is a list of 4"),
-        (torch.zeros(()), 2, "no tensor with a dimension to cut"),
+        (torch.zeros(()), 2, "no tensor with a dimension along which"),
         (torch.zeros(0, 4), 1, "has no samples"),
         ({torch.zeros(8, 4)}, 2, "a dict or tuple of tensors.*this is a set"),
         ("text", 2, "a dict or tuple of tensors.*this is a str"),
@@ -273,18 +273,18 @@ def test_batches_that_cannot_be_cut(batch, micro_batches, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"slots": 2.0}, r"slots=2\.0: a whole number is needed"),
+        ({"slots": 2.0}, r"slots=2\.0: it must be a whole number"),
         ({"slots": 0}, r"slots=0: .* at least 1"),
         ({"slots": -1}, r"slots=-1: .* at least 1"),
-        ({"slots": True}, r"slots=True: a whole number is needed"),
-        ({"slots": "2"}, r"slots='2': a whole number is needed"),
+        ({"slots": True}, r"slots=True: it must be a whole number"),
+        ({"slots": "2"}, r"slots='2': it must be a whole number"),
         ({"units": "blocks.*"}, r"units='blocks\.\*' is a string; .* units=\['blocks\.\*'\]"),
         ({"resident": "norm.*"}, r"resident='norm\.\*' is a string; .* resident=\['norm\.\*'\]"),
         ({"device": "meta"}, r"device='meta' cannot be used.*the device must be real"),
         ({"stash": "disk"}, r"stash='disk': choose 'auto', 'device' or 'host'"),
         ({"stash": None}, r"stash=None"),
-        ({"model": None}, r"must be a torch\.nn\.Module, this is a NoneType"),
-        ({"model": Toy}, r"must be a torch\.nn\.Module, this is a type"),
+        ({"model": None}, r"must be a torch\.nn\.Module; this is a NoneType"),
+        ({"model": Toy}, r"must be a torch\.nn\.Module; this is a type"),
     ],
     ids=str,
 )
@@ -364,7 +364,7 @@ def test_memory_that_was_replaced_is_noticed(how, device):
             model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
         else:
             model.bfloat16()
-        with pytest.raises(ValueError, match="was replaced while the model was in the engine"):
+        with pytest.raises(ValueError, match="was replaced while the engine used the model"):
             engine.forward_backward(text(8), 4)
 
 
@@ -382,9 +382,9 @@ def test_gradients_that_the_user_has_cleared_start_anew(device):
 
 def test_modules_that_cannot_be_taken_apart_are_refused():
     blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"the model was compiled.*as it was before"):
+    with pytest.raises(ValueError, match=r"the model was compiled.*the uncompiled model"):
         Engine(torch.compile(blocks), device="cpu")
-    with pytest.raises(ValueError, match=r"the module '0' makes sparse gradients.*sparse=False"):
+    with pytest.raises(ValueError, match=r"the module '0' has sparse gradients.*sparse=False"):
         Engine(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)), device="cpu")
 
 

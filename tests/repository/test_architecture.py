@@ -82,3 +82,9 @@ def test_the_map_lists_every_file():
 def test_no_two_files_share_a_name():
     names = [path.stem for path in ROOT.rglob("*.py") if path.stem != "__init__"]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_no_two_public_classes_share_a_name():
+    trees = [ast.parse(path.read_text()) for path in ROOT.rglob("*.py")]
+    classes = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert sorted({name for name in classes if classes.count(name) > 1 and not name.startswith("_")}) == []

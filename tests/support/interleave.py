@@ -130,8 +130,8 @@ def subgroups_of(engine):
 def let_auto_guess(monkeypatch, seed=0):
     """Makes `auto` choose at random in every step: any choice must give the same weights."""
     chance = random.Random(seed)
-    monkeypatch.setattr(split, "LEAST", 16)
-    monkeypatch.setattr("ferryman.training.planner.LEAST", 16)
+    monkeypatch.setattr(split, "MIN_DEVICE_SUBGROUP", 16)
+    monkeypatch.setattr("ferryman.training.planner.MIN_DEVICE_SUBGROUP", 16)
     monkeypatch.setattr(split, "_have_changed", lambda old, new: old is not new)  # once a step
     monkeypatch.setattr(split, "choose", lambda *args: chance.random() < 0.5)
     monkeypatch.setattr(split, "assign", lambda sizes, *args: [chance.random() < 0.5 for _ in sizes])

@@ -272,7 +272,7 @@ def test_moving_and_casting_are_still_noticed(device):
     with Engine(model, optimizer, device=device, deferred=True) as engine:
         ours(engine, 0)
         model.half()
-        with pytest.raises(ValueError, match="was replaced while the model was in the engine"):
+        with pytest.raises(ValueError, match="was replaced while the engine used the model"):
             ours(engine, 1)
 
 

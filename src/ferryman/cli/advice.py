@@ -32,18 +32,18 @@ def assumptions(given: MachineDescription, training: Training, outlook: Estimate
 
 
 def _assumed_of_ranks(given: MachineDescription) -> list[str]:
-    crew, said = given.machine.crew, list[str]()
-    if crew.size == 1:
+    cluster, said = given.machine.cluster, list[str]()
+    if cluster.size == 1:
         return said
     said.append("All devices are alike, and each has a link of its own; contention between links is not counted.")
-    if crew.devices > 1:
+    if cluster.devices > 1:
         said.append("The ranks of a node share its cores: together they update as fast as the host does.")
         said.append("Gradients are exchanged over loopback, one rank after the other; adding them up is not counted.")
     if given.known.get("loopback") == "measured here":
         said.append("The ranks of a node exchange gradients at the rate measured between two ranks here (--loopback).")
     if given.device.type == "cpu":
         said.append("On CPUs the ranks of a node share the compute of one.")
-    if crew.nodes > 1:
+    if cluster.nodes > 1:
         said.append(
             "All nodes are alike; every rank sends its own gradients, and the ranks of a node share its network."
         )
@@ -55,7 +55,7 @@ def advice(outlook: Estimate, training: Training, given: MachineDescription) -> 
     found = outlook.forecast
     if found is None:
         return []
-    said, count, crew = [], outlook.samples / outlook.sample_size, given.machine.crew
+    said, count, cluster = [], outlook.samples / outlook.sample_size, given.machine.cluster
     bounds = {found.forward.bound, found.backward.bound}
     if given.machine.operations is None:
         if math.isinf(found.needed_operations):
@@ -64,11 +64,11 @@ def advice(outlook: Estimate, training: Training, given: MachineDescription) -> 
             needed = show_rate(found.needed_operations, "operations")
             said.append(f"A device that reaches {needed} does not bound the step; a slower one does.")
     elif bounds - {"compute"} and found.break_even is not None and found.break_even > count:
-        samples = found.break_even * outlook.sample_size * crew.size
+        samples = found.break_even * outlook.sample_size * cluster.size
         said.append(
             f"Use more samples per step: with {found.break_even} or more micro-batches (--batch {samples} with "
             f"micro-batches of {outlook.sample_size}) compute bounds the step, and "
-            f"{'the link' if crew.size == 1 else 'everything else'} costs no time."
+            f"{'the link' if cluster.size == 1 else 'everything else'} costs no time."
         )
     elif bounds & {"link in", "link out"} and found.break_even is None and outlook.choice.stash_on_host:
         said.append("The stash crosses the link for every micro-batch: more device memory or a shorter sequence helps.")

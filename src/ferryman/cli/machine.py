@@ -13,7 +13,7 @@ from ferryman.cli.defaults import budget
 from ferryman.forecast import measure
 from ferryman.forecast.estimate import Machine, Training
 from ferryman.model.precision import PRECISIONS
-from ferryman.plan.network import Crew
+from ferryman.plan.network import Cluster
 from ferryman.plan.rates import Rates
 from ferryman.runtime import host_memory
 from ferryman.runtime.sizes import parse_bytes, parse_rate
@@ -115,9 +115,9 @@ def describe_machine(
     elif network is not None:
         parse_rate(network, "--network", "bytes")
         notes.append(f"--network {network} has no effect with one node, and is ignored")
-    crew = Crew(devices, nodes, within, across)
+    cluster = Cluster(devices, nodes, within, across)
     speeds = Rates(host, math.inf, rates["link in"], rates["link out"])
-    return MachineDescription(Machine(speeds, memory, ram, operations, crew), kind, known, notes)
+    return MachineDescription(Machine(speeds, memory, ram, operations, cluster), kind, known, notes)
 
 
 def _check_ranks(devices: int, nodes: int, network: str | None, training: Training) -> None:

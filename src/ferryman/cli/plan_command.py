@@ -24,9 +24,9 @@ from ferryman.cli.optimizer import OPTIMIZERS
 from ferryman.cli.train_options import TrainOptions
 from ferryman.forecast.estimate import Estimate, Training, estimate
 from ferryman.model.units import hint
-from ferryman.plan.network import Crew
+from ferryman.plan.network import Cluster
 from ferryman.plan.plan import Plan
-from ferryman.plan.step_forecast import Forecast, Lanes
+from ferryman.plan.step_forecast import Forecast, LaneTimes
 from ferryman.runtime.sizes import show_bytes, show_rate
 from ferryman.training import checks
 
@@ -135,7 +135,7 @@ def plan(
             sequence=sequence, micro_batches=micro_batches, optimizer=optimizer, **settings,  # type: ignore[arg-type]
         )  # fmt: skip
         if outlook.fits:
-            typer.echo(f"train with: {_launcher(given.machine.crew)}{asked.new_command()}")
+            typer.echo(f"train with: {_launcher(given.machine.cluster)}{asked.new_command()}")
     if not outlook.fits:
         raise typer.Exit(1)
 
@@ -150,13 +150,15 @@ plan.__signature__ = engine_flags.signature(  # type: ignore[attr-defined]
 )
 
 
-def _launcher(crew: Crew) -> str:
-    if crew.size == 1:
+def _launcher(cluster: Cluster) -> str:
+    if cluster.size == 1:
         return ""
     where = (
-        "--standalone" if crew.nodes == 1 else f"--nnodes {crew.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        "--standalone"
+        if cluster.nodes == 1
+        else f"--nnodes {cluster.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
     )
-    return f"torchrun {where} --nproc-per-node {crew.devices} --no-python "
+    return f"torchrun {where} --nproc-per-node {cluster.devices} --no-python "
 
 
 def _check(training: Training, optimizer: str) -> None:
@@ -188,10 +190,10 @@ def _document(
             "link_out": _finite(machine.rates.link_out),
             "operations": machine.operations,
             "host_updates": machine.rates.host,
-            "devices": machine.crew.devices,
-            "nodes": machine.crew.nodes,
-            "loopback": _finite(machine.crew.loopback),
-            "network": _finite(machine.crew.network),
+            "devices": machine.cluster.devices,
+            "nodes": machine.cluster.nodes,
+            "loopback": _finite(machine.cluster.loopback),
+            "network": _finite(machine.cluster.network),
             "known": given.known,
         },
         "plan": {
@@ -219,14 +221,14 @@ def _document(
             "device_share_of_updates": found.share,
             "break_even_micro_batches": found.break_even,
             "operations_needed": _finite(found.needed_operations),
-            "one_device": _against_one(outlook, training, machine.crew),
+            "one_device": _against_one(outlook, training, machine.cluster),
         },
         "advice": advice(outlook, training, given),
         "assumptions": assumptions(given, training, outlook),
     }
 
 
-def _against_one(outlook: Estimate, training: Training, crew: Crew) -> dict[str, Any] | None:
+def _against_one(outlook: Estimate, training: Training, cluster: Cluster) -> dict[str, Any] | None:
     one, found = outlook.one_device, outlook.forecast
     if one is None or one.forecast is None or found is None or not found.seconds:
         return None
@@ -236,7 +238,7 @@ def _against_one(outlook: Estimate, training: Training, crew: Crew) -> dict[str,
         "seconds": one.forecast.seconds,
         "tokens_per_second": _tokens(training) / one.forecast.seconds,
         "speedup": speedup,
-        "efficiency": speedup / crew.size,
+        "efficiency": speedup / cluster.size,
     }
 
 
@@ -259,19 +261,19 @@ def _show(
     machine = given.machine
     console.print(
         f"{len(plan.units)} units, {_way(plan, given)}; {_many(training.samples, 'sample')} of "
-        f"{_many(training.length, 'token')}{_shared_out(training, machine.crew, outlook)} in "
+        f"{_many(training.length, 'token')}{_shared_out(training, machine.cluster, outlook)} in "
         f"{_many(choice.micro_batches, 'micro-batch')}; stash on the "
         f"{'host' if choice.stash_on_host else 'device'}; updates: {plan.staging.policy}, "
         f"{'deferred' if plan.staging.deferred else 'eager'}"
     )
-    several, nodes = machine.crew.size > 1, machine.crew.nodes > 1
+    several, nodes = machine.cluster.size > 1, machine.cluster.nodes > 1
     if outlook.device:
         console.print(_account(f"on {'each' if several else 'the'} device", outlook.device, machine.device_memory))
     console.print(_account("on each node" if nodes else "on the host", outlook.host, machine.host_memory))
     if outlook.forecast is not None:
         console.print(_times(outlook.forecast))
         _show_step(console, outlook.forecast, training, outlook)
-        _show_speedup(console, training, machine.crew, outlook)
+        _show_speedup(console, training, machine.cluster, outlook)
     for said in advice(outlook, training, given):
         console.print(f"[bold]advice[/bold]: {said}")
     console.print(f"[dim]{_figures(given)}[/dim]")
@@ -279,12 +281,12 @@ def _show(
         console.print(f"[dim]- {assumption}[/dim]")
 
 
-def _shared_out(training: Training, crew: Crew, outlook: Estimate) -> str:
-    if crew.size == 1:
+def _shared_out(training: Training, cluster: Cluster, outlook: Estimate) -> str:
+    if cluster.size == 1:
         return ""
-    devices = _many(crew.devices, "device")
-    where = devices if crew.nodes == 1 else f"{crew.nodes} nodes with {devices} each"
-    most = "" if outlook.samples * crew.size == training.samples else "at most "
+    devices = _many(cluster.devices, "device")
+    where = devices if cluster.nodes == 1 else f"{cluster.nodes} nodes with {devices} each"
+    most = "" if outlook.samples * cluster.size == training.samples else "at most "
     return f" on {where}, {most}{outlook.samples} per device,"
 
 
@@ -331,8 +333,8 @@ def _show_step(console: Console, found: Forecast, training: Training, outlook: E
     )
 
 
-def _show_speedup(console: Console, training: Training, crew: Crew, outlook: Estimate) -> None:
-    if (against := _against_one(outlook, training, crew)) is not None:
+def _show_speedup(console: Console, training: Training, cluster: Cluster, outlook: Estimate) -> None:
+    if (against := _against_one(outlook, training, cluster)) is not None:
         console.print(
             f"[bold]{against['speedup']:.2f} times as fast as one device[/bold], which would take "
             f"{_seconds(against['seconds'])} for the same batch ({against['tokens_per_second']:,.0f} tokens/s)"
@@ -349,13 +351,13 @@ def _figures(given: MachineDescription) -> str:
         "link out": None if math.isinf(rates.link_out) else show_rate(rates.link_out, "bytes"),
         "device FLOP/s": None if machine.operations is None else show_rate(machine.operations, "operations"),
         "host updates": show_rate(rates.host, "parameters"),
-        "loopback": None if math.isinf(machine.crew.loopback) else show_rate(machine.crew.loopback, "bytes"),
-        "network": None if math.isinf(machine.crew.network) else show_rate(machine.crew.network, "bytes"),
+        "loopback": None if math.isinf(machine.cluster.loopback) else show_rate(machine.cluster.loopback, "bytes"),
+        "network": None if math.isinf(machine.cluster.network) else show_rate(machine.cluster.network, "bytes"),
     }
     return "; ".join(f"{name} {value} ({given.known[name]})" for name, value in shown.items() if value is not None)
 
 
-def _bounds(phase: Lanes, lane: str) -> bool:
+def _bounds(phase: LaneTimes, lane: str) -> bool:
     return phase.bound == lane and phase.named[lane] > 0
 
 

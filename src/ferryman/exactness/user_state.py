@@ -39,7 +39,7 @@ _Saved = Snapshot | PlainSnapshot
 _NONE: tuple[list[Variable], list[Variable]] = ([], [])
 
 
-class Policy(Enum):
+class VariablePolicy(Enum):
     PRIVATE = "private"
     TEMPORARY = "temporary"
     LOG = "log"
@@ -51,7 +51,7 @@ class Knowledge(NamedTuple):
     """What was found out about the variables for one kind of step."""
 
     variables: dict[Any, Variable]
-    policies: dict[Any, Policy]
+    policies: dict[Any, VariablePolicy]
     by_unit: dict[Unit, tuple[list[Variable], list[Variable]]]  # those in its reach: not shared, and shared
 
 
@@ -61,7 +61,7 @@ class UserState:
     def __init__(self) -> None:
         self._variables: dict[Any, Variable] = {}
         self._owners: set[int] = set()
-        self._policies: dict[Any, Policy] = {}
+        self._policies: dict[Any, VariablePolicy] = {}
         self.is_known = False  # whether anybody has looked which there are
         self._by_unit: dict[Unit, tuple[list[Variable], list[Variable]]] = {}
         self._edited: list[Elements] = []  # tensors that are edited in place
@@ -90,10 +90,12 @@ class UserState:
         """The identities of what holds the variables."""
         return self._owners
 
-    def policy(self, variable: Variable) -> Policy:
+    def policy(self, variable: Variable) -> VariablePolicy:
         return self._policies[variable.key]
 
-    def know(self, variables: Iterable[Variable], policies: Mapping[Any, Policy], units: Collection[Unit]) -> None:
+    def know(
+        self, variables: Iterable[Variable], policies: Mapping[Any, VariablePolicy], units: Collection[Unit]
+    ) -> None:
         """These change in a step. `units`: all that there are; those that can reach a variable take it for theirs."""
         self.use(Knowledge({variable.key: variable for variable in variables}, dict(policies), {}))
         if self._variables:
@@ -130,7 +132,7 @@ class UserState:
             or (isinstance(variable, Generator) and variable.is_global)
             or (isinstance(variable, Elements) and variable.place is not None and id(variable.place.owner) in owners)
         ]
-        shared = [variable for variable in found if self._policies[variable.key] is Policy.SHARED]
+        shared = [variable for variable in found if self._policies[variable.key] is VariablePolicy.SHARED]
         return [variable for variable in found if variable not in shared], shared
 
     @property
@@ -152,7 +154,7 @@ class UserState:
         """Names of lists that the code was taken only to append to, and has changed otherwise in this step."""
         found = [] if self._prefixes.check() else ["a list that only grew before"]
         for at, variable in enumerate(self._apart):
-            if self._policies[variable.key] is Policy.LOG:
+            if self._policies[variable.key] is VariablePolicy.LOG:
                 views = {number: view[at] for number, view in self._views.items()}
                 if self._current is not None:
                     views[self._current] = snapshot_of(variable.get(), self.edited, self._prefixes)
@@ -168,7 +170,8 @@ class UserState:
         self._apart = [
             variable
             for variable in self._variables.values()
-            if (policy := self._policies[variable.key]) is Policy.SEEDED or (exchange and policy is not Policy.SHARED)
+            if (policy := self._policies[variable.key]) is VariablePolicy.SEEDED
+            or (exchange and policy is not VariablePolicy.SHARED)
         ]
         self._views, self._bases, self._inherited, self._current, self._seed = {}, {}, {}, None, seed
         with self._prefixes.learning(careful=careful):
@@ -189,9 +192,9 @@ class UserState:
             if number - 1 in self._views:
                 self._put(self._views[number - 1])
             for variable, outside in zip(self._apart, self._outside, strict=True):
-                if self._policies[variable.key] is Policy.TEMPORARY:
+                if self._policies[variable.key] is VariablePolicy.TEMPORARY:
                     variable.put(*outside.restore())
-                elif self._policies[variable.key] is Policy.SEEDED:
+                elif self._policies[variable.key] is VariablePolicy.SEEDED:
                     assert isinstance(variable, Generator)
                     seed_generator(variable.generator, self._seed + number)
             self._renew(everything=True)
@@ -222,7 +225,7 @@ class UserState:
     def _left_behind(self, at: int) -> _Saved:
         """Of one variable: as the last micro-batch that changed it has left it; of a log, with all that was added."""
         policy, left = self._policies[self._apart[at].key], self._outside[at]
-        if policy in (Policy.SEEDED, Policy.TEMPORARY):
+        if policy in (VariablePolicy.SEEDED, VariablePolicy.TEMPORARY):
             return left
         added: list[Any] = []
         for number in sorted(self._views):
@@ -230,9 +233,9 @@ class UserState:
             if base.same_as(mine) and not isinstance(self._apart[at], Elements):  # edits in place do not show
                 continue
             left = mine
-            if policy is Policy.LOG:
+            if policy is VariablePolicy.LOG:
                 added += mine.added_since(base)
-        if policy is Policy.LOG and added:
+        if policy is VariablePolicy.LOG and added:
             self._outside[at].restore()
             log = self._apart[at].get()
             log.extend(added)
@@ -245,7 +248,7 @@ class UserState:
         Those that are shared begin with what was edited last; others (`everything`) are renewed when it begins.
         """
         for variable in self._edited if self._renews else ():
-            if variable.place is not None and (everything or self._policies[variable.key] is Policy.SHARED):
+            if variable.place is not None and (everything or self._policies[variable.key] is VariablePolicy.SHARED):
                 variable.place.put(variable.get().detach().clone())
 
     def _leave(self) -> None:

@@ -1,1 +1,1 @@
-"""What a step of a model would take, before anything is allocated: memory, and seconds."""
+"""Predicts the memory and the time of a step before anything is allocated."""

@@ -1,19 +1,19 @@
 """The dry run: one micro-batch of a model on the meta device, which needs neither memory nor arithmetic.
 
 The micro-batch and its calls are the relay's own (`relay/micro_batch.py`, `relay/call.py`): calls park, run without a
-graph in the forward, run again with one in the backward, and keep their graph at the turn. Only what drives them is
-different: with a single micro-batch there is nobody to take turns with, and a unit's weights are always there. A meter
-adds up the bytes of the storages that are alive and the arithmetic of every operator. The result is what a memory
-trial (`training/memory_trial.py`) would measure, except for memory that operators allocate internally.
+graph in the forward, run again with one in the backward, and keep their graph at the turn. Only the driver is
+different: a single micro-batch does not take turns, and a unit's weights are always available. A meter adds up the
+bytes of live storages and the arithmetic of every operator. The result is what a memory trial
+(`training/memory_trial.py`) would measure, except for memory that operators allocate internally.
 
 Note [Repeated blocks]
 A call is not computed again if its module, parameters and arguments have the same types and shapes as those of an
-earlier call: it is charged what that call took, and returns tensors of the same shapes. So a model of a hundred blocks
-takes no longer than one of two.
+earlier call. The cost of the earlier call is added, and tensors of the same shapes are returned. So a model of a
+hundred blocks takes no longer than one of two.
 
 Note [Values on meta]
-A tensor on meta has no values, and some models ask for them: whether a mask is all ones, whether positions are
-consecutive. The answer is always yes, which is right for a batch without padding.
+A tensor on meta has no values, but some models read them: to find out whether a mask is all ones, or whether positions
+are consecutive. The answer is always True (or 1), which is right for a batch without padding.
 """
 
 from __future__ import annotations
@@ -66,22 +66,22 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 class DryRunError(Exception):
-    """The model does something that cannot be done without data."""
+    """The model does something that is impossible without data."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one micro-batch takes."""
+    """The memory and the arithmetic of one micro-batch."""
 
     trial: Trial
     visits: list[Unit]  # in the order of a step with any number of such micro-batches
-    forward_visits: int  # the first so many are the forward's; the last of them, at the turn, has a backward as well
+    forward_visits: int  # the number of visits in the forward; the last of them, at the turn, includes a backward
     forward: float  # floating-point operations
     backward: float  # including the recomputation of units
 
 
 def dry_run(model: nn.Module, units: Sequence[Unit], residents: Unit, loss: Loss, batch: Any) -> DryRun:
-    """Runs a micro-batch of which `model` and `batch` are on meta. A DryRunError says what stands in the way."""
+    """Runs one micro-batch; `model` and `batch` are on meta. Raises a DryRunError if the model needs real data."""
     turns = set[nn.Module]()
     for _ in range(2):  # the second run knows where the turn is, and keeps the graph there
         driver = _Driver(units, turns)
@@ -96,14 +96,14 @@ def dry_run(model: nn.Module, units: Sequence[Unit], residents: Unit, loss: Loss
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the bytes of storages that are made within and are still alive, and floating-point operations."""
+    """Counts floating-point operations, and the bytes of storages that are created in this mode and still alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self.operations = 0.0
-        # Tensors that operators outside units have made since the last park: a stash on the host holds them until the
-        # next one. None: within a unit.
+        # Tensors that operators outside units have created since the last park. A stash on the host keeps them alive
+        # until the next park. None: a unit is running.
         self.between: list[torch.Tensor] | None = []
         self._known: set[int] = set()
 
@@ -142,8 +142,8 @@ class _Meter(TorchDispatchMode):
 
 
 class _Kernels(TorchFunctionMode):
-    """Stands in for kernels that accelerators have and meta does not: attention that never writes its whole matrix, and
-    the product of each token with its own expert, which costs as much as the product of all tokens with one expert."""
+    """Replaces kernels that accelerators have and meta does not: attention that never stores its whole matrix, and the
+    product of each token with its own expert, which costs as much as the product of all tokens with one expert."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -169,7 +169,7 @@ def _attention(
     if enable_gqa:
         heads = query.shape[-3]
         key, value = (x.repeat_interleave(heads // x.shape[-3], dim=-3) for x in (key, value))
-    wide = max(query.shape[-1], value.shape[-1])  # torch pads heads of two widths to the wider one
+    wide = max(query.shape[-1], value.shape[-1])  # torch pads heads of different widths to the wider one
     padded = [x if x.shape[-1] == wide else functional.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value)]
     result: torch.Tensor = _ATTENTION(*padded, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return result[..., : value.shape[-1]]
@@ -191,11 +191,11 @@ class _Shape(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """What the forward or the backward of a call has taken, and what it has returned."""
+    """The cost of a call's forward or backward, and its result."""
 
     result: Any  # with a `_Shape` in place of each tensor
     operations: float
-    growth: int  # bytes at its peak, beyond those at its start
+    growth: int  # peak bytes minus bytes at the start
 
 
 class _DryCall(Call):
@@ -210,7 +210,7 @@ class _DryCall(Call):
         def compute() -> Any:
             return super(_DryCall, self)._call(args, values, adopt=adopt)
 
-        if torch.is_grad_enabled():  # at the turn, and in a backward that is not like another
+        if torch.is_grad_enabled():  # at the turn, and in a backward that is the first of its kind
             return compute()
         members = [_Shape.of(x) for x in (*self.module.parameters(), *self.module.buffers())]
         given, spec = pytree.tree_flatten((list(args), list(values)))
@@ -230,21 +230,21 @@ class _DryCall(Call):
         if self._kept is not None:
             return compute()
         self._driver.brings_back(self._recall(stash))
-        looks = [None if gradient is None else _Shape.of(gradient) for gradient in gradients]
-        return self._driver.once((self._likeness, repr(looks), accumulate), compute)
+        shapes = [None if gradient is None else _Shape.of(gradient) for gradient in gradients]
+        return self._driver.once((self._likeness, repr(shapes), accumulate), compute)
 
 
 def _plain(value: Any) -> Any:
-    """What of an argument decides what a module computes with it."""
+    """The properties of an argument that decide what a module computes with it."""
     if isinstance(value, torch.Tensor):
         return _Shape.of(value)
     return value if isinstance(value, bool | int | float | str | None) else type(value)
 
 
 class _Driver:
-    """Runs the micro-batch, as `relay/driver.py` does, and keeps accounts of each *stretch* from one park to the next.
+    """Runs the micro-batch, as `relay/driver.py` does, and measures each *stretch* from one park to the next.
 
-    `turns`: modules whose backward follows their forward at once, as far as a run before this one has shown.
+    `turns`: modules whose backward directly follows their forward, as an earlier run has found.
     """
 
     def __init__(self, units: Sequence[Unit], turns: set[nn.Module]) -> None:
@@ -263,7 +263,7 @@ class _Driver:
         self._forward_operations = 0.0
         self._stretches: list[Stretch] = []
         self._stash_bytes = 0
-        # Of the stretch that runs: where it began, bytes alive at that time, and the storages that it was given.
+        # The current stretch: where it began, bytes that were alive then, and the storages that it was given.
         self._where, self._base, self._given = "the start", 0, dict[int, int]()
 
     @property
@@ -271,7 +271,7 @@ class _Driver:
         return self.step.running
 
     def run(self, work: Callable[[], torch.Tensor]) -> None:
-        """Forward and backward of the micro-batch whose loss `work` returns."""
+        """Runs forward and backward of the micro-batch whose loss `work` returns."""
 
         def main(batch: MicroBatch) -> None:
             batch.context = context_variables(contextvars.copy_context())
@@ -300,7 +300,7 @@ class _Driver:
         )
 
     def once(self, likeness: Any, compute: Callable[[], T]) -> T:
-        """See Note [Repeated blocks]."""
+        """Computes a result once for all calls of the same `likeness`. See Note [Repeated blocks]."""
         meter, cost = self._meter, self._costs.get(likeness)
         if cost is not None:
             with self._metered():
@@ -317,8 +317,8 @@ class _Driver:
         return result
 
     def parks(self, unit: Unit, direction: Direction, needs: Sequence[torch.Tensor], *, has_graph: bool) -> None:
-        """The micro-batch parks: all that it holds leaves the device, except for what the call needs. With the graph of
-        its forward (`has_graph`) it does not leave, since the call goes on at once."""
+        """Records that the micro-batch parks. All of its tensors leave the device, except for those that the call
+        `needs`. If the call still has the graph of its forward (`has_graph`), it continues at once, and none leave."""
         visits = self.step.visited
         if direction is Direction.BACKWARD and self._forward_visits is None:
             self._forward_visits = len(visits)
@@ -335,10 +335,10 @@ class _Driver:
             self._stash_bytes = self._meter.live  # in the end, what the whole forward has left
 
     def brings_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The call that goes backward has the inputs of its forward brought back."""
+        """Records that the inputs of a call's forward come back for its backward."""
         self._given |= _storages(tensors)
 
-    # What calls ask: see `CallDriver`.
+    # The interface for calls: see `CallDriver`.
 
     def trains(self, unit: Unit) -> bool:
         return unit in self._training
@@ -359,7 +359,7 @@ class _Driver:
 
     @contextlib.contextmanager
     def _metered(self) -> Iterator[None]:
-        """Calls switch off the modes that the micro-batch runs under."""
+        """Switches the meter on within a unit, since calls disable the modes under which the micro-batch runs."""
         before, self._meter.between = self._meter.between, None
         try:
             with self._meter:
@@ -368,8 +368,8 @@ class _Driver:
             self._meter.between = before
 
     def _end_stretch(self) -> None:
-        """Tensors that it is given are there twice, since those of the next micro-batch are on their way. Those of
-        others leave the device, as many at a time as the stash's window holds."""
+        """Ends the current stretch. Its inputs count twice, since those of the next micro-batch are being copied to the
+        device; and up to `IN_FLIGHT` tensors of other micro-batches are being copied to the host."""
         growth, sizes = self._meter.peak - self._base, self._given.values()
         moving = 2 * sum(sizes) + IN_FLIGHT * max(sizes, default=0)
         self._stretches.append(Stretch(self._where, growth + moving))
@@ -394,7 +394,7 @@ def _make(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _patched(driver: _Driver, units: Sequence[Unit]) -> Iterator[None]:
-    """Within, a unit's modules are called through `driver`."""
+    """Context in which the units' modules are called through `driver`."""
     patch = ModelPatch()
     try:
         for unit in units:
@@ -411,7 +411,7 @@ def _relayed(driver: _Driver, unit: Unit, module: nn.Module, forward: Forward) -
 
 @contextlib.contextmanager
 def _bound(units: Sequence[Unit]) -> Iterator[None]:
-    """Within, modules have tensors of the dtypes in which they cross to the device."""
+    """Context in which modules have tensors of the dtypes in which these cross to the device."""
     try:
         for unit in units:
             bind([(item, _on_device(item)) for item in unit.items])

@@ -1,8 +1,8 @@
-"""The estimate: whether a training would fit, where each byte would go and how long a step would take.
+"""The estimate: whether a training run would fit, how its memory is used and how long a step takes.
 
-The model is not allocated, and the machine need not be this one. The plan is made as an engine makes it. What
-micro-batches need comes from a dry run on the meta device (`forecast/dry_run.py`) instead of a memory trial, and the
-times come from the performance model (`plan/step_forecast.py`).
+The model is not allocated, and the estimate may be for another machine. The plan is made as an engine makes it. The
+memory of micro-batches comes from a dry run on the meta device (`forecast/dry_run.py`) instead of a memory trial, and
+the times come from the performance model (`plan/step_forecast.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ferryman.model.units import Unit, landing_dtype, trained_elements, weight_i
 from ferryman.options import PlainOptions
 from ferryman.plan.batch import parts_of, portion, take
 from ferryman.plan.fit import Choice, Trial
-from ferryman.plan.network import Crew, exchange
+from ferryman.plan.network import Cluster, exchange_times
 from ferryman.plan.plan import Plan, PlanTooLargeError
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
@@ -40,29 +40,29 @@ from ferryman.training.planner import Planner
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is, measured or described; of several nodes, each."""
+    """A machine, or each of several nodes, measured or described."""
 
-    rates: Rates  # infinite where something does not take time; the host's are of all that it has
-    device_memory: int | None = None  # bytes of one; None: the device is the host itself
+    rates: Rates  # infinite if something takes no time; the host's rate is that of all its cores
+    device_memory: int | None = None  # bytes per device; None: the device is the host itself
     host_memory: int | None = None  # bytes; None: not known
-    operations: float | None = None  # floating-point, a second, in the precision of compute; None: not known
-    crew: Crew = Crew()  # noqa: RUF009 - frozen
+    operations: float | None = None  # floating-point operations per second, in the precision of compute; None: unknown
+    cluster: Cluster = Cluster()  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True)
 class Training(PlainOptions):
-    """What is asked for: the settings of the engine, and the batch of a step."""
+    """The training run to estimate: the settings of the engine, and the batch of a step."""
 
-    samples: int  # of a step; of several ranks, all of them
-    length: int  # tokens of a sample
-    micro_batches: int | None = None  # None: as few as the memory allows
+    samples: int  # per step, over all ranks
+    length: int  # tokens per sample
+    micro_batches: int | None = None  # over all ranks; None: as few as the memory allows
 
     def of_one(self, size: int) -> Training:
-        """What of it a rank does, of so many, as `ferryman train` gives it out; the one that does most."""
+        """The part of the rank that does the most, if `ferryman train` divides the batch among `size` ranks."""
         return max(self.of_each(size), key=lambda one: (one.samples, -(one.micro_batches or 0)))
 
     def of_each(self, size: int) -> list[Training]:
-        """Of ranks that have samples at all."""
+        """The parts of all ranks that have samples."""
         found = (portion(self.samples, self.micro_batches, rank, size) for rank in range(size))
         shares = ((len(range(self.samples)[mine]), count) for mine, count in found)
         return [replace(self, samples=samples, micro_batches=count) for samples, count in shares if samples]
@@ -70,18 +70,20 @@ class Training(PlainOptions):
 
 @dataclass
 class Estimate:
+    """The memory and the time of a step."""
+
     plan: Plan
-    device: dict[str, int]  # bytes of each, by what they are for
-    host: dict[str, int]  # bytes of a node's
-    choice: Choice  # of each rank
-    samples: int  # of the rank that has most
-    sample_size: int  # of a micro-batch, in samples; the last may have fewer
+    device: dict[str, int]  # bytes on each device, by purpose
+    host: dict[str, int]  # bytes on each node, by purpose
+    choice: Choice  # for each rank
+    samples: int  # of the rank that has the most
+    sample_size: int  # samples per micro-batch; the last one may have fewer
     problems: list[str] = field(default_factory=list)  # why it does not fit, and what would help
     notes: list[str] = field(default_factory=list)
     forecast: Forecast | None = None  # None: the dry run failed
-    forward_operations: float = 0.0  # of a step
+    forward_operations: float = 0.0  # per step
     backward_operations: float = 0.0
-    one_device: Estimate | None = None  # of several: the same step on one of them, cut as that needs
+    one_device: Estimate | None = None  # with several devices: the same step on a single one
 
     @property
     def fits(self) -> bool:
@@ -91,61 +93,61 @@ class Estimate:
 def estimate(
     model: nn.Module, optimizer: torch.optim.Optimizer, training: Training, machine: Machine, device: torch.device
 ) -> Estimate:
-    """`model` is on meta, and `optimizer` has its parameters; `device` only says whether it is the host itself.
+    """Estimates a step. `model` is on meta; `device` only says whether the device is the host itself.
 
-    Of several ranks, the last is looked at: where parts are not equal, none has more.
+    With several ranks, the estimate is for the last one: no rank has a larger part.
     """
-    crew, whole = machine.crew, training
-    _check_cut(whole, crew.size)
-    training = training.of_one(crew.size)
-    shares = [Share(rank, crew.size) for rank in range(crew.size - crew.devices, crew.size)]
+    cluster, whole = machine.cluster, training
+    _check_cut(whole, cluster.size)
+    training = training.of_one(cluster.size)
+    shares = [Share(rank, cluster.size) for rank in range(cluster.size - cluster.devices, cluster.size)]
     dtypes = dtype_of(model, training.precision)
     checks.parameters(model.named_parameters(), dtypes)
     optimizer_view = OptimizerView(optimizer, model)
     options = replace(training, memory=machine.device_memory)
     planner = Planner(model, device, options, dtypes, optimizer_view, shares[-1])
-    outlook, dry_run_of = _fit(planner, training)
-    plan = outlook.plan
+    result, dry_run_of = _fit(planner, training)
+    plan = result.plan
     units = plan.in_forward_order
-    outlook.host.update(account(units, optimizer_view, landing=plan.staging.deferred, shares=shares))
-    count, size = outlook.choice.micro_batches, outlook.sample_size
+    result.host.update(account(units, optimizer_view, landing=plan.staging.deferred, shares=shares))
+    count, size = result.choice.micro_batches, result.sample_size
     try:
         found = dry_run_of(plan, size)
-        last = dry_run_of(plan, outlook.samples - (count - 1) * size)
+        last = dry_run_of(plan, result.samples - (count - 1) * size)
     except DryRunError as error:
-        outlook.notes.append(
-            f"A dry run of the model needs real data ({error}), so neither what micro-batches take on the device "
-            "nor the time of a step is known"
+        result.notes.append(
+            f"A dry run of the model needs real data ({error}), so neither the device memory of micro-batches nor the "
+            "time of a step is known"
         )
         found = None
     if plan.staging.note is not None:
-        outlook.notes.append(plan.staging.note)
+        result.notes.append(plan.staging.note)
     if found is not None:
         most = max(stretch.peak for stretch in found.trial.stretches)
         stashed = (count - 1) * found.trial.stash + last.trial.stash
-        rates, operations = replace(machine.rates, host=machine.rates.host / crew.devices), machine.operations
+        rates, operations = replace(machine.rates, host=machine.rates.host / cluster.devices), machine.operations
         if device.type == "cpu":
-            outlook.device.clear()
-            outlook.host["one call's activations"] = crew.devices * most
-            outlook.host["stash"] = crew.devices * stashed
-            operations = None if operations is None else operations / crew.devices
+            result.device.clear()
+            result.host["one call's activations"] = cluster.devices * most
+            result.host["stash"] = cluster.devices * stashed
+            operations = None if operations is None else operations / cluster.devices
         else:
-            outlook.device["one call's activations"] = most
-            if outlook.choice.stash_on_host:
-                outlook.host["stash"] = crew.devices * stashed
+            result.device["one call's activations"] = most
+            if result.choice.stash_on_host:
+                result.host["stash"] = cluster.devices * stashed
             else:
-                outlook.device["stash"] = stashed
-        sweeps = _sweeps(plan, found, outlook.choice, device)
-        update = _update(plan, units, optimizer_view, shares[-1], crew)
-        outlook.forecast = forecast(*sweeps, update, outlook.samples / size, rates, operations)
-        outlook.forward_operations, outlook.backward_operations = (
+                result.device["stash"] = stashed
+        sweeps = _sweeps(plan, found, result.choice, device)
+        update = _update(plan, units, optimizer_view, shares[-1], cluster)
+        result.forecast = forecast(*sweeps, update, result.samples / size, rates, operations)
+        result.forward_operations, result.backward_operations = (
             whole.samples / size * sweep.operations for sweep in sweeps
         )
-    _check_host(outlook, machine)
-    if crew.size > 1:
-        one = replace(machine, crew=Crew())
-        outlook.one_device = estimate(model, optimizer, replace(whole, micro_batches=None), one, device)
-    return outlook
+    _check_host(result, machine)
+    if cluster.size > 1:
+        one = replace(machine, cluster=Cluster())
+        result.one_device = estimate(model, optimizer, replace(whole, micro_batches=None), one, device)
+    return result
 
 
 def _batch(training: Training) -> dict[str, torch.Tensor]:
@@ -154,21 +156,21 @@ def _batch(training: Training) -> dict[str, torch.Tensor]:
 
 
 def _check_cut(training: Training, size: int) -> None:
-    """Refuses what a rank could not cut."""
+    """Raises a ValueError if a rank could not cut its part of the batch."""
     for one in training.of_each(size):
         try:
             parts_of(_batch(one), one.micro_batches)
         except ValueError as error:
             if size > 1:
                 error.add_note(
-                    f"That would be the part of one rank, of {size}, where all of them have {training.samples} samples "
-                    f"in {training.micro_batches} micro-batches"
+                    f"This is the part of one of {size} ranks, which together have {training.samples} samples in "
+                    f"{training.micro_batches} micro-batches"
                 )
             raise
 
 
 def _fit(planner: Planner, training: Training) -> tuple[Estimate, Callable[[Plan, int], DryRun]]:
-    """A plan and a cut into micro-batches, found as an engine finds them at its first batch."""
+    """A plan and a number of micro-batches, chosen as an engine chooses them at its first batch."""
     batch = _batch(training)
 
     @functools.cache
@@ -182,7 +184,7 @@ def _fit(planner: Planner, training: Training) -> tuple[Estimate, Callable[[Plan
     refusal: str | None = None
     try:
         plan = planner.make()
-    except ValueError as error:  # an engine would stop here; a dry run can tell what a sample takes on top
+    except ValueError as error:  # an engine would stop here; a dry run finds out what a sample needs in addition
         refusal = str(error)
         plan = planner.make(smallest=True)
     choice = Choice(training.micro_batches or 1, training.stash == "host")
@@ -203,7 +205,7 @@ def _fit(planner: Planner, training: Training) -> tuple[Estimate, Callable[[Plan
             problems.append(str(error))
             break
     if problems and training.micro_batches is None:
-        choice = Choice(training.samples, training.stash != "device")  # one sample each needs least
+        choice = Choice(training.samples, training.stash != "device")  # micro-batches of one sample need the least
     size = -(-training.samples // choice.micro_batches)
     return Estimate(plan, dict(plan.account), {}, choice, training.samples, size, problems), of
 
@@ -214,20 +216,20 @@ def _sweeps(plan: Plan, found: DryRun, choice: Choice, device: torch.device) -> 
         for visit in fetched_visits(found.visits, plan.weight_slots):
             fetched[visit >= found.forward_visits] += found.visits[visit].nbytes
     stashed = found.trial.stash if choice.stash_on_host and device.type != "cpu" else 0
-    # Each boundary leaves when its micro-batch parks and comes back when it goes on; in the backward that is the
-    # gradient, and what the forward has left comes back beside it.
+    # Each boundary activation leaves when its micro-batch parks and comes back when it resumes. In the backward, the
+    # gradient does so, and the activation of the forward comes back as well.
     return (
         Sweep(found.forward, fetched[0], brought=stashed, stowed=stashed),
         Sweep(found.backward, fetched[1], brought=2 * stashed, stowed=stashed),
     )
 
 
-def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, share: Share, crew: Crew) -> Update:
+def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, share: Share, cluster: Cluster) -> Update:
     staging = plan.staging
     parameters = sum(part_elements(unit, optimizer_view, share) for unit in units)
     weights = {unit: trained_elements(unit) * weight_itemsize(unit) for unit in units}
     traffic, gradient = staging.traffic(units, held=plan.held)
-    on_device = staging.holds_any(units, held=plan.held)
+    on_device = staging.has_gradient_berths(units, held=plan.held)
     if staging.deferred:
         waiting = 0 if on_device else gradient
         traffic = Traffic(0, traffic.host_in, traffic.device_in + waiting, traffic.device_out)
@@ -243,8 +245,8 @@ def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, sh
         landing=gradient,
         waits_on_device=on_device,
         others=sum(trained_elements(unit) for unit in units) - parameters,
-        exchange=exchange(
-            crew,
+        exchange=exchange_times(
+            cluster,
             gradients=sum(trained_elements(unit) * landing_dtype(unit).itemsize for unit in units),
             weights=sum(nbytes for unit, nbytes in weights.items() if unit.modules),
             residents=sum(nbytes for unit, nbytes in weights.items() if not unit.modules),
@@ -252,13 +254,13 @@ def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, sh
     )
 
 
-def _check_host(outlook: Estimate, machine: Machine) -> None:
-    needed = sum(outlook.host.values())
+def _check_host(result: Estimate, machine: Machine) -> None:
+    needed = sum(result.host.values())
     if machine.host_memory is not None and needed > machine.host_memory:
-        parts = ", ".join(f"{show_bytes(nbytes)} for {part}" for part, nbytes in outlook.host.items() if nbytes)
-        outlook.problems.append(
-            f"{'the host' if machine.crew.nodes == 1 else 'a node'} cannot hold it: {show_bytes(needed)} are needed "
-            f"({parts}), and there are {show_bytes(machine.host_memory)}. A narrower precision (bf16 takes 12 bytes a "
-            "parameter with AdamW), an optimizer with less state (sgd, lion) or fewer trained parameters need less; of "
-            "more nodes, each has all weights, and its part of the rest"
+        parts = ", ".join(f"{show_bytes(nbytes)} for {part}" for part, nbytes in result.host.items() if nbytes)
+        result.problems.append(
+            f"{'the host' if machine.cluster.nodes == 1 else 'a node'} has too little memory: {show_bytes(needed)} are "
+            f"needed ({parts}), and there are {show_bytes(machine.host_memory)}. A narrower precision (bf16 takes 12 "
+            "bytes per parameter with AdamW), an optimizer with less state (sgd, lion) or fewer trained parameters "
+            "need less; with more nodes, each has all weights and its part of the rest"
         )

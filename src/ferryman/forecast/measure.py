@@ -1,4 +1,4 @@
-"""Short measurements of what a machine can do: its host, its device, and the link between them."""
+"""Short measurements of the rates of a machine: its host, its device, and the link between them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server.calibration import host_update
 from ferryman.server.rules import ADAM
 
-_ENOUGH = 0.1  # seconds, of which each measurement takes a few
+_MIN_SECONDS = 0.1  # per measurement
 _PARAMETERS = 1 << 22
-_LINK = 1 << 25  # bytes
-_MESSAGE = 1 << 22  # bytes
-_TRIAD = 1 << 23  # elements
-_ONE_SIDE, _MOST_SIDE = 512, 8192  # of matrices
+_LINK_BYTES = 1 << 25
+_MESSAGE_BYTES = 1 << 22
+_TRIAD_ELEMENTS = 1 << 23
+_MIN_SIDE, _MAX_SIDE = 512, 8192  # of square matrices
 
 
 def host_updates(threads: int | None = None) -> float:
-    """Parameters a second that the host updates with AdamW, its look at the gradient included."""
+    """Parameters per second that the host updates with AdamW, including the check of their gradients."""
     return _PARAMETERS / _fastest(host_update(ADAM, _PARAMETERS, threads))
 
 
 def triad() -> float:
-    """Bytes a second of a = b + s * c on the host: what its memory gives to simple arithmetic."""
-    a, b, c = (torch.ones(_TRIAD) for _ in range(3))
+    """Bytes per second of a = b + s * c on the host: the memory bandwidth of simple arithmetic."""
+    a, b, c = (torch.ones(_TRIAD_ELEMENTS) for _ in range(3))
     return 3 * a.nbytes / _fastest(lambda: torch.add(b, c, alpha=0.5, out=a))
 
 
-def link(device: torch.device, nbytes: int = _LINK) -> tuple[float, float, float]:
-    """Bytes a second to the device, from it, and in both directions together while both are busy."""
+def link(device: torch.device, nbytes: int = _LINK_BYTES) -> tuple[float, float, float]:
+    """Bytes per second to the device, from the device, and in total while both directions are busy."""
     hosts = [PinnedMemory(nbytes, device) for _ in range(2)]
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     lanes = Lanes(device)
@@ -67,7 +67,7 @@ def link(device: torch.device, nbytes: int = _LINK) -> tuple[float, float, float
 
 
 def loopback() -> float:
-    """Bytes a second that ranks of one node gather from each other; here two of them, on threads."""
+    """Bytes per second that ranks of one node gather from each other, measured between two threads."""
     store, groups = HashStore(), dict[int, Any]()
 
     def join(rank: int) -> None:
@@ -78,7 +78,10 @@ def loopback() -> float:
         thread.start()
     for thread in threads:
         thread.join()
-    sent, into = torch.ones(_MESSAGE, dtype=torch.uint8), [torch.empty(_MESSAGE, dtype=torch.uint8) for _ in range(2)]
+    sent, into = (
+        torch.ones(_MESSAGE_BYTES, dtype=torch.uint8),
+        [torch.empty(_MESSAGE_BYTES, dtype=torch.uint8) for _ in range(2)],
+    )
     options = dist.GatherOptions()
     options.rootRank = 0
 
@@ -86,12 +89,12 @@ def loopback() -> float:
         for work in [groups[rank].gather([] if rank else [into], [sent], options) for rank in range(2)]:
             work.wait()
 
-    return _MESSAGE / _fastest(gather)
+    return _MESSAGE_BYTES / _fastest(gather)
 
 
 def operations(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a matrix product, of a size that keeps the device busy for a while."""
-    side = _ONE_SIDE
+    """Floating-point operations per second of a matrix product that is large enough to keep the device busy."""
+    side = _MIN_SIDE
     while True:
         a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
 
@@ -101,16 +104,16 @@ def operations(device: torch.device, dtype: torch.dtype) -> float:
                 torch.accelerator.synchronize(device)
 
         seconds = _fastest(work)
-        if seconds > _ENOUGH / 4 or side == _MOST_SIDE:
+        if seconds > _MIN_SECONDS / 4 or side == _MAX_SIDE:
             return 2 * side**3 / seconds
         side *= 2
 
 
 def _fastest(work: Callable[[], object]) -> float:
-    """Seconds, once it is warm; twice at least, and as often as there is time for."""
+    """The shortest time of `work` in seconds, after a warm-up; it runs at least twice, for `_MIN_SECONDS`."""
     work()
     best, begin, times = float("inf"), time.perf_counter(), 0
-    while times < 2 or time.perf_counter() - begin < _ENOUGH:
+    while times < 2 or time.perf_counter() - begin < _MIN_SECONDS:
         start = time.perf_counter()
         work()
         best, times = min(best, time.perf_counter() - start), times + 1

@@ -1,4 +1,4 @@
-"""What transformers' training arguments mean to an engine, and which of them cannot be followed."""
+"""Translates transformers' TrainingArguments into options of an engine, and refuses those that cannot be used."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from transformers.training_args import OptimizerNames
 from ferryman.model.units import hint
 from ferryman.options import SETTINGS
 
-# What the trainer says itself, by what a user would write instead of engine={name: ...}.
+# Options that the trainer sets itself, and what a user writes instead of engine={name: ...}.
 _TRAINERS = {
-    "model": "give it to the trainer",
-    "optimizer": "give it to the trainer, as optimizers=(optimizer, None)",
-    "loss": "override compute_loss, or give compute_loss_func=",
-    "reduction": "the trainer's losses have been divided by all that counts",
-    "split": "micro-batches are per_device_train_batch_size samples, and gradient_accumulation_steps of them a step",
-    "precision": "say bf16=True or fp16=True in TrainingArguments",
-    "max_grad_norm": "say it in TrainingArguments(max_grad_norm=...)",
+    "model": "pass it to the trainer",
+    "optimizer": "pass it to the trainer, as optimizers=(optimizer, None)",
+    "loss": "override compute_loss, or pass compute_loss_func=",
+    "reduction": "the trainer divides losses by a count over the whole batch",
+    "split": "a step has gradient_accumulation_steps micro-batches of per_device_train_batch_size samples",
+    "precision": "set bf16=True or fp16=True in TrainingArguments",
+    "max_grad_norm": "set it in TrainingArguments(max_grad_norm=...)",
 }
 _OPTIONS = tuple(name for name in SETTINGS if name not in _TRAINERS)
 
-# The training arguments that cannot be followed, and why.
+# The training arguments that cannot be used, and why.
 _REFUSED = {
-    "deepspeed": "it would move and cut the model itself",
-    "fsdp": "it would cut the model itself",
-    "parallelism_config": "the engine trains data parallel, by itself",
-    "torch_compile": "the engine runs the model's blocks one by one, and a compiled model cannot be taken apart",
-    "auto_find_batch_size": "the engine keeps to a budget by itself: give engine={'memory': '8GiB'}",
-    "enable_jit_checkpoint": "it marks a checkpoint's directory first, and the engine writes directories as a whole",
+    "deepspeed": "it would move and shard the model itself",
+    "fsdp": "it would shard the model itself",
+    "parallelism_config": "the engine itself trains data parallel",
+    "torch_compile": "the engine runs the model's blocks one at a time, and a compiled model has no blocks",
+    "auto_find_batch_size": "the engine itself stays within a budget: pass engine={'memory': '8GiB'}",
+    "enable_jit_checkpoint": "it marks a checkpoint's directory first, and the engine replaces directories as a whole",
     "bf16_full_eval": "it would move the whole model to the device; bf16=True evaluates in bfloat16 while it trains",
     "fp16_full_eval": "it would move the whole model to the device; fp16=True evaluates in float16 while it trains",
 }
@@ -48,7 +48,7 @@ def check(args: TrainingArguments) -> None:
     for name, reason in _REFUSED.items():
         if getattr(args, name):
             raise ValueError(f"TrainingArguments({name}=...) cannot be used with FerrymanTrainer: {reason}")
-    args._n_gpu = min(args.n_gpu, 1)  # or the trainer would put a copy of the model on each
+    args._n_gpu = min(args.n_gpu, 1)  # otherwise the trainer would put a copy of the model on each GPU
 
 
 def check_optimizer(args: TrainingArguments) -> None:
@@ -56,16 +56,16 @@ def check_optimizer(args: TrainingArguments) -> None:
         known = ", ".join(repr(name.value) for name in _OPTIMIZERS)
         raise ValueError(
             f"TrainingArguments(optim={OptimizerNames(args.optim).value!r}) cannot be used with FerrymanTrainer, whose "
-            f"engine updates parameters piece by piece on the host; there are {known}. Others of torch.optim are given "
-            "as optimizers=(optimizer, None)"
+            f"engine updates parameters piece by piece on the host; choose {known}, or pass another optimizer of "
+            "torch.optim as optimizers=(optimizer, None)"
         )
 
 
 def engine_options(given: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
-    """The engine's keyword arguments: those given, and what the training arguments say."""
+    """The engine's keyword arguments: those given, and those that follow from the training arguments."""
     for name in given:
         if name in _TRAINERS:
-            raise ValueError(f"engine={{{name!r}: ...}} is not for the engine to say here: {_TRAINERS[name]}")
+            raise ValueError(f"engine={{{name!r}: ...}} cannot be set here: {_TRAINERS[name]}")
         if name not in _OPTIONS:
             raise ValueError(f"engine={{{name!r}: ...}}: the engine has no such option{hint(name, _OPTIONS)}")
     options: dict[str, Any] = {
@@ -79,5 +79,5 @@ def engine_options(given: Mapping[str, Any], args: TrainingArguments) -> dict[st
 
 
 def evaluation_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the engine's options that an engine without an optimizer takes; a trace is of the training alone."""
+    """The options that an engine without an optimizer accepts, without the trace, which is for training only."""
     return {name: value for name, value in options.items() if not SETTINGS[name].needs_optimizer and name != "trace"}

@@ -1,9 +1,9 @@
 """A transformers Trainer that trains with an engine.
 
-The loop of Trainer runs unchanged; only its steps differ. It calls `training_step` for one micro-batch after the other:
-the first call runs all of them in the engine, layer by layer, and later calls only return their losses. Clipping is
-done by the engine. `optimizer.step()` has nothing left to do, unless a callback needs to see gradients before the
-update: then the engine updates here.
+The loop of Trainer is unchanged; only its steps differ. It calls `training_step` for each micro-batch: the first call
+runs all of them in the engine, layer by layer, and later calls only return their losses. The engine clips gradients and
+updates the weights, so `optimizer.step()` does nothing, unless a callback reads gradients before the update: then the
+engine updates in `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ferryman.checkpoint.directory import is_checkpoint
 from ferryman.engine import Engine
 from ferryman.integrations import arguments
 
-# Callbacks between the backward and the update, which may look at gradients.
+# Callbacks between the backward and the update, which may read gradients.
 _BEFORE_UPDATE = ("on_substep_end", "on_pre_optimizer_step")
 # Callbacks after an update, which may read weights while the update is still running.
 _AFTER_UPDATE = ("on_optimizer_step", "on_step_end", "on_log", "on_epoch_end")
@@ -57,10 +57,10 @@ class FerrymanTrainer(Trainer):
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         arguments.check(args)
         self._options = arguments.engine_options(engine or {}, args)
-        self._held = contextlib.ExitStack()  # the engine, to be closed
-        self.engine: Engine | None = None  # exists while training
+        self._engine_stack = contextlib.ExitStack()  # closes the engine
+        self.engine: Engine | None = None  # exists during training
         self._micro_batches: list[Any] = []  # of the current step
-        self._losses: dict[int, torch.Tensor] = {}  # of these micro-batches, by number
+        self._losses: dict[int, torch.Tensor] = {}  # losses of these micro-batches, by number
         self._handed_out = 0
         self._update_is_due = False
         self._stepping = False
@@ -79,16 +79,16 @@ class FerrymanTrainer(Trainer):
     # Creating and closing the engine.
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with self._held:
+        with self._engine_stack:
             return super()._inner_training_loop(*args, **kwargs)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         optimizer = self.create_optimizer()
-        self.engine = self._held.enter_context(Engine(self.model, optimizer, loss=self._loss, **self._options))
+        self.engine = self._engine_stack.enter_context(Engine(self.model, optimizer, loss=self._loss, **self._options))
         self.optimizer = _EngineOptimizer(optimizer, self._update)
-        self._held.callback(self._let_go, optimizer)
+        self._engine_stack.callback(self._release_engine, optimizer)
         self.create_scheduler(num_training_steps=max_steps)
         # In evaluation mode: otherwise accelerate would wrap the model in DDP, but the engine reduces gradients.
         self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
@@ -100,7 +100,7 @@ class FerrymanTrainer(Trainer):
         self.callback_handler.train_dataloader = train_dataloader
         return self.model, train_dataloader
 
-    def _let_go(self, optimizer: torch.optim.Optimizer) -> None:
+    def _release_engine(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before the engine is closed, which returns the optimizer's state."""
         self.engine, self.optimizer = None, optimizer
         self.callback_handler.optimizer = optimizer
@@ -113,7 +113,7 @@ class FerrymanTrainer(Trainer):
         arguments.check_optimizer(args)
         return Trainer.get_optimizer_cls_and_kwargs(args, model)
 
-    # A step.
+    # Steps.
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batch, items = super().get_batch_samples(*args, **kwargs)
@@ -134,7 +134,7 @@ class FerrymanTrainer(Trainer):
 
     def _run(self) -> None:
         assert self.engine is not None
-        stops = self.control.should_epoch_stop or self.control.should_training_stop  # then no update may follow
+        stops = self.control.should_epoch_stop or self.control.should_training_stop  # then there may be no update
         self._update_is_due = stops or self._is_heard(_BEFORE_UPDATE)
         self._stepping = True
         try:
@@ -147,8 +147,8 @@ class FerrymanTrainer(Trainer):
             if "micro_batches=" in str(error):  # too large for the budget: name the trainer's arguments
                 size = self.args.per_device_train_batch_size
                 error.add_note(
-                    f"Here per_device_train_batch_size={size} is the size of micro-batches, and "
-                    "gradient_accumulation_steps their number"
+                    f"In FerrymanTrainer, per_device_train_batch_size={size} is the size of micro-batches, and "
+                    "gradient_accumulation_steps is their number"
                 )
             raise
         finally:
@@ -166,7 +166,7 @@ class FerrymanTrainer(Trainer):
         return loss / self.args.world_size  # type: ignore[no-any-return]
 
     def _is_scaled(self, items: Any) -> bool:
-        """Whether the loss is already divided by the number of items in the whole step, not just in its micro-batch."""
+        """Whether the loss is already divided by the number of items in the whole step, not only in its micro-batch."""
         if self.loss_is_scaled_for_ga is not None:
             return self.loss_is_scaled_for_ga
         return (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
@@ -175,7 +175,7 @@ class FerrymanTrainer(Trainer):
         return data if self._stepping else super()._prepare_input(data)  # in a step, the engine has moved it
 
     def _update(self) -> bool:
-        """Updates the weights if that is still due. Returns False if the step was skipped, as float16 may do."""
+        """Updates the weights if that is still due. Returns False if the step was skipped, as in float16."""
         assert self.engine is not None
         if self._update_is_due:
             self.engine.update()
@@ -218,10 +218,10 @@ class FerrymanTrainer(Trainer):
         with Engine(self.model, **arguments.evaluation_options(self._options)):
             yield
 
-    # Checkpoints: those of the engine, with the trainer's own state beside. Those of a plain Trainer can be read, too.
+    # Checkpoints are the engine's, with the trainer's own state beside. Those of a plain Trainer can be loaded as well.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As in Trainer; `resume_from_checkpoint=True` takes the newest complete checkpoint."""
+        """Trains as Trainer does. `resume_from_checkpoint=True` loads the newest complete checkpoint."""
         if resume_from_checkpoint is True:
             found = sort_checkpoints(str(self.args.output_dir))  # the newest last
             whole = [path for path in found if (Path(path) / TRAINER_STATE_NAME).is_file()]
@@ -294,7 +294,7 @@ class FerrymanTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         """Loads into the plain model, since training is over."""
-        self._held.close()
+        self._engine_stack.close()
         best = self.state.best_model_checkpoint
         assert best is not None
         if not is_checkpoint(Path(best)):
@@ -308,7 +308,7 @@ class FerrymanTrainer(Trainer):
 
 
 class _EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """The optimizer as the trainer and its callbacks see it; its steps are made by the engine."""
+    """The optimizer that the trainer and its callbacks use; the engine makes its steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, update: Callable[[], bool]) -> None:
         super().__init__(optimizer, device_placement=False)
@@ -319,7 +319,7 @@ class _EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 def _move_aside(checkpoint: Path) -> None:
-    """Renames a checkpoint of a plain Trainer, instead of replacing it, so that no trainer takes it for its own."""
+    """Renames a plain Trainer's checkpoint, instead of replacing it, so that no trainer mistakes it for its own."""
     suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
     names = (checkpoint.with_name(f"plain-{checkpoint.name}{suffix}") for suffix in suffixes)
     aside = next(path for path in names if not path.exists())

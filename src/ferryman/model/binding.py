@@ -1,4 +1,4 @@
-"""Tensors in modules: which one a parameter's or buffer's places have now."""
+"""Binds tensors to modules as their parameters and buffers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def bind(tensors: Sequence[tuple[Item, torch.Tensor]]) -> None:
 
 
 def _bind_flat_weight(module: nn.RNNBase, attribute: str, tensor: torch.Tensor) -> None:
-    """`nn.LSTM` and its like compute with a list of their own that refers to their parameters, and make it anew where
-    the weak references beside it show that a parameter is another tensor."""
+    """Updates the list of weights that `nn.LSTM` and other RNNs compute with. They would rebuild the list if its weak
+    references did not match the parameters."""
     if attribute in module._flat_weights_names:
         at = module._flat_weights_names.index(attribute)
         module._flat_weights[at] = tensor
@@ -34,12 +34,12 @@ def is_buffer(item: Item) -> bool:
 
 
 def is_assigned(item: Item, tensor: torch.Tensor) -> bool:
-    """Whether the module has another tensor for its buffer now (`self.mean = ...`)."""
+    """Whether the module's buffer was assigned another tensor (`self.mean = ...`)."""
     return any(place.current() is not tensor for place in item.places)
 
 
 def adopt_assigned(item: Item, tensor: torch.Tensor) -> None:
-    """A buffer that was assigned: its values count, in the memory that the buffer has."""
+    """Copies the values of a buffer that was assigned into the buffer's own memory, and binds that again."""
     for place in item.places:
         current = place.current()
         if current is tensor:
@@ -48,7 +48,7 @@ def adopt_assigned(item: Item, tensor: torch.Tensor) -> None:
             now = "None" if current is None else f"{tuple(current.shape)} of {current.dtype}"
             raise ValueError(
                 f"the buffer {item.name!r} is assigned {now}, and was {tuple(tensor.shape)} of {tensor.dtype}; a "
-                "buffer keeps its shape and dtype while an engine has it. Use a plain attribute for what changes"
+                "buffer must keep its shape and dtype while an engine uses it. Use a plain attribute if they change"
             )
         with torch.no_grad():
             tensor.copy_(current.detach())

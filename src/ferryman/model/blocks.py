@@ -1,6 +1,6 @@
-"""The model's repeated blocks, by position: what can be inserted, removed and skipped between steps.
+"""The model's repeated blocks, which can be inserted, removed and skipped between steps.
 
-A position is a number, or the block's name ("decoder.layers.3") where the model has several lists of blocks.
+A position is a number or, if the model has several lists of blocks, the block's name ("decoder.layers.3").
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from ferryman.runtime.rng import Randomness
 Forward = Callable[..., Any]
 Position = int | str
 
-# What transformers' configurations call the number of blocks, and a list with an entry for each.
-_COUNT, _KINDS = "num_hidden_layers", "layer_types"
-# What their blocks' modules call the position, which is also that of the block in a cache.
-_NUMBER = "layer_idx"
+# Names in transformers: the number of blocks and a list with an entry for each, in a configuration; and the position of
+# a block, also in a cache, in its modules.
+_COUNT, _KINDS, _NUMBER = "num_hidden_layers", "layer_types", "layer_idx"
 
 
 class _Form(NamedTuple):
-    """What a block returns: one tensor like its input, and what is around it."""
+    """The structure of a block's result, which contains one tensor of its input's shape."""
 
     constants: list[Any]
     spec: pytree.TreeSpec
@@ -41,10 +40,10 @@ class Blocks:
     """Finds blocks and changes the lists that hold them."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.skipped: frozenset[nn.Module] = frozenset()  # in the step that runs
-        self._to_skip: frozenset[nn.Module] = frozenset()  # in the next one
+        self.skipped: frozenset[nn.Module] = frozenset()  # in the current step
+        self._to_skip: frozenset[nn.Module] = frozenset()  # in the next step
         self._model = model
-        self._lists = block_lists(model)  # found once: a list that shrinks to one block is a list still
+        self._lists = block_lists(model)  # found once: a list that shrinks to one block is still a list
         self._randomness = Randomness(device)
         self._forms: dict[type[nn.Module], _Form] = {}
 
@@ -63,7 +62,7 @@ class Blocks:
         return blocks[index]
 
     def skip(self, positions: Position | Iterable[Position]) -> None:
-        """In the next step."""
+        """Skips these blocks in the next step."""
         several = [positions] if isinstance(positions, int | str) else positions
         self._to_skip = frozenset(self.at(position) for position in several)
 
@@ -71,11 +70,11 @@ class Blocks:
         self.skipped, self._to_skip = self._to_skip, frozenset()
 
     def are_skipped(self, modules: Iterable[nn.Module]) -> bool:
-        """In the step that runs: whether all of these are in blocks that are."""
+        """Whether all of these modules are in blocks that the current step skips."""
         return {module for block in self.skipped for module in block.modules()}.issuperset(modules)
 
     def insert(self, position: Position, block: nn.Module) -> None:
-        """The block will be at this position; those from there on move up."""
+        """Inserts the block at this position; the blocks from there on move up."""
         name, blocks, index = self._find(position)
         if not 0 <= index <= len(blocks):
             raise ValueError(f"a block cannot be inserted at {position!r}: {name!r} takes positions 0 to {len(blocks)}")
@@ -93,7 +92,7 @@ class Blocks:
         self._tell(name, len(blocks) + 1, lambda kinds: kinds.pop(index))
 
     def skippable(self, block: nn.Module, forward: Forward) -> Forward:
-        """A forward that hands its input on if the block is to be skipped."""
+        """A forward that returns its input if the block is skipped."""
 
         def run_or_skip(*args: Any, **kwargs: Any) -> Any:
             kind = type(block)
@@ -105,7 +104,7 @@ class Blocks:
                 if (form := _form_of(result, hidden)) is not None:
                     self._forms[kind] = form
                 return result
-            if kind not in self._forms:  # none such has run yet: this one does, to see what it returns
+            if kind not in self._forms:  # no block of this class has run yet: run this one, to see what it returns
                 before = self._randomness.state()
                 with torch.no_grad():
                     result = forward(*args, **kwargs)
@@ -129,7 +128,7 @@ class Blocks:
                 raise ValueError(f"{position!r} does not name a block; blocks are called like {known}")
             return name, cast("nn.ModuleList", lists[name]), int(number)
         if type(position) is not int:
-            raise ValueError(f"a block's position is a number or its name, this is {position!r}")
+            raise ValueError(f"a block's position must be a number or its name; this is {position!r}")
         if len(lists) != 1:
             names = ", ".join(f"'{name}.{position}'" for name in lists)
             raise ValueError(
@@ -139,9 +138,9 @@ class Blocks:
         return name, cast("nn.ModuleList", blocks), position
 
     def _tell(self, name: str, before: int, change: Callable[[list[Any]], object]) -> None:
-        """Models of transformers run as many blocks as their configuration says, whatever the list holds.
+        """Adjusts the configuration of a transformers model, which runs as many blocks as that says.
 
-        The configuration is that of the module around the list; encoder and decoder have one each.
+        The configuration is that of the closest module around the list; encoder and decoder have one each.
         """
         blocks = list(self._lists[name].children())
         path = name.split(".") if name else []
@@ -159,7 +158,7 @@ class Blocks:
 
 
 def _form_of(result: Any, hidden: torch.Tensor | None) -> _Form | None:
-    """None if the result is more than one tensor like the input, or less."""
+    """The structure of a result; None if it does not contain exactly one tensor, of the input's shape."""
     leaves, spec = pytree.tree_flatten(result)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if hidden is None or len(tensors) != 1 or leaves[tensors[0]].shape != hidden.shape:
@@ -172,6 +171,6 @@ def _not_skipped(block: nn.Module, result: Any, hidden: torch.Tensor | None) -> 
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
     wanted = "its input" if hidden is None else f"the shape {tuple(hidden.shape)}"
     return (
-        f"a {type(block).__name__} cannot be skipped by the engine: that hands a block's input on in place of its "
+        f"a {type(block).__name__} cannot be skipped by the engine: a skipped block returns its input in place of its "
         f"result, which must be one tensor of {wanted}; its tensors are: {shapes}. Skip it in the model's own forward"
     )

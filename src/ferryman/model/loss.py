@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: the default that the model computes itself, and what every loss must be."""
+"""The loss of a micro-batch: the default, which the model computes itself, and the check of every loss."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def model_loss(model: nn.Module, micro_batch: Any) -> torch.Tensor:
     if loss is None:
         raise ValueError(
             f"the model returned a {type(output).__name__} without a loss. If it computes one from labels, put them "
-            "into the batch; else pass loss=, a function of the model and a micro-batch that returns the loss"
+            "into the batch; otherwise pass loss=, a function of the model and a micro-batch that returns the loss"
         )
     return loss  # type: ignore[no-any-return]
 
 
 def check_loss(loss: Any) -> None:
-    """Refuses what is not a scalar tensor that requires gradients."""
+    """Raises a ValueError if the loss is not a scalar tensor that requires gradients."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = (
             f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
         )
-        raise ValueError(f"the loss of a micro-batch must be a scalar tensor, this is {what}")
+        raise ValueError(f"the loss of a micro-batch must be a scalar tensor; this is {what}")
     if not loss.requires_grad:
-        raise ValueError("the loss does not require a gradient: nothing that trains has a part in it")
+        raise ValueError("the loss does not require a gradient: it does not depend on any trained parameter")

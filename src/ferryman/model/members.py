@@ -1,4 +1,4 @@
-"""Whether the model's tensors are still those that the engine was made for."""
+"""Checks that the model's tensors are still those for which the engine was made."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from ferryman.model.units import Item, Unit
 
 
 def no_hooks(name: str, parameter: torch.Tensor) -> None:
-    """Hooks that run in the backward, on a parameter that the engine adds up elsewhere."""
+    """Refuses hooks that would run when a gradient has been accumulated, which the engine does elsewhere."""
     if parameter.requires_grad and parameter._post_accumulate_grad_hooks:
         raise ValueError(
             f"{name!r} has a hook (register_post_accumulate_grad_hook), which the engine cannot call in the backward: "
-            "gradients are added up elsewhere. Remove it, and do what it does between the two halves of a step: "
+            "it accumulates gradients elsewhere. Remove the hook, and do its work between the two halves of a step: "
             f"engine.forward_backward(batch), then engine.gradient({name!r}), which may be edited, then engine.update()"
         )
 
 
 def unchanged(unit: Unit, flat: torch.Tensor, trained: dict[Item, bool]) -> None:
-    """The model is the one that the engine was made for; `flat` is the unit's memory."""
+    """Raises a ValueError if a tensor was replaced, frozen or unfrozen. `flat` is the unit's memory."""
     for item in unit.items:
         if any(place.current() is not item.tensor for place in item.places) or (
             item.tensor.data_ptr() != flat.data_ptr() + item.offset and item.nbytes
         ):
             raise ValueError(
-                f"the memory of {item.name!r} was replaced while the model was in the engine (by .to(), "
-                ".data = or load_state_dict(assign=True)), so the engine would train the old one. Change "
-                "weights in place (copy_, load_state_dict), or close the engine and make a new one"
+                f"the memory of {item.name!r} was replaced while the engine used the model (by .to(), .data = or "
+                "load_state_dict(assign=True)), so the engine would train the old memory. Change weights in place "
+                "(copy_, load_state_dict), or close the engine and make a new one"
             )
         no_hooks(item.name, item.tensor)
         if item.trains != trained[item]:
             raise ValueError(
-                f"{item.name!r} has been {'unfrozen' if item.trains else 'frozen'} since the engine was made, which "
-                "has memory for the gradients of those that trained then; close it and make a new one"
+                f"{item.name!r} has been {'unfrozen' if item.trains else 'frozen'} since the engine was made, whose "
+                "memory is for the parameters that trained then; close the engine and make a new one"
             )

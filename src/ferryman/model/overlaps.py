@@ -1,6 +1,6 @@
-"""Parameters and buffers that lie in the same memory without being the same tensor.
+"""Refuses parameters and buffers that share memory without being the same tensor.
 
-The engine moves each tensor into memory of its own, so two that share some would not be one any more.
+The engine moves each tensor into memory of its own, so they would no longer share it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class _Member(NamedTuple):
 
 
 def refuse_overlaps(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Unless none of the two trains."""
+    """Raises a ValueError if two tensors share memory and one of them trains."""
     tensors = {id(tensor): (name, tensor) for name, tensor in reversed(list(named))}  # the first name of each
     for first, second in _overlapping(reversed(tensors.values())):
         if not (first.tensor.requires_grad or second.tensor.requires_grad):
             continue
         one, two = sorted((first, second), key=lambda member: not isinstance(member.tensor, nn.Parameter))
         raise ValueError(
-            f"{one.name!r} and {two.name!r} are two tensors in the same memory. The engine would give each its own, "
-            f"and training one would no longer change the other. {_way_out(one, two)}"
+            f"{one.name!r} and {two.name!r} are two tensors in the same memory. The engine would give each its own "
+            f"memory, and training one would no longer change the other. {_way_out(one, two)}"
         )
 
 
@@ -52,7 +52,7 @@ def _overlapping(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[_M
             begin, end = _extent(tensor)
             by_storage[tensor.untyped_storage().data_ptr()].append(_Member(name, tensor, begin, end))
     for members in by_storage.values():
-        open_ones: list[_Member] = []  # those that end behind the point that has been reached
+        open_ones: list[_Member] = []  # members that end after the current one begins
         for member in sorted(members, key=lambda member: member.begin):
             open_ones = [other for other in open_ones if other.end > member.begin]
             for other in open_ones:
@@ -62,14 +62,14 @@ def _overlapping(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[_M
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """From its first byte to behind its last, in its storage."""
+    """The range of the tensor's bytes in its storage, from the first to one past the last."""
     first = int(tensor.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 def _share_elements(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Of two whose extents overlap: columns of a matrix, for example, lie between each other and share nothing."""
+    """Whether two tensors with overlapping extents share elements. Columns of a matrix, for example, do not."""
     if one.dtype != two.dtype or (one.is_contiguous() and two.is_contiguous()):
         return True
     touched = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool)

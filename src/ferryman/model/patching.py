@@ -1,4 +1,4 @@
-"""What the engine puts into the user's model while it has it, and takes out again."""
+"""Installs the engine's forwards and hooks in the user's model, and removes them again."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Forward = Callable[..., Any]
 
 
 class _StandIn:
-    """Stands for a module's forward. A copy of the module, also a pickled one, gets the module's own instead."""
+    """Replaces a module's forward. A copy of the module, also a pickled one, gets the module's own forward."""
 
     def __init__(self, module: nn.Module, forward: Forward, own: Forward | None) -> None:
         self._module, self._forward, self.own = module, forward, own
-        self.__signature__ = inspect.signature(module.forward)  # some callers look which arguments there are
+        self.__signature__ = inspect.signature(module.forward)  # some callers inspect the arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)
@@ -37,11 +37,11 @@ class _StandIn:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.own is not None:
             return copy.copy, (self.own,)
-        return getattr, (self._module, "forward")  # when this is called, the module has only what its class has
+        return getattr, (self._module, "forward")  # when this is called, the module only has its class's forward
 
 
 class _Hook:
-    """A hook of the engine's on a module. In a copy of the module, also a pickled one, it does nothing."""
+    """One of the engine's hooks on a module. In a copy of the module, also a pickled one, it does nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -61,10 +61,10 @@ def _do_nothing(*_: Any) -> None:
 
 
 class ModelPatch:
-    """Forwards that stand in for modules' own, and hooks on reading their weights."""
+    """Replaces forwards of modules, and hooks reads of their weights."""
 
     def __init__(self) -> None:
-        # What instances had for `forward` of their own, to be put back; usually nothing.
+        # Forwards that were set on module instances, to be restored; usually None.
         self._forwards: dict[nn.Module, Forward | None] = {}
         self._hooks: dict[nn.Module, tuple[RemovableHandle, ...]] = {}
 
@@ -73,7 +73,7 @@ class ModelPatch:
         module.__dict__["forward"] = _StandIn(module, forward, own)
 
     def watch(self, modules: Iterable[nn.Module], reads: Reads) -> None:
-        """Whoever asks one of them for its state_dict, or loads one, waits for updates that are under way."""
+        """Makes `state_dict` and `load_state_dict` of these modules wait for pending updates."""
         for module in modules:
             if module not in self._hooks:
                 self._hooks[module] = (
@@ -97,7 +97,7 @@ class ModelPatch:
 
 
 def _remember(reads: Reads, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Of a module's own entries in a state_dict, those that have the memory of its parameters."""
+    """Registers the entries of a state_dict that share memory with the module's parameters."""
     for name, parameter in module._parameters.items():
         shown = state.get(prefix + name)
         if parameter is None or type(shown) is not torch.Tensor or shown.device != parameter.device:
@@ -107,5 +107,5 @@ def _remember(reads: Reads, module: nn.Module, state: Mapping[str, Any], prefix:
 
 
 def is_taken(module: nn.Module) -> bool:
-    """Whether an engine has the module."""
+    """Whether an engine uses the module."""
     return isinstance(module.__dict__.get("forward"), _StandIn)

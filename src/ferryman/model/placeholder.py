@@ -1,4 +1,4 @@
-"""What stands in a module for a tensor whose unit is not on the device."""
+"""A placeholder: takes the place of a tensor in a module while its unit is not on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Placeholder(torch.Tensor):
     _name: str
     _unit: str
     _may_have_gradient: Callable[[], bool]
-    _is_param = True  # so that isinstance(..., Parameter) holds, as it would for the tensor itself
+    _is_param = True  # makes isinstance(..., Parameter) true, as for the tensor itself
 
     @staticmethod
     def __new__(
@@ -49,8 +49,8 @@ class Placeholder(torch.Tensor):
         if function in _GRADIENT_ACCESS and args[0]._may_have_gradient():
             raise ValueError(
                 f"the gradient of {args[0]._name!r} is read or cleared while the model or the loss runs, as "
-                "model.zero_grad() does, when a backward has added to it before: one inside the loss, or that of an "
-                "earlier micro-batch. It is not there then: the engine adds gradients up elsewhere. In place of "
+                "model.zero_grad() does, after a backward has added to it: one inside the loss, or that of an earlier "
+                "micro-batch. The engine accumulates gradients elsewhere, so it is not available there. In place of "
                 "backward() and zero_grad() in a loss, use torch.autograd.grad(value, inputs), which leaves the "
                 "gradients of parameters alone; read or clear them after engine.forward_backward()"
             )
@@ -64,9 +64,9 @@ class Placeholder(torch.Tensor):
         absent = next(leaf for leaf in flat if isinstance(leaf, cls))
         raise ValueError(
             f"the parameter {absent._name!r} is used outside the forward of its unit {absent._unit!r}, when it is not "
-            f"on the device (by {function}). Keep it there: resident=[{absent._name!r}]. Where the loss uses all "
-            "parameters, as a regulariser does, resident=['*'] keeps all of them; weight_decay= of the optimizer needs "
-            "none"
+            f"on the device (by {function}). Keep it there: resident=[{absent._name!r}]. If the loss uses all "
+            "parameters, as a regulariser does, resident=['*'] keeps all of them there; weight_decay= of the optimizer "
+            "needs none of them"
         )
 
 

@@ -1,4 +1,4 @@
-"""Precision: in which dtype weights are computed with and cross the link, and the scale of losses in float16."""
+"""Precision: the dtype of weights in compute and transfers, and the loss scale of float16."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 def dtype_of(model: nn.Module, precision: str | None) -> DtypeOf:
-    """The dtype of each tensor in a precision; without one, what the model has.
+    """A function that gives the dtype of each tensor in a precision; without a precision, the tensor's own.
 
-    Buffers stay as they are. So do, in float32, the modules that a model of transformers wants to keep so.
+    Buffers keep their dtypes. Modules that a transformers model requires to be in float32 stay so.
     """
     if precision is None:
         return own_dtype
@@ -38,7 +38,7 @@ _MIN_SCALE = 2.0**-24  # no finite loss needs a smaller factor
 class Scale:
     """The factor by which losses are multiplied, so that float16 gradients do not underflow.
 
-    It changes as that of torch's GradScaler. `moves`: whether it changes at all.
+    It changes as in torch's GradScaler, if it `moves`.
     """
 
     def __init__(self, value: float = 1.0, *, moves: bool = False) -> None:
@@ -47,7 +47,7 @@ class Scale:
         self._good_steps = 0  # steps since the last change
 
     def update(self, *, finite: bool) -> None:
-        """Follows a step: lowers the factor if its gradients were not finite, and raises it after many that were."""
+        """Halves the factor if a step's gradients were not finite; doubles it after many steps in which they were."""
         if not self.moves:
             return
         if not finite:
@@ -55,8 +55,8 @@ class Scale:
             self._good_steps = 0
             if self.value < _MIN_SCALE:
                 raise ValueError(
-                    f"the loss scale has fallen to {self.value}, and gradients in float16 are still not finite: the "
-                    "loss itself is inf or NaN, or far too large. Check the data and the learning rate, or use bf16"
+                    f"the loss scale has fallen to {self.value}, and float16 gradients are still not finite: the loss "
+                    "itself is inf or NaN, or far too large. Check the data and the learning rate, or use bf16"
                 )
             return
         self._good_steps += 1
@@ -65,11 +65,11 @@ class Scale:
             self._good_steps = 0
 
     def state(self) -> dict[str, float] | None:
-        """What a checkpoint needs; None if the factor does not change."""
+        """The state for a checkpoint; None if the factor does not change."""
         return {"value": self.value, "good_steps": self._good_steps} if self.moves else None
 
     def restore(self, state: dict[str, float] | None) -> None:
-        """Restores a checkpoint's state; that of another precision is ignored."""
+        """Restores the state from a checkpoint; the state of another precision is ignored."""
         if self.moves and state is not None:
             self.value, self._good_steps = state["value"], int(state["good_steps"])
 

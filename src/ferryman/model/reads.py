@@ -1,14 +1,14 @@
-"""Reads of weights while their updates are still under way.
+"""Makes reads of weights wait for pending updates.
 
-A step returns before all of its updates are done, and the next step overlaps with them. Whoever reads a weight in
-between must see the updated value, through whatever reference they have to the parameter.
+A step returns before all of its updates are done, and the next step overlaps with them. Code that reads a weight in
+between must see the updated value, through any reference to the parameter.
 
 Note [Watching reads]
-While updates may be under way, the parameters are of a class whose `__torch_function__` torch calls for everything that
-is done with them: a read first waits for the updates, then the parameters are given their own class back. They stay the
-same objects, and only what says nothing about values (`_METADATA`) does not wait. Tensors that an earlier
-`state_dict()` returned share the parameters' memory, so they are watched as well for as long as somebody keeps them.
-Other aliases (a numpy view, an earlier `detach()`) cannot be noticed; they need `engine.wait()`.
+While updates may be pending, the parameters have a class whose `__torch_function__` torch calls for every operation on
+them. The first read waits for the updates and gives the parameters their own class back. The objects stay the same, and
+only operations that do not depend on values (`_METADATA`) do not wait. Tensors from an earlier `state_dict()` share the
+parameters' memory, so they are watched as well while they exist. Reads through other aliases (a numpy view, an earlier
+`detach()`) cannot be detected; they need `engine.wait()`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-# What can be asked of a parameter without waiting: loops ask it between steps, and the answer is the same.
+# Attributes and methods that do not wait: training loops use them between steps, and updates do not change them.
 _GOT = [
     "shape",
     "dtype",
@@ -69,37 +69,37 @@ _METADATA = frozenset(
 
 
 class Reads:
-    """Has reads of weights wait for `settle`, from `begin` on until the first of them, or until `end`."""
+    """Makes reads of weights call `settle`, which waits for updates, from `begin` until the first read or `end`."""
 
     def __init__(self, settle: Callable[[], None]) -> None:
         self._settle = settle
-        self._lock = threading.Lock()  # other threads of the user's may read, too
-        self._begun = 0  # how often
-        self._refused: dict[int, str] = {}  # names of parameters, in a step
+        self._lock = threading.Lock()  # several threads of the user may read
+        self._begun = 0  # the number of calls of `begin`
+        self._refused: dict[int, str] = {}  # in a step: names of parameters that must not be used, by identity
         self._watched: list[torch.Tensor] = []
         self._aliases: list[TensorWeakRef] = []
-        self._many = 1000  # aliases, from which on those that are gone are forgotten
+        self._max_aliases = 1000  # with more, references to aliases that no longer exist are dropped
         self._watching = {kind: self._watching_class(kind) for kind in (nn.Parameter, torch.Tensor)}
         self._own = {watching: kind for kind, watching in self._watching.items()}
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Updates of these parameters may be under way from now on."""
+        """Begins to watch these parameters, whose updates may be pending."""
         with self._lock:
             self._begun += 1
             self._watch((*parameters, *self._living_aliases()))
             unknown = any(type(tensor) not in self._own for tensor in parameters)
         if unknown:
-            self.settle()  # the class of a parameter of the user's own kind cannot be exchanged
+            self.settle()  # a parameter of a class of the user's own cannot be watched
 
     def end(self) -> None:
-        """The engine itself reads weights from now on, behind their updates; or there is nothing to wait for."""
+        """Stops watching: the engine itself reads weights after their updates, or no updates are pending."""
         with self._lock:
             self._end()
 
     @contextlib.contextmanager
     def refused(self, names: Mapping[torch.Tensor, str]) -> Iterator[None]:
-        """Within, the model runs for a step, and has other tensors for these parameters: who uses one of these, by a
-        reference from before, would miss the step's updates, and its gradient would be lost."""
+        """Context of a step, in which using these parameters is an error. The model has other tensors in their place,
+        so code that uses an earlier reference to one would not see its update, and its gradient would be lost."""
         with self._lock:
             self._end()
             self._refused = {id(tensor): name for tensor, name in names.items()}
@@ -118,15 +118,15 @@ class Reads:
             self._settle()
         finally:
             with self._lock:
-                if begun == self._begun:  # else another thread has made a step meanwhile
+                if begun == self._begun:  # otherwise another thread has made a step meanwhile
                     self._end()
 
     def remember(self, alias: torch.Tensor) -> None:
-        """A tensor that was given to the user, and has the memory of a weight."""
+        """Watches a tensor that was returned to the user and shares memory with a weight."""
         with self._lock:
             self._aliases.append(TensorWeakRef(alias))
-            if len(self._aliases) > self._many:
-                self._many = 1000 + 2 * len(self._living_aliases())
+            if len(self._aliases) > self._max_aliases:
+                self._max_aliases = 1000 + 2 * len(self._living_aliases())
 
     def _watch(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -138,9 +138,9 @@ class Reads:
         for leaf in torch.utils._pytree.tree_leaves(arguments):
             if (name := self._refused.get(id(leaf))) is not None:
                 raise ValueError(
-                    f"the parameter {name!r} is used in a step by a reference to it that was taken before. In a step "
-                    f"the model has another tensor for it, on the device: take it from the model where it is used, "
-                    f"and keep it there: resident=[{name!r}]"
+                    f"the parameter {name!r} is used in a step through a reference from before the step. In a step "
+                    f"the model has another tensor in its place, on the device: read it from the model where it is "
+                    f"used, and keep it on the device: resident=[{name!r}]"
                 )
 
     def _end(self) -> None:
@@ -169,7 +169,7 @@ class Reads:
                 reads.settle()
                 return function(*args, **(kwargs or {}))
 
-            # Both would make objects of this class, if it were still the tensor's.
+            # Both wait first, since a copy would otherwise have this class.
 
             def __deepcopy__(self, memo: dict[int, Any]) -> Any:
                 reads.settle()

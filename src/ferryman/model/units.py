@@ -1,10 +1,10 @@
-"""Which parameters travel together.
+"""Units: parameters that travel together.
 
-A unit is one or more modules and all tensors in them. Its modules' forwards are where the relay takes over, so a module
-can be a unit if its parameters are used inside its own forward only. Units are found so:
+A unit is one or more modules with all of their tensors. The relay intercepts the forwards of these modules, so a module
+can be a unit if its parameters are used only inside its own forward. Units are:
 
 1. *Blocks*: the children of the outermost lists of repeated modules (`ModuleList`, `Sequential`), one unit each.
-2. Outside blocks, modules that own large parameters of their own: embeddings, heads.
+2. Outside of blocks, modules that own large parameters themselves: embeddings, heads.
 3. Units that share a parameter become one unit, with several modules.
 4. A unit larger than the limit is cut into its children, down to leaf modules. Coarser is better: every boundary
    between units is a stash.
@@ -24,23 +24,23 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-GRADIENT = torch.float32  # gradients of all micro-batches are added up in this
+GRADIENT = torch.float32  # the dtype in which gradients of micro-batches accumulate
 
-GRAIN = 16  # elements, between tensors in flat memories of gradients and optimizer state: the widest register
+GRAIN = 16  # elements: alignment of tensors in flat memories of gradients and optimizer state; the widest register
 
-ALIGNMENT = 256  # bytes, between tensors in a unit's flat memory; enough for any vector load
+ALIGNMENT = 256  # bytes: alignment of tensors in a unit's flat memory; enough for any vector load
 
-# Outside blocks, a module with at least this share of the largest block's bytes travels; smaller ones are resident.
+# Outside blocks, a module with at least this share of the largest block's bytes is a unit; smaller ones are resident.
 _LARGE = 0.1
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
-# Modules that are never called themselves: what they hold is used by the module above.
+# Modules that are never called themselves: the module above uses their members.
 _UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # Modules that use their children's parameters without calling them.
 _WHOLE = (nn.MultiheadAttention, nn.RNNBase)
 
 
-DtypeOf = Callable[[str, torch.Tensor], torch.dtype]  # of a tensor by this name: in which dtype it travels
+DtypeOf = Callable[[str, torch.Tensor], torch.dtype]  # from a tensor's name and the tensor to its dtype in transfers
 
 
 def own_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
@@ -49,7 +49,7 @@ def own_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module keeps a tensor."""
+    """An attribute of a module that is a parameter or a buffer."""
 
     module: nn.Module
     attribute: str
@@ -71,12 +71,12 @@ class Place:
 
 @dataclass(eq=False)
 class Item:
-    """One tensor of a unit: a parameter or a buffer, and where its bytes lie in the unit's flat memory."""
+    """One tensor of a unit: a parameter or a buffer."""
 
     tensor: torch.Tensor
     places: tuple[Place, ...]  # several, if modules share it
-    offset: int
-    dtype: torch.dtype  # in which it travels; the tensor's own, once the server has it
+    offset: int  # of its bytes in the unit's flat memory
+    dtype: torch.dtype  # the dtype in transfers; the tensor's own, once the server owns its memory
 
     @property
     def name(self) -> str:
@@ -112,7 +112,7 @@ class Unit:
     def name(self) -> str:
         return self.names[0] if self.names else "residents"
 
-    # All as first asked: plans ask them thousands of times, and who freezes a tensor later is refused by the engine.
+    # Cached: plans read these thousands of times, and the engine refuses tensors that are frozen later.
 
     @functools.cached_property
     def trained(self) -> tuple[Item, ...]:
@@ -134,16 +134,16 @@ class Unit:
 
     @functools.cached_property
     def master_itemsize(self) -> int:
-        """Bytes of the widest that is kept beside trained weights."""
-        kept = map(master_dtype, self.trained_dtypes)
-        return max((dtype.itemsize for dtype in kept if dtype is not None), default=0)
+        """Bytes per element that are stored beside the trained weights for their float32 masters."""
+        rest = map(master_dtype, self.trained_dtypes)
+        return max((dtype.itemsize for dtype in rest if dtype is not None), default=0)
 
     def __repr__(self) -> str:
         return f"<Unit {' + '.join(self.names)}: {len(self.items)} tensors, {self.nbytes} bytes>"
 
 
 def trained_offsets(unit: Unit) -> dict[Item, int]:
-    """Where each trained tensor begins, in elements, in flat memories of gradients and of optimizer state."""
+    """The first element of each trained tensor in flat memories of gradients and of optimizer state."""
     offsets, end = {}, 0
     for item in unit.trained:
         offsets[item] = end
@@ -152,7 +152,7 @@ def trained_offsets(unit: Unit) -> dict[Item, int]:
 
 
 def trained_elements(unit: Unit) -> int:
-    """The length of such a flat memory."""
+    """The length, in elements, of flat memories of gradients and of optimizer state."""
     return unit.trained_elements
 
 
@@ -170,22 +170,22 @@ def gradient_views(unit: Unit, flat: torch.Tensor, dtype: torch.dtype = GRADIENT
 
 
 def landing_dtype(unit: Unit) -> torch.dtype:
-    """In which the unit's gradients cross to the host: that of its weights, if they have one."""
+    """The dtype in which the unit's gradients cross to the host: that of its weights, if all have the same."""
     return next(iter(unit.trained_dtypes)) if len(unit.trained_dtypes) == 1 else GRADIENT
 
 
 def landing_bytes(unit: Unit) -> int:
-    """Of the unit's gradients as they cross."""
+    """Bytes of the unit's gradients in the dtype in which they cross."""
     return trained_elements(unit) * landing_dtype(unit).itemsize
 
 
 def narrow_bytes(unit: Unit) -> int:
-    """The same, where that is not in float32, in which they are added up; else nothing."""
+    """Bytes of the unit's gradients in the dtype in which they cross, if it is not that of accumulation; else 0."""
     return 0 if landing_dtype(unit) == GRADIENT else landing_bytes(unit)
 
 
 def master_dtype(weights: torch.dtype) -> torch.dtype | None:
-    """What is kept beside weights of this dtype: the low 16 bits of float32, float32 itself, or nothing."""
+    """The dtype of what is stored beside weights: the low 16 bits of float32, float32 itself, or nothing."""
     return {torch.float32: None, torch.bfloat16: torch.int16, torch.float16: torch.float32}[weights]
 
 
@@ -198,7 +198,7 @@ def master_itemsize(unit: Unit) -> int:
 
 
 class Subgroup(NamedTuple):
-    """A stretch of a unit's trained elements: the grain of an update."""
+    """A range of a unit's trained elements, which is updated as a whole."""
 
     unit: Unit
     start: int
@@ -210,14 +210,14 @@ class Subgroup(NamedTuple):
 
 
 def cut_into_subgroups(unit: Unit, size: int, low: int = 0, high: int | None = None) -> list[Subgroup]:
-    """Of at most `size` elements each, which is a multiple of GRAIN; those from `low` to `high`."""
+    """Subgroups of the elements from `low` to `high`, of at most `size` elements each, a multiple of GRAIN."""
     stop = trained_elements(unit) if high is None else high
     return [Subgroup(unit, start, min(start + size, stop)) for start in range(low, stop, size)]
 
 
 def overlap(item: Item, begin: int, start: int, count: int) -> tuple[slice, slice] | None:
-    """Of a tensor that begins at the element `begin` of a flat memory, and a stretch of it of `count` elements from
-    `start` on: what they share, counted from the tensor's start and from the stretch's."""
+    """The elements that a tensor, which begins at element `begin` of a flat memory, shares with the `count` elements of
+    that memory from `start` on: as slices of the tensor and of that range. None if there are none."""
     low, high = max(start, begin), min(start + count, begin + item.tensor.numel())
     return (slice(low - begin, high - begin), slice(low - start, high - start)) if low < high else None
 
@@ -228,7 +228,7 @@ def _aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A module that might be a unit, with all below it; what is asked for each of many limits is remembered."""
+    """A module that might be a unit. Properties that are needed for each of many limits are cached."""
 
     name: str
     module: nn.Module
@@ -244,7 +244,7 @@ class _Candidate:
         return sum(self._nbytes_of(name, tensor) for name, tensor in found.values())
 
     def own_nbytes(self) -> int:
-        """Of the parameters that it owns itself."""
+        """Bytes of the parameters that the module owns itself."""
         return sum(self._nbytes_of(name, p) for name, p in self.module.named_parameters(self.name, recurse=False))
 
     @functools.cached_property
@@ -268,7 +268,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _blocks(top: _Candidate) -> Iterator[_Candidate]:
-    """The children of the outermost lists in which a kind of module repeats."""
+    """The children of the outermost lists in which a class of modules repeats."""
     if isinstance(top.module, _CONTAINERS):
         members = [member for member in top.children if _has_parameters(member.module)]
         kinds = [type(member.module) for member in members]
@@ -280,7 +280,7 @@ def _blocks(top: _Candidate) -> Iterator[_Candidate]:
 
 
 def _large_owners(top: _Candidate, taken: set[nn.Module], least: int) -> Iterator[_Candidate]:
-    """Outside what is taken, modules that own large parameters themselves."""
+    """Modules outside of those already `taken` that own large parameters themselves."""
     for child in top.children:
         if child.module in taken:
             continue
@@ -294,10 +294,10 @@ def _large_owners(top: _Candidate, taken: set[nn.Module], least: int) -> Iterato
 
 
 def _cut(candidate: _Candidate, limit: int | None) -> Iterator[_Candidate]:
-    """The candidate, or if it is over the limit its children, and so on."""
+    """The candidate or, if it exceeds the limit, its children, recursively."""
     if not _has_parameters(candidate.module):
         return
-    # What a module owns itself would be resident if it were cut: then nothing is won.
+    # Parameters that a module owns itself would be resident if it were cut, which would gain nothing.
     own = candidate.own_nbytes()
     whole = isinstance(candidate.module, _WHOLE) or not candidate.children or own > _LARGE * candidate.nbytes
     fits = limit is None or candidate.nbytes <= limit
@@ -309,7 +309,7 @@ def _cut(candidate: _Candidate, limit: int | None) -> Iterator[_Candidate]:
 
 
 def _named(model: nn.Module, patterns: Sequence[str], dtype_of: DtypeOf) -> list[_Candidate]:
-    """The modules that the user named, outermost first."""
+    """The outermost of the modules that the user named."""
     found: dict[nn.Module, str] = {}
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
@@ -337,7 +337,7 @@ def _merge(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
             groups = [g for g in groups if id(g) not in shared]
         groups.append(group)
         group_of.update((id(p), group) for member in group for p in member.module.parameters())
-    # In the order of the model, by each group's first member.
+    # Sort groups by the model's order of their first members.
     order = {id(candidate): i for i, candidate in enumerate(candidates)}
     return sorted(groups, key=lambda group: min(order[id(member)] for member in group))
 
@@ -345,7 +345,7 @@ def _merge(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
 def _lay_out(
     tensors: Iterable[torch.Tensor], places: dict[int, tuple[Place, ...]], dtype_of: DtypeOf
 ) -> tuple[Item, ...]:
-    """Gives each distinct tensor its place in a flat memory."""
+    """Assigns each distinct tensor an offset in a flat memory."""
     items: list[Item] = []
     offset = 0
     for tensor in {id(t): t for t in tensors}.values():
@@ -356,7 +356,7 @@ def _lay_out(
 
 
 def _places(model: nn.Module) -> dict[int, tuple[Place, ...]]:
-    """All places of each tensor, also those outside its unit: nothing else may find the host's tensor there."""
+    """All places of each tensor, also those outside of its unit, which must not keep the host's tensor."""
     found: dict[int, dict[tuple[int, str], Place]] = {}
     for place, tensor in _tensors("", model):
         found.setdefault(id(tensor), {}).setdefault((id(place.module), place.attribute), place)
@@ -364,7 +364,7 @@ def _places(model: nn.Module) -> dict[int, tuple[Place, ...]]:
 
 
 def _resident(places: dict[int, tuple[Place, ...]], patterns: Sequence[str]) -> set[int]:
-    """The tensors that the user wants to keep on the device."""
+    """The tensors that the user has named as resident."""
     names = {place.name: key for key, places_of in places.items() for place in places_of}
     wanted: set[int] = set()
     for pattern in patterns:
@@ -378,7 +378,7 @@ def _resident(places: dict[int, tuple[Place, ...]], patterns: Sequence[str]) -> 
 
 
 def hint(pattern: str, names: Iterable[str]) -> str:
-    """To be added to an error: the nearest name that there is."""
+    """The end of an error message: the closest existing name."""
     known = list(names)
     near = difflib.get_close_matches(pattern, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known[:8])}, ..."
@@ -392,10 +392,10 @@ def find_units(
     resident: Sequence[str] = (),
     dtype_of: DtypeOf = own_dtype,
 ) -> tuple[tuple[Unit, ...], Unit]:
-    """The units in the order of the model, and the residents, which have no module to intercept.
+    """The units in the model's order, and the residents, which have no module to intercept.
 
-    `limit`: bytes beyond which a block is cut. `units`: names or patterns of the modules that shall be units instead.
-    `resident`: names or patterns of parameters that stay on the device whatever unit they are found in.
+    `limit`: blocks of more bytes are cut. `units`: names or patterns of modules that become units instead. `resident`:
+    names or patterns of parameters that stay on the device, whichever module they are in.
     """
     (found,) = find_cuts(model, [limit], units=units, resident=resident, dtype_of=dtype_of).values()
     return found
@@ -409,7 +409,7 @@ def find_cuts(
     resident: Sequence[str] = (),
     dtype_of: DtypeOf = own_dtype,
 ) -> dict[int | None, tuple[tuple[Unit, ...], Unit]]:
-    """The same by limit; of limits that make the same units, the first is there."""
+    """The units and residents for each limit. If several limits give the same units, only the first is included."""
     whole = _uncut(model, units, dtype_of)
     position = {module: i for i, (_, module) in enumerate(model.named_modules())}
     places = _places(model)
@@ -420,12 +420,12 @@ def find_cuts(
         distinct = {part.module: part for part in parts}
         cuts.setdefault(tuple(distinct), (limit, list(distinct.values())))
     if () in cuts:
-        raise ValueError(f"units={list(units or ())}: these modules have no parameters, so there is nothing to travel")
+        raise ValueError(f"units={list(units or ())}: these modules have no parameters")
     return {limit: _made_of(model, parts, places, staying, dtype_of) for limit, parts in cuts.values()}
 
 
 def _uncut(model: nn.Module, units: Sequence[str] | None, dtype_of: DtypeOf) -> list[_Candidate]:
-    """What travels where there is no limit."""
+    """The modules that are units if there is no limit."""
     if units is not None:
         return _named(model, units, dtype_of)
     top = _Candidate("", model, dtype_of)
@@ -439,13 +439,13 @@ def _uncut(model: nn.Module, units: Sequence[str] | None, dtype_of: DtypeOf) -> 
 
 
 def _advice(top: _Candidate) -> str:
-    """The outermost modules that could travel, where there are several."""
+    """Advice that names the outermost modules that could be units, if there are several."""
     inside = [top]
     while len(inside) == 1 and (deeper := [c for c in inside[0].children if _has_parameters(c.module)]):
         inside = deeper
     if inside == [top]:
-        return "It is one module without others inside it, of which nothing could travel"
-    return f"Name the modules that shall travel, for example units={[c.name for c in inside[:4]]}"
+        return "It is a single module without children, and cannot be divided into units"
+    return f"Name the modules that should be units, for example units={[c.name for c in inside[:4]]}"
 
 
 def _made_of(
@@ -455,7 +455,7 @@ def _made_of(
     staying: set[int],
     dtype_of: DtypeOf,
 ) -> tuple[tuple[Unit, ...], Unit]:
-    """Units of these modules, and the residents."""
+    """The units of these modules, and the residents."""
     found: list[Unit] = []
     travelling: set[int] = set()
     groups = _merge(candidates)
@@ -474,13 +474,13 @@ def _made_of(
 def units_of_block(
     model: nn.Module, block: nn.Module, limit: int | None, dtype_of: DtypeOf = own_dtype
 ) -> tuple[Unit, ...]:
-    """The units of a block that has come into the model after its units were found."""
+    """The units of a block that was inserted into the model later."""
     name = next(name for name, module in model.named_modules() if module is block)
     places = _places(model)
     whole = _Candidate(name, block, dtype_of)
     parts = list(_cut(whole, limit))
     if {id(t) for part in parts for t in part.tensors()} != {id(t) for t in whole.tensors()}:
-        parts = [whole]  # the cut would leave a resident behind, and those are settled
+        parts = [whole]  # cutting it would add a resident, and the residents cannot change any more
     return tuple(Unit((part.name,), (part.module,), _lay_out(part.tensors(), places, dtype_of)) for part in parts)
 
 
@@ -501,6 +501,6 @@ def block_lists(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def module_sizes(model: nn.Module, dtype_of: DtypeOf = own_dtype) -> list[int]:
-    """The sizes of all modules with parameters, the largest first: where a limit makes a difference."""
+    """The sizes of all modules with parameters, the largest first: the limits that make a difference."""
     modules = (_Candidate(name, module, dtype_of) for name, module in model.named_modules())
     return sorted({candidate.nbytes for candidate in modules if _has_parameters(candidate.module)}, reverse=True)

@@ -1,1 +1,1 @@
-"""What fits, and how long it takes: the only place that decides."""
+"""Plans: what fits into device memory and how long it takes. All such decisions are made here."""

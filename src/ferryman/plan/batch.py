@@ -1,4 +1,4 @@
-"""Micro-batches: how a batch is cut, and what each part weighs."""
+"""Micro-batches: how a batch is cut, and the weight of each part in the loss."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ Split = Callable[[Any, int], list[Any]]  # the user's own way to cut a batch; se
 
 
 class Part(NamedTuple):
-    """One micro-batch: what the user's code gets, and by what its loss counts."""
+    """One micro-batch."""
 
-    content: Any
-    weight: float
-    amount: float | None = None  # what the weight is a share of: samples, as a rule; None: they cannot be counted
+    content: Any  # what the user's code is called with
+    weight: float  # the factor of its loss
+    amount: float | None = None  # what the weight is proportional to, usually samples; None: they cannot be counted
 
 
 def parts_of(batch: Any, micro_batches: int | None, reduction: str = "mean", own: Split | None = None) -> list[Part]:
-    """A tensor, or a dict or tuple of tensors, is cut along dimension 0; a list holds micro-batches that are ready.
+    """Cuts a tensor, or a dict or tuple of tensors, along dimension 0. A list contains ready-made micro-batches.
 
-    `own` is the user's function, which cuts whatever is not a list, and may say what its micro-batches weigh.
+    `own` is the user's function: it cuts anything that is not a list, and may return a weight for each micro-batch.
 
-    In the mean, micro-batches weigh by their samples, so that a ragged last one does not count too much; where samples
-    cannot be counted, as in graphs, they weigh the same. In the sum each counts as it is.
+    With reduction "mean", micro-batches are weighted by their numbers of samples, so that a smaller last one does not
+    count too much. If samples cannot be counted, as in graphs, all weights are equal. With "sum", all weights are 1.
     """
     if micro_batches is not None and type(micro_batches) is not int:
-        raise ValueError(f"micro_batches={micro_batches!r}: a whole number of them is required")
+        raise ValueError(f"micro_batches={micro_batches!r}: it must be a whole number")
     if isinstance(batch, list):
         if micro_batches is not None and micro_batches != len(batch):
             raise ValueError(f"micro_batches={micro_batches}, but the batch is a list of {len(batch)} micro-batches")
         if batch and all(isinstance(part, torch.Tensor) for part in batch):
             raise ValueError(
-                f"the batch is a list of {len(batch)} tensors, and a list is taken as micro-batches that are ready. If "
-                "these are the parts of one batch (inputs, labels), give a tuple: engine.step((inputs, labels))"
+                f"the batch is a list of {len(batch)} tensors, and a list means ready-made micro-batches. If these are "
+                "the parts of one batch (inputs, labels), pass a tuple: engine.step((inputs, labels))"
             )
         parts = [_as_dict(x) for x in batch]
     elif own is not None:
@@ -52,7 +52,7 @@ def parts_of(batch: Any, micro_batches: int | None, reduction: str = "mean", own
 
 
 def _weighted(parts: Sequence[Any], amounts: Sequence[float | None], reduction: str) -> list[Part]:
-    """In the mean by their amounts; the same for all, where one is not known."""
+    """Weights for the reduction "mean" are proportional to the amounts; if one amount is not known, they are equal."""
     known = [amount for amount in amounts if amount is not None]
     if reduction == "sum":
         weights = [1.0] * len(parts)
@@ -64,12 +64,12 @@ def _weighted(parts: Sequence[Any], amounts: Sequence[float | None], reduction: 
 
 
 def _cut_by(own: Split, batch: Any, count: int) -> tuple[list[Any], list[float | None]]:
-    """The user's micro-batches, and their weights, if it gives some."""
+    """The micro-batches that the user's function returns, and their weights; None if it returns none."""
     if count < 1:
         raise ValueError(f"micro_batches={count}: at least one is required")
     found = own(batch, count)
     if not isinstance(found, list):
-        raise ValueError(f"split= must return a list of micro-batches, this is a {type(found).__name__}")
+        raise ValueError(f"split= must return a list of micro-batches; this is a {type(found).__name__}")
     if not 1 <= len(found) <= count:
         raise ValueError(
             f"split= was asked for {count} micro-batches and returned {len(found)}; it must return as many or fewer, "
@@ -80,7 +80,7 @@ def _cut_by(own: Split, batch: Any, count: int) -> tuple[list[Any], list[float |
         if any(pairs):
             raise ValueError(
                 f"split= returned pairs (weight, micro_batch) and others: micro-batch {pairs.index(False)} has no "
-                "weight. Give all of them one, or none"
+                "weight. Return a weight with all of them, or with none"
             )
         return [_as_dict(part) for part in found], [None] * len(found)
     for number, (weight, _) in enumerate(found):
@@ -90,9 +90,9 @@ def _cut_by(own: Split, batch: Any, count: int) -> tuple[list[Any], list[float |
 
 
 def portion(samples: int, micro_batches: int | None, rank: int, size: int) -> tuple[slice, int | None]:
-    """Which samples of a batch are a rank's, and into how many micro-batches it cuts them, if that is settled.
+    """The samples of a batch that belong to a rank, and the number of micro-batches that it cuts them into, if known.
 
-    As in one process that has all of them: `micro_batches` is of the whole batch, and each rank has some of those.
+    `micro_batches` counts those of the whole batch, as a single process would cut it; each rank gets some of them.
     """
     if size == 1 or micro_batches is None:
         return slice(samples * rank // size, samples * (rank + 1) // size), micro_batches
@@ -105,8 +105,8 @@ def portion(samples: int, micro_batches: int | None, rank: int, size: int) -> tu
 def _cut(batch: Any, count: int) -> list[Any]:
     if not isinstance(batch, Mapping | tuple | torch.Tensor):
         raise ValueError(
-            "a batch is a tensor, or a dict or tuple of tensors, to be cut along dimension 0, or a list of "
-            f"micro-batches; this is a {type(batch).__name__}. Engine(split=...) takes others"
+            "a batch must be a tensor, or a dict or tuple of tensors, which is cut along dimension 0, or a list of "
+            f"micro-batches; this is a {type(batch).__name__}. Engine(split=...) can cut other types"
         )
     lengths = _lengths(batch)
     if lengths == [0]:
@@ -114,13 +114,13 @@ def _cut(batch: Any, count: int) -> list[Any]:
     if count == 1:
         return [_as_dict(batch)]
     if not lengths:
-        raise ValueError("the batch holds no tensor with a dimension to cut it along")
+        raise ValueError("the batch has no tensor with a dimension along which it can be cut")
     if len(lengths) > 1:
         *most, last = map(str, lengths)
         raise ValueError(
             f"micro_batches={count}: the batch's tensors have {', '.join(most)} and {last} samples in dimension 0, so "
-            "they cannot be cut along it. Give a list of micro-batches that are ready, or micro_batches=1, or have "
-            "your own function cut them: Engine(split=...)"
+            "they cannot be cut along it. Pass a list of ready-made micro-batches, use micro_batches=1, or cut them "
+            "with your own function: Engine(split=...)"
         )
     (size,) = lengths
     if not 1 <= count <= size:
@@ -141,13 +141,13 @@ def _cut(batch: Any, count: int) -> list[Any]:
 
 
 class Shape(NamedTuple):
-    """What a batch looks like but for its number of samples."""
+    """The structure and shapes of a batch, without its number of samples."""
 
     kinds: tuple[Any, ...]
     sizes: tuple[tuple[int, ...], ...]
 
     def within(self, other: Shape) -> bool:
-        """Whether nothing in it is longer than in the other."""
+        """Whether no dimension is longer than in the other shape."""
         return self.kinds == other.kinds and all(
             a <= b
             for mine, theirs in zip(self.sizes, other.sizes, strict=True)
@@ -166,7 +166,7 @@ def bytes_in(part: Any) -> int:
 
 
 def take(batch: Any, samples: int) -> Any:
-    """A batch of the first samples, again from the start if there are too few."""
+    """A batch of the first `samples` samples, which repeat if there are too few."""
     size = samples_in(batch) or 1
     return pick(batch, [i % size for i in range(samples)])
 
@@ -185,12 +185,12 @@ def pick(batch: Any, samples: list[int]) -> Any:
 
 
 def per_sample(batch: Any) -> list[torch.Tensor]:
-    """Its tensors that have something for each sample."""
+    """The tensors of a batch that have an entry for each sample."""
     return [leaf for leaf in _flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
 
 
 def _flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Lists without tensors (texts, names) are leaves."""
+    """Flattens a batch; lists without tensors (texts, names) are leaves."""
 
     def is_plain_list(value: Any) -> bool:
         return isinstance(value, list) and not any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(value))
@@ -199,14 +199,14 @@ def _flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def _is_per_sample(leaf: Any, size: int) -> bool:
-    """Whether it has something for each of the samples, and so is cut with them."""
+    """Whether a leaf has an entry for each sample, and therefore is cut with the batch."""
     if isinstance(leaf, torch.Tensor):
         return leaf.dim() > 0
     return isinstance(leaf, list) and len(leaf) == size
 
 
 def samples_in(part: Any) -> int | None:
-    """None if they cannot be counted: no tensor has a dimension, or their first dimensions differ, as in graphs."""
+    """The number of samples; None if no tensor has a dimension, or if their first dimensions differ, as in graphs."""
     lengths = _lengths(part)
     return lengths[0] if len(lengths) == 1 else None
 
@@ -218,5 +218,5 @@ def _lengths(part: Any) -> list[int]:
 
 
 def _as_dict(part: Any) -> Any:
-    """A mapping that is not a dict, as tokenizers make, would be one leaf to all that looks for tensors in it."""
+    """Converts other mappings, such as a tokenizer's output, to a dict: pytree would treat them as single leaves."""
     return dict(part) if isinstance(part, Mapping) and not isinstance(part, dict) else part

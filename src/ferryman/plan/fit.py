@@ -1,11 +1,12 @@
 """Fits micro-batches into a budget of device memory.
 
-What a micro-batch needs while it runs cannot be read off a model, so it is measured: a trial, whose gradients are
-thrown away, runs micro-batches of one sample and of two, and notes the peak of each stretch between two parks. Each
-stretch's peak grows by the same amount with each sample, so the largest micro-batch that fits follows. Two samples are
-tried even if twice what one needs is too much: a part of it, such as the dense gradient of an embedding, does not grow
-with samples. A trial that needs more than the room is given up, and then micro-batches are of one sample. This happens
-once for each shape of batch; a batch that is no longer in any dimension than one seen before needs no trial.
+The memory that a micro-batch needs while it runs cannot be derived from the model, so it is measured. A trial, whose
+gradients are discarded, runs micro-batches of one sample and of two samples, and records the peak of each stretch
+between two parks. The peak of a stretch grows by the same amount with each sample, which gives the largest micro-batch
+that fits. Two samples are tried even if twice the memory of one is too much, because some memory, such as the dense
+gradient of an embedding, does not grow with samples. A trial that exceeds the available room is stopped, and
+micro-batches have one sample then. There is one trial for each shape of batch; a batch that is not longer in any
+dimension than an earlier one needs no trial.
 """
 
 from __future__ import annotations
@@ -20,33 +21,36 @@ from ferryman.plan.batch import Shape, bytes_in, shape_of, take
 from ferryman.plan.plan import Need, Plan
 from ferryman.runtime.sizes import show_bytes
 
-# A trial has this many micro-batches: while one runs, another comes back to the device and others leave it.
-IN_FLIGHT = 2  # copies of the stash that leave the device at a time, at most
-TRIAL = 2 + IN_FLIGHT
+IN_FLIGHT = 2  # copies of the stash to the host that are in flight at a time
+# While one micro-batch runs, another comes back to the device and others leave it.
+TRIAL_MICRO_BATCHES = 2 + IN_FLIGHT
 
-# For memory that a device's allocator gives back late, or rounds up.
-_SLACK = 0.04
+_ALLOCATOR_SLACK = 0.04  # fraction of memory that an allocator may round up or return late
 
 
 class Stretch(NamedTuple):
-    """A micro-batch's run from one park to the next."""
+    """The execution of a micro-batch from one park to the next."""
 
-    where: str
-    peak: int  # bytes, beyond what is always on the device
+    where: str  # the unit in which it begins
+    peak: int  # bytes, in addition to those that are always on the device
 
 
 class Trial(NamedTuple):
+    """The device memory that a trial has measured."""
+
     stretches: Sequence[Stretch]
-    stash: int  # bytes that a micro-batch keeps between its forward and its backward
+    stash: int  # bytes of a micro-batch's stash between its forward and its backward
 
 
 class Choice(NamedTuple):
+    """How a batch runs within the budget."""
+
     micro_batches: int
     stash_on_host: bool
 
 
 class TooLargeError(Exception):
-    """Not even one sample fits into the budget; or, where `advice` says what would, not so many as were asked for."""
+    """Not even one sample fits into the budget; or, if there is `advice`, not as many as were requested."""
 
     def __init__(self, need: Need, advice: str | None = None) -> None:
         super().__init__(str(need))
@@ -56,7 +60,7 @@ class TooLargeError(Exception):
 
 @dataclass(frozen=True)
 class Needs:
-    """What micro-batches of one shape take on the device while they run, by their number of samples."""
+    """The device memory that running micro-batches of one shape need, as a function of their number of samples."""
 
     one: Trial
     two: Trial
@@ -65,8 +69,8 @@ class Needs:
         return self.most(samples).peak
 
     def most(self, samples: int) -> Stretch:
-        """The stretch that needs most."""
-        if len(self.one.stretches) != len(self.two.stretches):  # the model's way depends on its data
+        """The stretch that needs the most memory."""
+        if len(self.one.stretches) != len(self.two.stretches):  # the model's control flow depends on its data
             pairs = [(_highest(self.one.stretches), _highest(self.two.stretches))]
         else:
             pairs = list(zip(self.one.stretches, self.two.stretches, strict=True))
@@ -92,14 +96,14 @@ class Fit:
         self._stash = stash
         self._measure = measure
         self._known: dict[Shape, Needs] = {}
-        # Of micro-batches that stay as they are, by what they consist of: the largest that were measured and the
-        # smallest that were found too large, each with its bytes.
+        # For ready-made micro-batches, by their structure: the size in bytes of the largest one measured, with its
+        # trial, and that of the smallest one found too large, with its need.
         self._measured: dict[Any, tuple[int, Trial]] = {}
         self._refused: dict[Any, tuple[int, Need]] = {}
         self.last = 0  # bytes that the micro-batches of the last choice need
 
     def choose(self, batch: Any, size: int, count: int | None, fixed: int) -> Choice:
-        """For `size` samples in `count` micro-batches, or as few as will do; `fixed` bytes are always on the device."""
+        """Cuts `size` samples into `count` micro-batches, or into as few as fit beside `fixed` bytes on the device."""
         room = self.budget - fixed
         needs = self._needs_of(batch, room)
         if count is not None:
@@ -111,15 +115,15 @@ class Fit:
                     Need(_padded(most.peak), most.where),
                     f"micro_batches={count} makes micro-batches of {per_part} samples, which need "
                     f"{show_bytes(fixed + _padded(most.peak))} where memory={show_bytes(self.budget)}; use "
-                    f"micro_batches={best.micro_batches}, or leave it out and the engine chooses",
+                    f"micro_batches={best.micro_batches}, or leave it out to let the engine choose",
                 )
             return Choice(count, on_host)
         return self._largest(needs, size, room)
 
     def place(self, part: Any, count: int, fixed: int) -> Choice:
-        """For `count` micro-batches that are not to be cut, of which `part` has most bytes: where the stash is."""
+        """Chooses the place of the stash for `count` ready-made micro-batches, of which `part` is the largest."""
         room, nbytes = self.budget - fixed, bytes_in(part)
-        kinds = shape_of(part).kinds if nbytes else count  # where no tensors are seen, the count must tell sizes apart
+        kinds = shape_of(part).kinds if nbytes else count  # without tensors, only the count tells sizes apart
         smallest, need = self._refused.get(kinds, (sys.maxsize, None))
         if nbytes < smallest:
             try:
@@ -132,13 +136,13 @@ class Fit:
             need,
             f"micro-batches of {show_bytes(nbytes)} need {'' if need.is_all else 'more than '}"
             f"{show_bytes(fixed + need.nbytes)} (the most in {need.where!r}) where memory={show_bytes(self.budget)}; "
-            "give smaller micro-batches (in a list, or by split=), or a larger budget",
+            "pass smaller micro-batches (in a list, or from split=), or a larger budget",
         )
 
     def _place_measured(self, part: Any, nbytes: int, kinds: Any, count: int, room: int) -> bool:
         largest, trial = self._measured.get(kinds, (-1, None))
         if trial is None or nbytes > largest:
-            trial = self._measure([part] * TRIAL, room)
+            trial = self._measure([part] * TRIAL_MICRO_BATCHES, room)
             self._measured[kinds] = nbytes, trial
         on_host = self._place(Needs(trial, trial), 1, count, room)
         if on_host is None:
@@ -146,7 +150,7 @@ class Fit:
         return on_host
 
     def _largest(self, needs: Needs, size: int, room: int) -> Choice:
-        """The largest micro-batches that fit: of a given size there is a smallest count."""
+        """The largest micro-batches that fit, in the smallest number that makes micro-batches of that size."""
         count = 1
         while True:
             samples = -(-size // count)
@@ -158,9 +162,9 @@ class Fit:
         raise TooLargeError(self._need_of_one(needs.one, size))
 
     def whole_need(self, batch: Any, size: int) -> Need:
-        """What micro-batches of one sample need, measured to the end; more than the device has if there is no end."""
+        """The need of micro-batches of one sample, measured without a limit; the budget if the device has no more."""
         try:
-            return self._need_of_one(self._measure([take(batch, 1)] * TRIAL, sys.maxsize), size)
+            return self._need_of_one(self._measure([take(batch, 1)] * TRIAL_MICRO_BATCHES, sys.maxsize), size)
         except TooLargeError:
             return Need(self.budget, "a trial", is_all=False)
 
@@ -182,26 +186,26 @@ class Fit:
         for known, needs in self._known.items():
             if shape.within(known):
                 return needs
-        one = self._measure([take(batch, 1)] * TRIAL, room)
+        one = self._measure([take(batch, 1)] * TRIAL_MICRO_BATCHES, room)
         try:
-            two = self._measure([take(batch, 2)] * TRIAL, room)
+            two = self._measure([take(batch, 2)] * TRIAL_MICRO_BATCHES, room)
         except TooLargeError:
             # More than the room, and at most twice what one sample needs.
             two = Trial([Stretch(where, max(2 * peak, room + 1)) for where, peak in one.stretches], 2 * one.stash)
-            gc.collect()  # what the trial had is on the device as long as anything of its exception lives
+            gc.collect()  # the exception's traceback keeps the trial's tensors on the device
         self._known[shape] = Needs(one, two)
         return self._known[shape]
 
 
 def _padded(nbytes: int) -> int:
-    return int(nbytes * (1 + _SLACK))
+    return int(nbytes * (1 + _ALLOCATOR_SLACK))
 
 
 def advice(plan: Plan, choice: Choice) -> str:
-    """For who has run out of device memory."""
+    """Advice for a user whose device ran out of memory."""
     place = "host" if choice.stash_on_host else "device"
     return (
-        f"ferryman has {show_bytes(plan.fixed)} on the device all the time, {plan.explain()}; the stash is on the "
-        f"{place}, micro-batches: {choice.micro_batches}. memory='...' gives the engine a budget to keep; stash='host' "
-        "and more micro_batches need less"
+        f"ferryman always uses {show_bytes(plan.fixed)} on the device, {plan.explain()}; the stash is on the {place}, "
+        f"micro-batches: {choice.micro_batches}. Set a budget with memory='...', or reduce the need with stash='host' "
+        "or more micro_batches"
     )

@@ -1,13 +1,13 @@
 """What several ranks exchange in a step, and how long that takes.
 
-N ranks on each of M nodes; each has gradients of G bytes, of which it owns 1/(N M). A rank sends everyone their part
-and gathers its own from everyone; nothing is added up on the way. So of a node's gradients
+There are N ranks on each of M nodes. Each rank has gradients of G bytes and owns 1/(N M) of them. It sends every other
+rank that rank's part, and gathers its own part from all of them; nothing is summed on the way. Of a node's gradients,
 
-    G (N-1) / M      stay in the node, over its loopback, which all of its ranks have in common
-    N G (M-1) / M    leave it over the network, and as many come in
+    G (N-1) / M      bytes stay in the node and cross its loopback, which all of its ranks share
+    N G (M-1) / M    bytes leave the node over the network, and as many enter it
 
-Updated weights of W bytes lie in memory that the ranks of a node share: W (M-1) / M come in from other nodes, and as
-many leave. Of what stays on each device, R bytes, every rank is sent what it does not own.
+Updated weights of W bytes are in memory that the ranks of a node share: W (M-1) / M bytes enter a node, and as many
+leave it. Residents (R bytes) are on every device: each rank receives all that it does not own.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Crew:
-    """The ranks of a job, and how fast they reach each other."""
+class Cluster:
+    """The devices and nodes of a job, and the rates at which its ranks exchange data."""
 
-    devices: int = 1  # on each node, with a rank each
+    devices: int = 1  # per node, with one rank each
     nodes: int = 1
-    loopback: float = math.inf  # bytes a second, of all ranks of a node together
-    network: float = math.inf  # bytes a second, into a node and, at the same time, out of it
+    loopback: float = math.inf  # bytes per second, for all ranks of a node together
+    network: float = math.inf  # bytes per second, into a node and at the same time out of it
 
     @property
     def size(self) -> int:
@@ -31,8 +31,8 @@ class Crew:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Seconds of a step; None where there is nobody to exchange anything with."""
+class ExchangeTimes:
+    """Seconds that each exchange takes per step; None if there is no other rank to exchange with."""
 
     gathered: float | None = None  # gradients, within a node
     crossed: float | None = None  # gradients, between nodes
@@ -40,13 +40,13 @@ class Exchange:
     returned: float = 0.0  # updated weights, between nodes
 
 
-def exchange(crew: Crew, gradients: float, weights: float, residents: float) -> Exchange:
-    """Bytes of what trains: gradients as they cross, weights of units, and of what stays on each device."""
-    devices, nodes = crew.devices, crew.nodes
+def exchange_times(cluster: Cluster, gradients: float, weights: float, residents: float) -> ExchangeTimes:
+    """The arguments are bytes: gradients in the dtype in which they cross, trained weights of units, and residents."""
+    devices, nodes = cluster.devices, cluster.nodes
     within, across = (devices - 1) / nodes, (nodes - 1) / nodes
-    return Exchange(
-        gathered=gradients * within / crew.loopback if devices > 1 else None,
-        crossed=devices * gradients * across / crew.network if nodes > 1 else None,
-        shared=residents * within / crew.loopback if devices > 1 else 0.0,
-        returned=(weights + devices * residents) * across / crew.network if nodes > 1 else 0.0,
+    return ExchangeTimes(
+        gathered=gradients * within / cluster.loopback if devices > 1 else None,
+        crossed=devices * gradients * across / cluster.network if nodes > 1 else None,
+        shared=residents * within / cluster.loopback if devices > 1 else 0.0,
+        returned=(weights + devices * residents) * across / cluster.network if nodes > 1 else 0.0,
     )

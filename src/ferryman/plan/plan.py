@@ -1,20 +1,20 @@
-"""The plan: how large units are and how many slots there are, so that a budget of device memory is kept.
+"""The plan: the size of units and the number of slots, chosen to stay within a budget of device memory.
 
-What is always on the device is a sum over the plan:
+The memory that is always in use on the device is
 
     weight slots x largest unit + gradient slots x widest gradients + residents, with their gradients
-    + what updates on the device take (`staging.py`)
+    + memory for updates on the device (`staging.py`)
 
-or, where all units are *held*, their sum in place of the weight slots. The rest of the budget is for what micro-batches
-need while they run, which `plan/fit.py` measures. A coarse cut is better than a fine one, since every boundary between
-units is a stash; two slots are better than one, since only then a fetch runs beside the compute. So blocks are cut
-before slots are given up. Units that the user has named are not cut.
+If all units are *held*, their sum takes the place of the weight slots. The rest of the budget is for micro-batches
+while they run; `plan/fit.py` measures what they need. Large units are better than small ones, since every boundary
+between units is a stash. Two slots are better than one, since only two let a fetch overlap with compute. So blocks are
+cut before slots are given up. Units that the user has named are not cut.
 
 Note [How much is filled]
-Weights cross once a sweep, whatever the size of micro-batches; a stash crosses for each sample. So whole blocks with
-micro-batches of one sample are faster than parts of blocks with larger ones, and a cut may fill the budget but for a
-little. Should a sample not fit beside it, the first batch tells, and the plan is made again. Slots beyond two spare a
-fetch each, and leave the room to micro-batches before that.
+Weights cross once per sweep, for any size of micro-batches; a stash crosses for each sample. So whole blocks with
+micro-batches of one sample are faster than parts of blocks with larger micro-batches, and the units may fill nearly all
+of the budget. If a sample does not fit beside them, the first batch shows it, and a smaller plan is made. Each slot
+beyond two saves one fetch per step; micro-batches take precedence over such slots.
 """
 
 from __future__ import annotations
@@ -30,27 +30,26 @@ from ferryman.model.units import DtypeOf, Unit, find_cuts, gradient_bytes, modul
 from ferryman.plan.staging import Staging
 from ferryman.runtime.sizes import show_bytes
 
-# Of a budget, for what is always there: at most, if it can be done with less; where all units are held, which is given
-# up for larger micro-batches; and with more slots than two. See Note [How much is filled]
-_MOST, _HELD, _MORE_SLOTS = 7 / 8, 3 / 4, 1 / 2
+# Largest fractions of a budget for memory that is always in use: in general, with all units held, and with more than
+# two slots. See Note [How much is filled]
+_MAX_FIXED, _MAX_FIXED_HELD, _MAX_FIXED_MORE_SLOTS = 7 / 8, 3 / 4, 1 / 2
 
-# What a micro-batch needs is measured anew with the budget that was named, and may be a little more then.
-_AGAIN = 1.02
+_REMEASURE_MARGIN = 1.02  # measured again under a recommended budget, a micro-batch may need a little more
 
 
 class Need(NamedTuple):
-    """What a micro-batch takes beside what is always on the device, and the unit where it takes most."""
+    """The device memory that a running micro-batch needs, and the unit in which it needs the most."""
 
-    nbytes: int
+    nbytes: int  # in addition to the memory that is always in use
     where: str
-    is_all: bool = True  # False: it was stopped there, and takes more
+    is_all: bool = True  # False: the measurement was stopped there, so more is needed
 
     def __str__(self) -> str:
         return f"a micro-batch of one sample needs {show_bytes(self.nbytes)} in {self.where!r}"
 
 
 class PlanTooLargeError(Exception):
-    """A plan leaves micro-batches too little room, but training can go on with a smaller one that leaves `need`."""
+    """The plan leaves micro-batches too little room; a smaller plan leaves them `need`."""
 
     def __init__(self, need: Need) -> None:
         super().__init__(str(need))
@@ -59,22 +58,22 @@ class PlanTooLargeError(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is decided before anything is allocated."""
+    """The decisions that are made before anything is allocated."""
 
     units: tuple[Unit, ...]
     residents: Unit
     weight_slots: int
     gradient_slots: int
     staging: Staging
-    updates: bool = False  # whether the engine updates the weights, so that gradients cross in their dtype
-    limit: int | None = None  # bytes beyond which blocks were cut
+    updates: bool = False  # whether the engine updates the weights; if so, gradients cross in the weights' dtype
+    limit: int | None = None  # blocks of more bytes than this were cut
     held: bool = False  # whether all weights stay on the device
-    predicted_rate: float | None = None  # of updates, in parameters a second; None: not known yet
+    predicted_rate: float | None = None  # of updates, in parameters per second; None: not known yet
     achieved_rate: float | None = None
 
     @property
     def account(self) -> dict[str, int]:
-        """Bytes that are on the device all the time, by what they are for."""
+        """Bytes of device memory that are always in use, by purpose."""
         return {
             "weight slots": self._weight_bytes,
             "gradient slots": self.gradient_slots * slot_bytes(self.units, self.updates),
@@ -84,7 +83,7 @@ class Plan:
 
     @property
     def in_forward_order(self) -> tuple[Unit, ...]:
-        """All units as a step needs them: residents are there from its start."""
+        """All units in the order in which a step needs them, beginning with the residents."""
         return (self.residents, *self.units)
 
     def with_staging(self, staging: Staging) -> Plan:
@@ -114,7 +113,7 @@ class Plan:
         return "\n".join(lines)
 
     def explain(self) -> str:
-        """The account in words, with what dominates it."""
+        """The account in words, largest entry first."""
         largest, account = max(self.units, key=lambda unit: unit.nbytes), self.account
         all_of_them = f"{show_bytes(account['weight slots'])}, all of them,"
         slots = all_of_them if self.held else f"{self.weight_slots} x {show_bytes(largest.nbytes)}"
@@ -147,11 +146,14 @@ def make_plan(
     needed: Need | None = None,
     smallest: bool = False,
 ) -> Plan:
-    """The coarsest plan that leaves room in the budget; a ValueError that says what is needed if there is none.
+    """Makes the plan with the largest units that leaves room in the budget.
 
-    `units`: named by the user, and not cut. `staging`: ways to update, the best first; a lesser one is taken where a
-    better one leaves no room. `held`: whether all weights stay on the device; None: if the budget allows. `needed`:
-    what a micro-batch of one sample takes, once that is known. `smallest`: the plan that takes least instead.
+    Raises a ValueError that says how much memory is needed if there is no such plan.
+
+    `units`: modules named by the user, which are not cut. `staging`: ways to update, the best first; a later one is
+    used if the earlier ones leave no room. `held`: whether all weights stay on the device; None: if the budget allows
+    it. `needed`: the need of a micro-batch of one sample, once it is known. `smallest`: return the plan that uses the
+    least memory instead.
     """
     as_they_are = budget is None or units is not None
     limits = [None] if as_they_are else [None, *module_sizes(model, dtype_of)]
@@ -165,10 +167,12 @@ def make_plan(
     if smallest:
         return least
     for plan in itertools.chain(*grades):
-        room = int((_HELD if plan.held else _MOST) * budget) if needed is None else budget - needed.nbytes
+        room = (
+            int((_MAX_FIXED_HELD if plan.held else _MAX_FIXED) * budget) if needed is None else budget - needed.nbytes
+        )
         if fixed[id(plan)] <= room:
             more = not plan.held and slots is None
-            return _with_more_slots(plan, min(room, int(_MORE_SLOTS * budget))) if more else plan
+            return _with_more_slots(plan, min(room, int(_MAX_FIXED_MORE_SLOTS * budget))) if more else plan
     if needed is None and fixed[id(least)] <= budget:
         return least
     finer = "" if units is None else ". Units that are named (units=) are not cut: name smaller ones, or none"
@@ -181,7 +185,7 @@ def _what_would_do(least: Plan, needed: Need | None) -> str:
             f"{show_bytes(least.fixed)} is needed before any activations, {least.explain()}; what a micro-batch of one "
             "sample takes comes on top, and is known at the first batch"
         )
-    total = show_bytes(least.fixed + int(needed.nbytes * _AGAIN))
+    total = show_bytes(least.fixed + int(needed.nbytes * _REMEASURE_MARGIN))
     return (
         f"{f'{total} would do' if needed.is_all else f'more than {total} is needed'}, {least.explain()}, and "
         f"{show_bytes(needed.nbytes)} for a micro-batch of one sample (the most in {needed.where!r})"
@@ -189,16 +193,16 @@ def _what_would_do(least: Plan, needed: Need | None) -> str:
 
 
 def slot_bytes(units: Sequence[Unit], updates: bool) -> int:
-    """Of a slot for the gradients of any of these units: in float32, and in the dtype in which they cross."""
+    """Bytes of a slot for the gradients of any of these units, in float32 and in the dtype in which they cross."""
     wide = max(gradient_bytes(unit) for unit in units)
     return wide + (max(narrow_bytes(unit) for unit in units) if updates else 0)
 
 
 def _grades(cuts: Sequence[Plan], slots: int | None, staging: Sequence[Staging], held: bool | None) -> list[list[Plan]]:
-    """All plans: those of one grade have as many slots and overlap alike; the best grade, and the coarsest, first."""
-    # A unit with several modules holds its slot through the whole backward.
+    """All plans, in grades of the same number of slots. The best grade is first, and in it the one of largest units."""
+    # A unit with several modules occupies its gradient slot through the whole backward.
     best = [replace(plan, gradient_slots=2 + sum(len(u.modules) > 1 for u in plan.units)) for plan in cuts]
-    # Held, nothing is won by a cut but smaller slots for gradients.
+    # If all units are held, cutting them only makes gradient slots smaller.
     staying = [] if held is False or slots is not None else [[replace(plan, held=True)] for plan in (*best, *cuts)]
     lesser = [
         [
@@ -213,7 +217,7 @@ def _grades(cuts: Sequence[Plan], slots: int | None, staging: Sequence[Staging],
 
 
 def _with_more_slots(plan: Plan, room: int) -> Plan:
-    """Each slot more spares a fetch a step; with one for every unit, weights come over once."""
+    """Each additional slot saves one fetch per step; with a slot for every unit, each is fetched once."""
     largest = max(unit.nbytes for unit in plan.units)
     more = min((room - plan.fixed) // largest, len(plan.units) - plan.weight_slots) if largest else 0
     return replace(plan, weight_slots=plan.weight_slots + max(0, more))

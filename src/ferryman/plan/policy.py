@@ -3,7 +3,7 @@
 host        the host updates everything (ZeRO-Offload)
 static:R    the state of a share R of the subgroups stays on the device, which updates them (TwinFlow)
 stride:K    one subgroup in K crosses to the device, is updated there and goes back (Deep Optimizer States)
-auto        subgroup by subgroup, whoever would be done first (`schedule.py`)
+auto        for each subgroup, whichever of host and device would finish first (`schedule.py`)
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _FORMS = {"host": "host", "static": "static:R", "stride": "stride:K", "auto": "a
 
 @dataclass(frozen=True)
 class Policy:
-    """As the user wrote it."""
+    """A policy, with the parameters that the user gave."""
 
     kind: Kind
-    share: float = 0.0  # of `static`
-    stride: int = 0  # of `stride`
+    share: float = 0.0  # R of `static:R`
+    stride: int = 0  # K of `stride:K`
 
     def __str__(self) -> str:
         if self.kind == "static":
@@ -33,15 +33,15 @@ class Policy:
         return f"stride:{self.stride}" if self.kind == "stride" else self.kind
 
     def device_owns(self, index: int) -> bool:
-        """Whether the device updates the subgroup, counted over the whole model in forward order, come what may."""
+        """Whether the device always updates the subgroup with this index, counted in forward order over the model."""
         return self.owned(index, index + 1) > 0
 
     def owned(self, start: int, stop: int) -> int:
-        """How many of the subgroups from `start` to before `stop` that is: there may be too many to list them."""
-        assert self.kind != "auto", "that depends on queues and rates"
+        """The number of subgroups in `range(start, stop)` that the device always updates, without listing them."""
+        assert self.kind != "auto", "auto decides by queues and rates"
         if self.kind == "stride":
             return stop // self.stride - start // self.stride
-        # Spread evenly, so that host and device have work all the time. As a fraction: 0.1 is not quite a tenth.
+        # Spread evenly, so that host and device always have work. In exact fractions: the float 0.1 is not a tenth.
         part, whole = Fraction(str(self.share)).as_integer_ratio()
         return stop * part // whole - start * part // whole
 
@@ -60,8 +60,8 @@ def parse_policy(text: object) -> Policy:
     near = difflib.get_close_matches(name, get_args(Kind), n=1)
     meant = f" (did you mean {_FORMS[near[0]]!r}?)" if near else ""
     raise ValueError(
-        f"updates={text!r} is no policy{meant}; there are 'host', 'static:R' with a share R from 0 to 1, 'stride:K' "
-        "with a whole number K of at least 2, and 'auto'"
+        f"updates={text!r} is not a policy{meant}; choose 'host', 'static:R' with a share R from 0 to 1, 'stride:K' "
+        "with a whole number K of at least 2, or 'auto'"
     )
 
 
@@ -73,7 +73,7 @@ def _share(value: str) -> float:
     if not 0 <= share <= 1:
         raise ValueError(
             f"updates='static:{value}': the share of the state that stays on the device must be a number from 0 to 1, "
-            "like 'static:0.25'"
+            "such as 'static:0.25'"
         )
     return share
 
@@ -82,6 +82,6 @@ def _stride(value: str) -> int:
     if not (value.isascii() and value.isdigit() and int(value) >= 2):
         raise ValueError(
             f"updates='stride:{value}': one subgroup in K is updated on the device, and K must be a whole number of at "
-            "least 2; 'stride:2', every other one, is the most that this rhythm gives the device"
+            "least 2; 'stride:2', every other subgroup, gives the device the most"
         )
     return int(value)

@@ -1,4 +1,4 @@
-"""How fast an update's parts are."""
+"""The rates of the parts of an update."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Rates:
-    """What is calibrated at the start and then follows what is observed."""
+    """Rates that are calibrated at the start and then follow observation."""
 
-    host: float  # parameters a second that the host updates, its look at the gradient included
-    device: float  # parameters a second that the device updates, of what is there already
-    link_in: float  # bytes a second, host to device
-    link_out: float  # bytes a second, device to host
-    duplex: bool = True  # both directions at once; else one at a time, as in the published code
+    host: float  # parameters per second that the host updates, including the check of their gradients
+    device: float  # parameters per second that the device updates, once their state is on the device
+    link_in: float  # bytes per second, host to device
+    link_out: float  # bytes per second, device to host
+    duplex: bool = True  # both directions at once; False: one at a time, as in the published code
 
     def following(
         self,
@@ -23,10 +23,10 @@ class Rates:
         link_in: float | None = None,
         link_out: float | None = None,
     ) -> Rates:
-        """Most of the way towards the rates that were observed, in seconds per unit, since times are what adds up.
+        """Moves three quarters of the way towards the observed rates, averaging times and not rates.
 
-        Three quarters of it, because a change must be seen within a few steps, and one outlier must not decide: two
-        steps after a rate has changed, fifteen sixteenths of the change are in.
+        So a change shows within a few steps, and a single outlier does not decide: two steps after a rate has changed,
+        fifteen sixteenths of the change are included.
         """
         return replace(
             self,

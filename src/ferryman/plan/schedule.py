@@ -1,15 +1,18 @@
 """The scheduler: who updates a subgroup, as a pure function of queues and rates.
 
-An update on the host: its gradient crosses out, the host updates, the weights cross in. On the device: the state
-crosses in, the device updates, the state crosses out. What does not need to cross has no bytes in `Traffic`. Each of
-the six parts is a lane, in order; the four that cross share the two directions of the link.
+An update on the host has three parts: the gradient crosses to the host, the host updates, the weights cross to the
+device. So has an update on the device: the state crosses to the device, the device updates, the state crosses to the
+host. Parts that are not needed have zero bytes in `Traffic`. Each of the six parts is a lane, which works in order; the
+four that cross share the two directions of the link.
 
-There are two views of the same thing. The *estimate* (`on_host`, `on_device`) sees one subgroup behind queues, which is
-all that is known when a gradient has just been made. `makespan` simulates a whole list, event by event.
+There are two methods. The *estimate* (`on_host`, `on_device`) places one subgroup behind the queues, which is all that
+is known when a gradient has just been computed. `makespan` simulates a whole list, event by event.
 
-**Note: weights that come back.** They are ready only when the host is done, which may be late. Meanwhile the link is
-not theirs: state that is ready before them goes before them. So the simulation serves a direction of the link in the
-order in which lanes are ready, and the estimate adds to the link's queue what they take, but not the time they wait.
+Note [Weights that come back]
+Weights are ready to cross back only when the host has updated them, which may be late. They do not occupy the link
+while they wait: state that is ready earlier crosses earlier. So the simulation serves each direction of the link in the
+order in which lanes become ready, and the estimate adds to the link's queue the time that weights need to cross, but
+not the time that they wait.
 """
 
 from __future__ import annotations
@@ -22,40 +25,40 @@ from dataclasses import dataclass, replace
 
 from ferryman.plan.rates import Rates
 
-SAMPLE = 256  # subgroups; of more, the first tell how it goes on
+MAX_SIMULATED = 256  # subgroups; longer lists are extrapolated from the first ones
 
-_MANY = 128  # subgroups; of more, not every rhythm is simulated
-_TRIES = 400  # schedules that `best_discrete` tries beyond the regular ones
+_MAX_EXHAUSTIVE = 128  # subgroups; for more, only some patterns are simulated
+_MAX_NEIGHBOURS = 400  # schedules that `best_discrete` tries in addition to regular patterns
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Bytes per parameter that cross the link for an update."""
 
-    host_out: float  # the gradient of what the host updates
-    host_in: float  # the weights that the host updated; none where a later fetch brings them anyway
-    device_in: float  # the state of what the device updates, and the gradient if it lies on the host
-    device_out: float  # that state, and the weights if the host wants them
+    host_out: float  # the gradient, for an update on the host
+    host_in: float  # the weights that the host has updated; 0 if a later fetch brings them anyway
+    device_in: float  # the state, for an update on the device; and the gradient if it is on the host
+    device_out: float  # that state, and the weights if the host needs them
 
 
 @dataclass(frozen=True)
 class Queues:
-    """Seconds from now until each has done what it was given."""
+    """Seconds from now until each resource has finished its queued work."""
 
     host: float
     link_in: float
     device: float
     link_out: float
-    berths: tuple[float, ...]  # staging on the device, at least one; taken from the copy in to the end of the copy out
+    berths: tuple[float, ...]  # at least one; occupied from the start of the copy in to the end of the copy out
 
 
 def idle(berths: int) -> Queues:
-    """Nothing is queued, and all berths are free."""
+    """Queues without work, and with all berths free."""
     return Queues(0.0, 0.0, 0.0, 0.0, (0.0,) * berths)
 
 
 def lane_seconds(on_host: float, on_device: float, traffic: Traffic, rates: Rates) -> dict[str, float]:
-    """How long each is busy in all with so many parameters on either side."""
+    """Seconds that each lane is busy if the host and the device update so many parameters."""
     link_in = (on_host * traffic.host_in + on_device * traffic.device_in) / rates.link_in
     link_out = (on_host * traffic.host_out + on_device * traffic.device_out) / rates.link_out
     if not rates.duplex:
@@ -64,14 +67,14 @@ def lane_seconds(on_host: float, on_device: float, traffic: Traffic, rates: Rate
 
 
 def on_host(queues: Queues, size: int, traffic: Traffic, rates: Rates) -> tuple[float, Queues]:
-    """When the host would have updated a subgroup of `size` parameters, and the queues then."""
+    """The time at which the host would finish a subgroup of `size` parameters, and the queues with it added."""
     out, alone, back = (
         size * traffic.host_out / rates.link_out,
         size / rates.host,
         size * traffic.host_in / rates.link_in,
     )
-    # The gradient is ready now, and what is queued to go out mostly is not: it waits for the gradients before it alone,
-    # which are crossing at their pace while the host updates at its own.
+    # The gradient is ready now, and most of the queued copies to the host are not. So it waits only for the gradients
+    # before it, which cross while the host updates.
     updated = max(queues.host + max(alone, out), out + alone)
     link_in, link_out = _after(queues.link_in, queues.link_out, rates, out=out)
     finish = max(updated, link_in) + back if back else updated
@@ -80,15 +83,15 @@ def on_host(queues: Queues, size: int, traffic: Traffic, rates: Rates) -> tuple[
 
 
 def on_device(queues: Queues, size: int, traffic: Traffic, rates: Rates) -> tuple[float, Queues]:
-    """When the device would have updated a subgroup of `size` parameters, and the queues then."""
+    """The time at which the device would finish a subgroup of `size` parameters, and the queues with it added."""
     into, out = size * traffic.device_in / rates.link_in, size * traffic.device_out / rates.link_out
     berth, *others = sorted(queues.berths)
     link_in, link_out = queues.link_in, queues.link_out
     if into:
-        waited = max(0.0, berth - link_in)  # that counts, unlike the wait of weights: the next state is behind this one
+        waited = max(0.0, berth - link_in)  # it blocks the link, unlike a wait of weights: the next state comes after
         link_in, link_out = _after(link_in, link_out, rates, into=waited + into)
     updated = max(queues.device, link_in if into else berth) + size / rates.device
-    finish = max(updated, link_out, *queues.berths) + out if out else updated  # copies out are in order, too
+    finish = max(updated, link_out, *queues.berths) + out if out else updated  # copies out are in order as well
     link_in, link_out = _after(link_in, link_out, rates, out=out)
     return finish, replace(queues, device=updated, link_in=link_in, link_out=link_out, berths=(*others, finish))
 
@@ -96,25 +99,28 @@ def on_device(queues: Queues, size: int, traffic: Traffic, rates: Rates) -> tupl
 def _after(
     link_in: float, link_out: float, rates: Rates, *, into: float = 0.0, out: float = 0.0
 ) -> tuple[float, float]:
-    """The link's queues with more in them; one queue if it is used one way at a time."""
+    """The link's queues with these seconds added; to both if the link is used in one direction at a time."""
     return (link_in + into, link_out + out) if rates.duplex else (link_in + into + out, link_out + into + out)
 
 
 def choose(queues: Queues, size: int, traffic: Traffic, rates: Rates) -> bool:
-    """Whether the device would be done with a subgroup before the host."""
+    """Whether the device would finish a subgroup before the host."""
     return on_device(queues, size, traffic, rates)[0] < on_host(queues, size, traffic, rates)[0]
 
 
 def assign(sizes: Sequence[int], traffic: Traffic, rates: Rates, queues: Queues) -> list[bool]:
-    """Which subgroups go to the device, where all are known at once.
+    """Chooses the subgroups that the device updates, when all subgroups are known at once.
 
-    Whoever is done first takes the next one. That does not look ahead, so what it gives is compared with the host
-    alone, with every share spread evenly and with every stride, and the best is taken: no fixed rhythm is better. Of
-    many subgroups the first rule is as good as any, and only what is near it is compared; a large model has tens of
-    thousands, and there the first are assigned and the others follow their pattern.
+    A greedy schedule gives each subgroup to whichever side would finish it first. Since that does not look ahead, it is
+    compared with the host alone, with every share spread evenly and with every stride, and the best one is used: no
+    fixed pattern is better. With many subgroups the greedy schedule is as good as any, and only similar ones are
+    compared. With tens of thousands, as in a large model, the first ones are assigned and the others repeat their
+    pattern.
     """
-    if len(sizes) > SAMPLE:
-        return list(itertools.islice(itertools.cycle(assign(sizes[:SAMPLE], traffic, rates, queues)), len(sizes)))
+    if len(sizes) > MAX_SIMULATED:
+        return list(
+            itertools.islice(itertools.cycle(assign(sizes[:MAX_SIMULATED], traffic, rates, queues)), len(sizes))
+        )
     one_by_one = []
     ahead = queues
     for size in sizes:
@@ -124,7 +130,7 @@ def assign(sizes: Sequence[int], traffic: Traffic, rates: Rates, queues: Queues)
     search.consider([False] * len(sizes))
     search.consider(one_by_one)
     count, most = len(sizes), sum(one_by_one)
-    few = count <= _MANY
+    few = count <= _MAX_EXHAUSTIVE
     for some in range(1, count + 1) if few else range(max(1, most - 8), min(count, most + 8) + 1):
         search.consider(_spread(count, some))
     for stride in range(2, (count if few else 16) + 1):
@@ -133,15 +139,15 @@ def assign(sizes: Sequence[int], traffic: Traffic, rates: Rates, queues: Queues)
 
 
 def _spread(count: int, some: int) -> list[bool]:
-    """Some of so many, evenly."""
+    """Selects `some` of `count` subgroups, spread evenly."""
     return [(index + 1) * some // count > index * some // count for index in range(count)]
 
 
 def best_discrete(sizes: Sequence[int], traffic: Traffic, rates: Rates, queues: Queues) -> tuple[float, list[bool]]:
-    """The best schedule that a search finds, and its seconds: what benchmarks hold `assign` against.
+    """The seconds of the best schedule that a search finds, and that schedule. Benchmarks compare `assign` with it.
 
-    Beside what `assign` tries, it puts any number of subgroups on the device first, and last; then it changes one
-    subgroup or exchanges two of the best schedule, as long as that helps and a bounded number of times.
+    In addition to the schedules of `assign`, it tries the first and the last n subgroups on the device, for every n.
+    Then it moves one subgroup or exchanges two of the best schedule while that helps, a bounded number of times.
     """
     count = len(sizes)
     search = _Search(sizes, traffic, rates, queues)
@@ -149,7 +155,7 @@ def best_discrete(sizes: Sequence[int], traffic: Traffic, rates: Rates, queues: 
     for some in range(count + 1):
         search.consider([index < some for index in range(count)])
         search.consider([index >= count - some for index in range(count)])
-    until = search.simulated + _TRIES
+    until = search.simulated + _MAX_NEIGHBOURS
     improved = True
     while improved:
         improved = False
@@ -163,7 +169,7 @@ def best_discrete(sizes: Sequence[int], traffic: Traffic, rates: Rates, queues: 
 
 
 class _Search:
-    """The best schedule so far; of equals, the one with fewer parameters on the device."""
+    """The best schedule so far; of equal ones, the one with fewer parameters on the device."""
 
     def __init__(self, sizes: Sequence[int], traffic: Traffic, rates: Rates, queues: Queues) -> None:
         self.best: list[bool] = []
@@ -173,7 +179,7 @@ class _Search:
         self._sizes, self._traffic, self._rates, self._queues = sizes, traffic, rates, queues
 
     def consider(self, choices: list[bool]) -> bool:
-        """Whether this one is better. It is simulated only if its busiest lane leaves that open."""
+        """Whether this schedule is better. It is simulated only if its lower bound is."""
         sizes = [size for size, crosses in zip(self._sizes, choices, strict=True) if crosses]
         moved = sum(sizes)
         if (self._least(sizes), moved) >= (self.seconds, self._moved):
@@ -186,7 +192,7 @@ class _Search:
         return True
 
     def _least(self, sizes: list[int]) -> float:
-        """No schedule with these on the device takes less: lanes do their work, and berths are held all the way."""
+        """A lower bound with these subgroups on the device, from the work of each lane and the occupation of berths."""
         traffic, rates, queues = self._traffic, self._rates, self._queues
         moved = sum(sizes)
         busy = lane_seconds(sum(self._sizes) - moved, moved, traffic, rates)
@@ -200,7 +206,7 @@ class _Search:
 
 
 def _neighbours(choices: Sequence[bool]) -> Iterator[list[bool]]:
-    """Schedules that differ in one subgroup, or in two that are exchanged, near ones first."""
+    """Schedules that differ in one subgroup, or in two that are exchanged, the closest ones first."""
     for index in range(len(choices)):
         yield [*choices[:index], not choices[index], *choices[index + 1 :]]
     for distance in range(1, len(choices)):
@@ -213,18 +219,18 @@ def _neighbours(choices: Sequence[bool]) -> Iterator[list[bool]]:
 
 
 class _Lane:
-    """Parts of updates that follow one another, on something that other lanes may use, too."""
+    """Parts of updates that run in order, on a resource that other lanes may use as well."""
 
     def __init__(self, resource: str, seconds: list[float], before: _Lane | None, berths: list[float] | None) -> None:
         self.resource = resource
         self.seconds = seconds
-        self.before = before  # of the same subgroups, the part before this one
-        self.berths = berths  # of which each part takes one when it begins
+        self.before = before  # the lane of the preceding part of the same subgroups
+        self.berths = berths  # each part takes one when it begins
         self.ends: list[float] = []
         self.end = 0.0
 
     def ready(self) -> float:
-        """When the next part could begin; never, for all that is known yet, if something must be done before."""
+        """When the next part could begin; infinity while it has to wait for a part that has not been scheduled."""
         at = len(self.ends)
         if at == len(self.seconds):
             return math.inf
@@ -241,10 +247,10 @@ class _Lane:
 
 
 def makespan(choices: Sequence[bool], sizes: Sequence[int], traffic: Traffic, rates: Rates, queues: Queues) -> float:
-    """Seconds from now until all are updated and everything has crossed; `choices`: True for the device.
+    """Simulates the seconds until all subgroups are updated and all copies are done. `choices`: True for the device.
 
-    A simulation: again and again, of the parts that are next in their lanes, the one that can begin first does so.
-    Parts that become ready later do so after that, and could not have come before it.
+    Repeatedly, of the parts that are next in their lanes, the one that can begin first is scheduled. Parts that become
+    ready later could not have begun before it.
     """
     stay = [size for size, crosses in zip(sizes, choices, strict=True) if not crosses]
     cross = [size for size, crosses in zip(sizes, choices, strict=True) if crosses]
@@ -282,7 +288,7 @@ def makespan(choices: Sequence[bool], sizes: Sequence[int], traffic: Traffic, ra
 
 
 def _chain(berths: list[float] | None, *parts: tuple[str, list[float]]) -> list[_Lane]:
-    """Lanes that the same subgroups go through; none for parts that take no time."""
+    """Lanes that the same subgroups pass through; parts that take no time have none."""
     lanes: list[_Lane] = []
     for resource, seconds in parts:
         if any(seconds):

@@ -1,9 +1,9 @@
-"""The forecast: how long a step would take and what bounds it, from what it does and what a machine can do.
+"""The forecast: how long a step would take and what bounds it, from its work and the rates of a machine.
 
-The sweeps of a step are phases of the performance model (`performance.py` has the equations). Once per sweep, whatever
-the number of micro-batches, weights are fetched, gradients leave and the update runs. Each micro-batch adds arithmetic
-and, if the stash is on the host, copies of the stash in both directions. So with more micro-batches compute grows and
-the fetches do not: from the *break-even* on, compute bounds the step.
+The sweeps of a step are phases of the performance model (`performance.py` has the equations). Weights are fetched,
+gradients leave and the update runs once per sweep, for any number of micro-batches. Each micro-batch adds arithmetic
+and, if the stash is on the host, copies of the stash in both directions. So more micro-batches add compute but no
+fetches: from the *break-even* on, compute bounds the step.
 """
 
 from __future__ import annotations
@@ -11,49 +11,49 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from ferryman.plan.network import Exchange
+from ferryman.plan.network import ExchangeTimes
 from ferryman.plan.performance import Phase, Prediction, predict, step_time
 from ferryman.plan.policy import Policy
 from ferryman.plan.rates import Rates
-from ferryman.plan.schedule import SAMPLE, Traffic
+from ferryman.plan.schedule import MAX_SIMULATED, Traffic
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a forward or a backward does."""
+    """The work of a forward or a backward."""
 
-    operations: float  # floating-point, of one micro-batch
-    fetched: float = 0.0  # bytes of weights in, once
-    brought: float = 0.0  # bytes of the stash in, for each micro-batch
-    stowed: float = 0.0  # bytes of the stash out, for each micro-batch
+    operations: float  # floating-point operations per micro-batch
+    fetched: float = 0.0  # bytes of weights to the device, once
+    brought: float = 0.0  # bytes of the stash to the device, per micro-batch
+    stowed: float = 0.0  # bytes of the stash to the host, per micro-batch
 
 
 @dataclass(frozen=True)
 class Update:
-    """What an update does, once a step; of several ranks, on each."""
+    """The work of an update, once per step and on each rank."""
 
     policy: Policy
-    parameters: int  # that this rank updates
-    subgroup: int  # parameters
+    parameters: int  # number that this rank updates
+    subgroup: int  # number of parameters in a subgroup
     berths: int
-    deferred: bool  # it runs beside the next forward, else beside the backward
+    deferred: bool  # True: it runs beside the next forward; False: beside the backward
     traffic: Traffic
-    resident: Traffic  # of what stays on the device
-    landing: float  # bytes per parameter of gradients that wait on the host for the norm of all
-    waits_on_device: bool = False  # those of the device's subgroups wait there
-    others: int = 0  # parameters that other ranks update: gradients leave for them, and weights come back, all the same
-    exchange: Exchange = field(default_factory=Exchange)
+    resident: Traffic  # traffic of subgroups whose state stays on the device
+    landing: float  # bytes per parameter of gradients that wait on the host for the global norm
+    waits_on_device: bool = False  # whether gradients of the device's subgroups wait on the device
+    others: int = 0  # number that other ranks update: their gradients leave, and their weights come back, as well
+    exchange: ExchangeTimes = field(default_factory=ExchangeTimes)
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """Seconds that each is busy in one phase."""
+class LaneTimes:
+    """Seconds that each lane is busy in one phase."""
 
     compute: float
     link_in: float
     link_out: float
     update: float
-    exchange: float | None = None  # None: there are no ranks to exchange anything with
+    exchange: float | None = None  # None: there is no other rank to exchange with
     network: float | None = None
 
     @property
@@ -70,25 +70,27 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Forecast:
+    """The predicted time of a step, and where it goes."""
+
     seconds: float
-    forward: Lanes
-    backward: Lanes
-    share: float  # of the parameters, updated on the device
-    break_even: int | None  # micro-batches from which on compute bounds both sweeps; None: it never does
-    needed_operations: float  # a second, of a device whose compute would not bound the step
+    forward: LaneTimes
+    backward: LaneTimes
+    share: float  # fraction of the parameters that the device updates
+    break_even: int | None  # the number of micro-batches from which compute bounds both sweeps; None: it never does
+    needed_operations: float  # floating-point operations per second at which compute would not bound the step
 
 
 def forecast(
     forward: Sweep, backward: Sweep, update: Update | None, micro_batches: float, rates: Rates, operations: float | None
 ) -> Forecast:
-    """`micro_batches`: as the sweeps have them; one with half of the samples is half of one. `operations`:
-    floating-point, a second, that the device reaches; None: not known, and left out."""
+    """Predicts a step. `micro_batches` is their number, in which a smaller one counts as a fraction. `operations` are
+    the floating-point operations per second that the device reaches; None: not known, and ignored."""
     found = [_with(forward, backward, update, done, micro_batches, rates, operations) for done in _ways(update, rates)]
     return min(found, key=lambda one: one.seconds)
 
 
 def _ways(update: Update | None, rates: Rates) -> list[Prediction]:
-    """How the update may be shared. `auto` sees how busy the link is, and leaves all to the host if that is better."""
+    """Ways to divide the update. `auto` also considers the host alone, which is better if the link is busy."""
     if update is None or not update.parameters:
         return [Prediction(0.0, 0.0, "host")]
     policies = [update.policy, Policy("host")] if update.policy.kind == "auto" else [update.policy]
@@ -97,7 +99,7 @@ def _ways(update: Update | None, rates: Rates) -> list[Prediction]:
 
 def _predicted(update: Update, rates: Rates) -> Prediction:
     size = min(update.subgroup, update.parameters)
-    count = min(SAMPLE, -(-update.parameters // size))
+    count = min(MAX_SIMULATED, -(-update.parameters // size))
     found = predict(update.policy, [size] * count, update.traffic, rates, max(1, update.berths), update.resident)
     return replace(found, seconds=found.seconds * update.parameters / (size * count))
 
@@ -144,14 +146,14 @@ def _needed(operations: float, phase: Phase, rates: Rates) -> float:
 
 
 def _crossing(update: Update, share: float, phase: str) -> tuple[float, float]:
-    """Bytes in and out that an update, and the gradients for it, take in a phase."""
+    """Bytes to the device and to the host in a phase, for an update and its gradients."""
     on_device, on_host = share * update.parameters, (1 - share) * update.parameters
     into = out = 0.0
     if update.deferred == (phase == "forward"):
         traffic = update.resident if update.policy.kind == "static" else update.traffic
         into += on_host * traffic.host_in + on_device * traffic.device_in
         out += on_host * traffic.host_out + on_device * traffic.device_out
-        if update.others:  # where weights stay on the device, what any rank has updated is fetched
+        if update.others:  # if weights stay on the device, those that any rank has updated are fetched
             into += (update.others + on_device) * traffic.host_in
             out += update.others * traffic.host_out
     if update.deferred and phase == "backward":
@@ -159,8 +161,8 @@ def _crossing(update: Update, share: float, phase: str) -> tuple[float, float]:
     return into, out
 
 
-def _among_ranks(exchange: Exchange, phase: str, *, beside: bool) -> tuple[float | None, float | None]:
-    """Gradients go to their owners in the backward; weights go round when they have been updated."""
+def _among_ranks(exchange: ExchangeTimes, phase: str, *, beside: bool) -> tuple[float | None, float | None]:
+    """Seconds of exchanges in a phase: of gradients in the backward, of weights in the phase with the update."""
     gathered, crossed = exchange.gathered, exchange.crossed
     gone = phase == "backward"
     return (
@@ -169,9 +171,9 @@ def _among_ranks(exchange: Exchange, phase: str, *, beside: bool) -> tuple[float
     )
 
 
-def _lanes(phase: Phase, rates: Rates) -> Lanes:
+def _lanes(phase: Phase, rates: Rates) -> LaneTimes:
     link_in, link_out = phase.bytes_in / rates.link_in, phase.bytes_out / rates.link_out
-    return Lanes(phase.compute, link_in, link_out, phase.update, phase.exchange, phase.network)
+    return LaneTimes(phase.compute, link_in, link_out, phase.update, phase.exchange, phase.network)
 
 
 def _break_even(sweeps: tuple[tuple[Sweep, Phase, Phase], ...], rates: Rates, operations: float) -> int | None:

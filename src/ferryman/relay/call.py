@@ -213,7 +213,7 @@ class Call:
             # The anchor makes it a node also where no input requires a gradient.
             handle = Handle(self)
             self._relay.step.handles.append(weakref.ref(handle))
-            made = _Node.apply(handle, self._relay.anchor if trains else None, hooks, *given)  # type: ignore[no-untyped-call]
+            made = _CallNode.apply(handle, self._relay.anchor if trains else None, hooks, *given)  # type: ignore[no-untyped-call]
         finally:
             hooks.close()
         run, self._first = self._first, None  # only the user's code holds its tensors from here on
@@ -447,7 +447,7 @@ def put_all(variables: Sequence[Variable], values: Sequence[Any]) -> None:
         variable.put(value)
 
 
-class _Node(torch.autograd.Function):
+class _CallNode(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -24,11 +24,11 @@ def refusing_user_threads(step: StepState, device: torch.device) -> Iterator[Non
     if device.type == "cpu":  # no streams, and nothing is moved
         yield
         return
-    start, watches = threading.Thread.start, list[_Watch]()
+    start, watches = threading.Thread.start, list[_ThreadWatch]()
 
     def start_watched(thread: threading.Thread) -> None:
         if step.running is not None and step.running.runs_here():
-            run, watch = thread.run, _Watch(step, device)
+            run, watch = thread.run, _ThreadWatch(step, device)
             watches.append(watch)
 
             def run_watched() -> None:
@@ -47,7 +47,7 @@ def refusing_user_threads(step: StepState, device: torch.device) -> Iterator[Non
             watch.step = None  # a thread may outlive the trial
 
 
-class _Watch(TorchDispatchMode):
+class _ThreadWatch(TorchDispatchMode):
     def __init__(self, step: StepState, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.step: StepState | None = step

@@ -10,8 +10,8 @@ PATH = Path(__file__).with_name("libferryman.so")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
 
-class Piece(ctypes.Structure):
-    """The structure of the same name in native/update.cpp."""
+class PieceStruct(ctypes.Structure):
+    """The C structure `Piece` of native/update.cpp."""
 
     _fields_ = [
         ("count", ctypes.c_int64),
@@ -39,7 +39,7 @@ _SIGNATURES: dict[str, tuple[type, list[type]]] = {
     ),
     "ferryman_update": (
         ctypes.c_int,
-        [ctypes.c_int, ctypes.POINTER(Piece), ctypes.c_int64, ctypes.c_int, ctypes.c_int],
+        [ctypes.c_int, ctypes.POINTER(PieceStruct), ctypes.c_int64, ctypes.c_int, ctypes.c_int],
     ),
 }
 

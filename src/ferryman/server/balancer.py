@@ -9,7 +9,7 @@ from ferryman.model.units import Subgroup, Unit, weight_itemsize
 from ferryman.plan.performance import predict
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Queues, Traffic, assign, choose, idle, on_device
-from ferryman.plan.staging import BERTHS, LEAST, Staging
+from ferryman.plan.staging import BERTHS, MIN_DEVICE_SUBGROUP, Staging
 from ferryman.runtime.marks import Mark, busy_seconds
 
 # An assignment of all subgroups is kept until a rate has changed by more than this share: smaller changes are noise.
@@ -83,11 +83,11 @@ class Balancer:
         self._staging = staging
         subgroups = staging.subgroups(units) if staging.on_device else []
         if staging.policy.kind == "auto":
-            subgroups = [subgroup for subgroup in subgroups if subgroup.size >= LEAST]
+            subgroups = [subgroup for subgroup in subgroups if subgroup.size >= MIN_DEVICE_SUBGROUP]
         self._numbers = {subgroup: number for number, subgroup in enumerate(subgroups)}
         self._traffic, gradient_bytes = staging.traffic(units, held=held)
         self._weight_bytes = max((weight_itemsize(unit) for unit in units), default=0)
-        self.waiting_bytes = 0 if staging.holds_any(units, held=held) else gradient_bytes
+        self.waiting_bytes = 0 if staging.has_gradient_berths(units, held=held) else gradient_bytes
         self._assigned.clear()
 
     def at_once(self, subgroup: Subgroup) -> bool:

@@ -28,7 +28,7 @@ def measure(
     threads: int | None,
 ) -> Rates | None:
     """The rates of host, device and link; None if the device has nothing to update, or no memory for it."""
-    able = [unit for unit in units if staging.arrays(unit) is not None and trained_elements(unit)]
+    able = [unit for unit in units if staging.state_itemsize(unit) is not None and trained_elements(unit)]
     if not able or optimizer_view is None:
         return None
     rule = optimizer_view.rule(able[0].trained[0])
@@ -39,7 +39,7 @@ def measure(
     if probes is None:
         return None
     copy_in, update, copy_out = probes
-    nbytes = count * (len(rule.states) + 1) * GRADIENT.itemsize
+    nbytes = count * (rule.state_itemsize + GRADIENT.itemsize)
     return Rates(
         host=count / _fastest(host_update(rule, count, threads)),
         link_in=nbytes / _fastest(lambda: copy_in().wait()),

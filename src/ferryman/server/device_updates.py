@@ -31,7 +31,7 @@ from ferryman.model.units import (
     trained_offsets,
     weight_itemsize,
 )
-from ferryman.plan.staging import Staging, hold_bytes, most_tensors
+from ferryman.plan.staging import Staging, gradient_berth_bytes, most_tensors
 from ferryman.runtime.marks import Mark
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.runtime.streams import Streams
@@ -82,7 +82,9 @@ class DeviceUpdates:
         self._scratch, self._sums_scratch = (Scratch(staging.subgroup, self._device) for _ in range(2))
         self._berths = [self._berth(staging.berth_bytes(units)) for _ in range(staging.berths)]
         self._own_berths = {s: self._berth(self._size_of(s)) for s in staging.resident(units)}
-        self.gradient_berths = {s: self._berth(hold_bytes(s)) for s in staging.holding(units, held=held)}
+        self.gradient_berths = {
+            s: self._berth(gradient_berth_bytes(s)) for s in staging.with_gradient_berths(units, held=held)
+        }
         self._sums = torch.empty(most_tensors(units), dtype=torch.float64, device=self._device)
         counts = {s: len(_parts_in(s, s.unit.trained)) for s in staging.subgroups(units)}
         self._sums_memory = PinnedMemory(sum(counts.values()) * self._sums.itemsize, self._device)
@@ -203,7 +205,7 @@ class DeviceUpdates:
 
         None: no berth is large enough.
         """
-        length = count * (len(rule.states) + 1) * GRADIENT.itemsize
+        length = count * (rule.state_itemsize + GRADIENT.itemsize)
         berths = [b.memory for b in (*self._berths, *self._own_berths.values()) if b.memory.nbytes >= length]
         if not berths:
             return None

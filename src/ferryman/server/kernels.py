@@ -144,14 +144,14 @@ def update(rule: Rule, pieces: Sequence[Piece], *, threads: int | None = None, p
         return
     library = native.library()
     assert library is not None, "a path other than torch comes from the library"
-    table = (native.Piece * len(pieces))(*(_raw(piece) for piece in pieces))
+    table = (native.PieceStruct * len(pieces))(*(_raw(piece) for piece in pieces))
     isa = native.INSTRUCTION_SETS.index(path)
     library.ferryman_update(rules.NATIVE.index(rule), table, len(pieces), isa, threads or default_threads())
 
 
-def _raw(piece: Piece) -> native.Piece:
+def _raw(piece: Piece) -> native.PieceStruct:
     states = [state.data_ptr() for state in piece.states]
-    return native.Piece(
+    return native.PieceStruct(
         piece.gradient.numel(),
         piece.gradient.data_ptr(),
         piece.weights.data_ptr(),
@@ -202,7 +202,7 @@ def _check_piece(rule: Rule, piece: Piece, threads: int | None, path: str | None
     assert all(state.dtype == torch.float32 for state in piece.states)
     assert all(tensor.numel() == count and tensor.is_contiguous() and tensor.is_cpu for tensor in others)
     assert all(tensor.dim() == 1 for tensor in (piece.gradient, *others)), "pieces are flat"
-    assert len(piece.numbers) == len(native.Piece().numbers)
+    assert len(piece.numbers) == len(native.PieceStruct().numbers)
     return path
 
 

@@ -19,6 +19,8 @@ Numbers = tuple[float, ...]
 Spare = tuple[torch.Tensor, torch.Tensor]
 Step = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Numbers, Spare], None]
 
+STATE = torch.float32  # the dtype of all optimizer state
+
 # Places in the list of numbers, shared with native/update.inl. The first is the factor of the gradient.
 _COUNT = 10
 
@@ -39,6 +41,11 @@ class Rule:
     numbers: Callable[[Group, int], Numbers]  # of a group, for a step counted from 1
     step: Step  # in torch, in place: weight, gradient (already multiplied by its factor), states, numbers, spare
     start: Callable[[Group], float] = lambda group: 0.0  # what the states begin with
+
+    @property
+    def state_itemsize(self) -> int:
+        """Bytes of optimizer state per element. All sizes of optimizer state are derived from this."""
+        return len(self.states) * STATE.itemsize
 
 
 def _adam_numbers(group: Group, step: int) -> Numbers:

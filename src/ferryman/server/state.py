@@ -14,7 +14,6 @@ from torch import nn
 from ferryman.distributed.ranks import Share
 from ferryman.model.spans import Span
 from ferryman.model.units import (
-    GRADIENT,
     GRAIN,
     Item,
     Subgroup,
@@ -30,7 +29,7 @@ from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server import kernels
 from ferryman.server.kernels import Piece
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.rules import Group, Numbers, Rule
+from ferryman.server.rules import STATE, Group, Numbers, Rule
 
 _CHUNK = 1 << 20  # elements
 
@@ -66,14 +65,9 @@ def part_elements(unit: Unit, optimizer_view: OptimizerView, share: Share) -> in
 
 
 def state_itemsize(unit: Unit, optimizer_view: OptimizerView) -> int:
-    """Bytes of optimizer state for each element."""
-    return arrays(unit, optimizer_view) * GRADIENT.itemsize
-
-
-def arrays(unit: Unit, optimizer_view: OptimizerView) -> int:
-    """The number of arrays of state, with one number for each element; torch's own optimizers are not counted."""
+    """Bytes of optimizer state per element of the unit, without the state of torch's own optimizers."""
     ruled = [rule for item in unit.trained if (rule := optimizer_view.rule(item)) is not None]
-    return max((len(rule.states) for rule in ruled), default=0)
+    return max((rule.state_itemsize for rule in ruled), default=0)
 
 
 def is_whole(unit: Unit, optimizer_view: OptimizerView) -> bool:
@@ -110,8 +104,8 @@ class UnitState:
         self._offsets = trained_offsets(unit)
         self.low, high = part(unit, optimizer_view, share)
         self._masters = PinnedMemory((high - self.low) * master_itemsize(unit), device)
-        count = arrays(unit, optimizer_view)
-        self._states = [PinnedMemory((high - self.low) * GRADIENT.itemsize, device) for _ in range(count)]
+        count = state_itemsize(unit, optimizer_view) // STATE.itemsize
+        self._states = [PinnedMemory((high - self.low) * STATE.itemsize, device) for _ in range(count)]
         self._parts: dict[Item, _Part] = {}
         for item, begin in self._offsets.items():
             shared = overlap(item, begin, self.low, high - self.low)
@@ -187,7 +181,7 @@ class UnitState:
             if rule is None:
                 theirs = self.torch_state(item)
             elif steps:
-                shape, dtype = item.tensor.shape, GRADIENT if in_place else item.tensor.dtype
+                shape, dtype = item.tensor.shape, STATE if in_place else item.tensor.dtype
                 states = zip(rule.states, self._states_of(item, rule), strict=True)
                 theirs = {name: state.view(shape).to(dtype) for name, state in states}
                 theirs["step"] = torch.tensor(float(steps))
@@ -277,7 +271,7 @@ class UnitState:
         lacking = master_itemsize(subgroup.unit)
         low, high = subgroup.start - self.low, subgroup.stop - self.low
         rest = [self._masters.bytes[low * lacking : high * lacking]] if lacking else []
-        rest += [memory.bytes[low * GRADIENT.itemsize : high * GRADIENT.itemsize] for memory in self._states]
+        rest += [memory.bytes[low * STATE.itemsize : high * STATE.itemsize] for memory in self._states]
         return SubgroupMemory(self.spans(subgroup, weights), rest)
 
     def spans(self, subgroup: Subgroup, weights: torch.Tensor) -> list[Span]:
@@ -354,7 +348,7 @@ class UnitState:
     def _states_of(self, item: Item, rule: Rule) -> list[torch.Tensor]:
         mine = self._parts[item]
         memories = self._states[: len(rule.states)]
-        return [memory.bytes.view(GRADIENT)[mine.at : mine.at + mine.size] for memory in memories]
+        return [memory.bytes.view(STATE)[mine.at : mine.at + mine.size] for memory in memories]
 
     def _update_by_torch(self, args: UpdateArgs, gradient: torch.Tensor, factor: float) -> None:
         """Has an optimizer of torch's own make the step, in float32, with the state that it keeps for the tensor."""

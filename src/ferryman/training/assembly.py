@@ -1,7 +1,7 @@
-"""What is made from a plan, and stands in the user's model while it lives: store, lanes, server and relay.
+"""The assembly: store, lanes, server and relay, created from a plan and installed in the user's model.
 
-An engine has one at a time. Another plan that cuts units otherwise takes another assembly; blocks that come and go, and
-who updates what, do not.
+An engine has one assembly at a time. A plan with other units needs a new one. Inserting or removing a block, and
+changing the policy of updates, do not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ferryman.training.user_code import caches_off, evaluation, undisturbed
 
 
 class Assembly:
-    """The parts, wired to the model."""
+    """The parts of an engine that depend on its plan, installed in the model."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Assembly:
         try:
             self.relay = Relay(plan, device, self.server, streams)
             self._serve_updates(plan)
-        except BaseException as error:  # out of memory, on the device
+        except BaseException as error:  # usually out of device memory
             ranks.fail(error)
             self.lanes.close()
             self.store.close(together=ranks.alone)
@@ -85,13 +85,13 @@ class Assembly:
         return (*self.plan.units, self.plan.residents)
 
     def watch_reads(self) -> None:
-        """Updates may be under way: whoever reads a weight that they change waits for them."""
+        """From now on, reads of trained weights wait for pending updates."""
         if self._optimizer_view is not None:
             self.reads.begin([item.tensor for unit in self.all_units for item in unit.trained])
 
     def serve(self, plan: Plan) -> None:
-        """The model's blocks have changed, or who updates what."""
-        self.lanes.wait()  # a unit that was expected, and not used, may still be on its way
+        """Switches to another plan, after the model's blocks or the policy of updates have changed."""
+        self.lanes.wait()  # a unit that was prefetched and not used may still be in flight
         self.reads.settle()
         self.plan = plan
         rename(self._model, self.all_units)
@@ -99,7 +99,7 @@ class Assembly:
         self._serve_updates(plan)
 
     def add(self, block: nn.Module, units: Sequence[Unit], plan: Plan) -> None:
-        """The block is in the model, its units are in the plan."""
+        """Adds a block that is already in the model. `plan` includes its units."""
         self.lanes.wait()
         for unit in units:
             self.store.add(unit)
@@ -108,7 +108,7 @@ class Assembly:
         self._take_over_block(block)
 
     def remove(self, block: nn.Module, units: Iterable[Unit], plan: Plan) -> None:
-        """Both are gone."""
+        """Removes a block that is no longer in the model. `plan` does not include its units."""
         self.serve(plan)
         for unit in units:
             self.server.forget_unit(unit)
@@ -117,7 +117,7 @@ class Assembly:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Within, the model runs for a step."""
+        """Context in which the model runs for a step."""
         self._stepping = True
         names = {item.tensor: item.name for unit in self.all_units for item in unit.trained}
         try:
@@ -131,7 +131,7 @@ class Assembly:
             self._stepping = False
 
     def try_out(self, works: Sequence[Callable[[], torch.Tensor]], room: int, roots: Roots) -> Trial:
-        """See `trial.measure`. After a trial that failed, as it was too large, others may follow."""
+        """Measures the memory of micro-batches: see `memory_trial.measure`. After a failure, it can be called again."""
         try:
             with undisturbed(self._model, self.relay.randomness), self.step():
                 return trial.measure(self.relay, works, room, roots, self.plan.units)
@@ -141,20 +141,20 @@ class Assembly:
             raise
 
     def recover(self) -> None:
-        """The lanes are drained after a failure: what was submitted after it was not done, and is not waited for."""
+        """Restores a consistent state after a failure. The lanes must be drained: they have dropped pending work."""
         self.server.recover()
         self.relay.recover()
 
     def settle(self) -> None:
-        """When no lane has work and the host has everything, as the user has edited it."""
+        """Waits for updates and copies all state to the host, including the user's edits. No lane may have work."""
         self.reads.settle()
         self.server.copy_state_to_host()
         self.store.follow_edits()
 
     def close(self, *, together: bool = True) -> None:
-        """Gives the model back as it came, with its weights as they are now.
+        """Restores the user's model, with its current weights.
 
-        Not `together`: other ranks are not here.
+        `together`: all ranks close at the same time.
         """
         try:
             try:
@@ -172,30 +172,30 @@ class Assembly:
             self.store.close(together=together)
 
     def _serve_updates(self, plan: Plan) -> None:
-        """The server learns which units there are, and where their weights are on the device."""
+        """Tells the server which units there are, and where their weights are on the device."""
         self.server.serve(plan.in_forward_order, self.relay.weights, plan.staging, held=plan.held)
         if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)  # memory that is new to lanes may still be in use elsewhere
+            torch.accelerator.synchronize(self._device)  # other streams may still use memory that lanes now get
 
     def _check_host(self, ranks: Ranks) -> None:
-        """Ranks of a node take from the same memory: all of them look before the first one takes any."""
+        """Checks that the host has enough memory. All ranks of a node check before the first one allocates."""
         shares = [Share(rank, ranks.size) for rank in ranks.node]
         needed = account(self.all_units, self._optimizer_view, landing=self.plan.staging.deferred, shares=shares)
         mine = sum(i.tensor.nbytes for unit in self.all_units for i in unit.items if not i.tensor.is_meta)
-        everyone = ranks.tell("looking at the host's memory", mine)
+        everyone = ranks.tell("checking the host's memory", mine)
         already = sum(everyone[rank] for rank in ranks.node)
-        ranks.jointly("looking at the host's memory", lambda: host_memory.check(needed, already))
+        ranks.jointly("checking the host's memory", lambda: host_memory.check(needed, already))
 
     def _show_states(self) -> None:
-        """To whoever looks at `optimizer.state`."""
+        """Fills `optimizer.state` before the user reads it."""
         assert self._optimizer_view is not None
         self.reads.settle()
         self.server.copy_state_to_host()
         self.store.show_states()
-        for kept in dict.values(self._optimizer_view.optimizer.state):
-            for value in kept.values():
+        for state in dict.values(self._optimizer_view.optimizer.state):
+            for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    self.reads.remember(value)  # it goes on changing with every update, as in plain PyTorch
+                    self.reads.remember(value)  # it changes with every update, as in plain PyTorch
 
     def _take_over(self, units: Iterable[Unit]) -> None:
         for unit in units:

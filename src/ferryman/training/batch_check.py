@@ -1,22 +1,22 @@
-"""Whether a batch may be cut: the check before the engine does so by its own choice.
+"""Checks whether a batch may be cut, before the engine cuts it to stay within a budget.
 
-To cut a batch changes nothing only if its loss is the mean, or with reduction="sum" the sum, of its samples' losses.
-A loss across the batch (contrastive), data whose first dimension is not that of samples (time-major), and a mean over
-tokens of which samples have different numbers are none of that. So before a batch is cut to keep a budget, the loss of
-two of its samples together is compared with what their own losses make.
+Cutting a batch preserves its loss only if that is the mean (with reduction="sum", the sum) of the samples' losses. It
+is not for a loss across the batch (contrastive), for data whose first dimension is not that of samples (time-major),
+nor for a mean over tokens if samples have different numbers of tokens. So the loss of two samples together is compared
+with the mean or sum of their separate losses.
 
-Note [How it is compared]
-The model runs without gradients, its units streamed as in an evaluation, and in the mode that it trains in; if it draws
-random numbers there (dropout), in evaluation mode. A loss that does not run without gradients, as one with a gradient
-penalty, is run as in a trial, with gradients that are thrown away. A loss that does not run either way, or still draws
-random numbers in evaluation mode, cannot be compared, and then the batch is not cut. Rounding depends on the number of
-samples too: each sample is also run beside itself, which changes nothing but rounding, and shows how much that is.
+Note [How losses are compared]
+The model runs without gradients, with its units streamed as in an evaluation, and in training mode; if it draws random
+numbers there (dropout), in evaluation mode. A loss that cannot run without gradients, such as one with a gradient
+penalty, runs as in a trial, and its gradients are discarded. If a loss fails both ways, or draws random numbers even in
+evaluation mode, it cannot be compared, and the batch is not cut. Rounding depends on the number of samples. To measure
+that, each sample also runs twice in one batch, which changes nothing but rounding.
 
 Note [Which samples]
-Means over tokens show only where samples have different numbers of them. So the two samples are those that differ most
-in ignored labels (-100), in the sum of a mask, or in how long a run of one value (padding) begins or ends their rows.
-Each shape of batch is checked once; a batch whose samples differ in such a number is checked again if none that did was
-checked before.
+A mean over tokens is detected only if samples have different numbers of tokens. So the two samples are those that
+differ the most in the number of ignored labels (-100), in the sum of a mask, or in the length of a run of one value
+(padding) at the start or end of their rows. Each shape of batch is checked once. It is checked again when samples first
+differ in such a number.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from ferryman.runtime.sizes import show_bytes
 from ferryman.training.assembly import Assembly
 from ferryman.training.user_code import to_device, undisturbed, weighted_loss
 
-IGNORED = -100  # a label that counts for nothing, to torch's losses
+IGNORED = -100  # the label that torch's losses ignore
 
-# A loss may differ by rounding: by this part of it, and by the noise that was seen, as long as that is within bounds.
+# Losses may differ by rounding: by a relative tolerance, plus the measured noise up to a relative bound.
 _EXACT, _NOISE_EXACT = 2e-5, 1e-4
-_COARSE, _NOISE_COARSE = 1e-3, 1e-2  # where the device computes in less than float32
-_NOISES = 8
-_STEPS = 4  # of the loss's own dtype, in which it may have been added up
+_COARSE, _NOISE_COARSE = 1e-3, 1e-2  # if the device computes in less than float32
+_NOISE_FACTOR = 8  # the tolerance is this many times the measured noise
+_EPSILONS = 4  # the relative tolerance is at least this many epsilons of the loss's dtype
 
 
 @contextlib.contextmanager
 def _undone(roots: Roots) -> Iterator[None]:
-    """Within, the user's code runs; afterwards its variables are as they were."""
+    """Context in which the user's code runs; its variables are restored on exit."""
     survey = Survey([*roots.values, *context_roots()], roots.inside, thorough=True)
     before = survey.look()
     try:
@@ -62,20 +62,20 @@ def _undone(roots: Roots) -> Iterator[None]:
 
 
 class _RandomError(Exception):
-    """The loss draws random numbers, so that it has no definite value."""
+    """The loss draws random numbers, so it has no definite value."""
 
 
 class _Losses(NamedTuple):
-    """Of two samples together, of each, and by how much rounding changes them."""
+    """The losses of two samples, together and separately."""
 
     whole: float
     parts: tuple[float, float]
-    noise: float
-    resolution: float  # of the loss's dtype
+    noise: float  # by how much rounding changes them
+    resolution: float  # epsilon of the loss's dtype
 
 
 class BatchCheck:
-    """Remembers what was checked. `loss` and `reduction` are the engine's."""
+    """Checks batches, and remembers which shapes were checked. `loss` and `reduction` are the engine's settings."""
 
     def __init__(self, model: nn.Module, loss: Loss, reduction: str, device: torch.device, budget: int | None) -> None:
         self._model = model
@@ -83,11 +83,11 @@ class BatchCheck:
         self._reduction = reduction
         self._device = device
         self._budget = budget
-        self._checked: dict[Shape, set[_Number]] = {}  # and the numbers in which samples differed
+        self._checked: dict[Shape, set[_Number]] = {}  # shapes, and the numbers in which their samples differed
 
     def check(self, batch: Any, asked: int | None, chosen: int, assembly: Assembly, roots: Roots) -> None:
-        """A ValueError if the batch is to be cut into a number of micro-batches that was `chosen`, not `asked` for, and
-        cutting it would make another loss of it, or whether it would cannot be found out."""
+        """Raises a ValueError if cutting the batch would change its loss, or if that cannot be found out. A number of
+        micro-batches that the user `asked` for is not checked, only one that the engine has `chosen`."""
         if self._budget is None or asked is not None or chosen <= 1 or isinstance(batch, list):
             return
         about = f"memory={show_bytes(self._budget)} makes {chosen} micro-batches of this batch"
@@ -101,7 +101,9 @@ class BatchCheck:
                 low, high = int(counts.argmin()), int(counts.argmax())
             with _undone(roots):
                 self._compare(batch, low, high, about, assembly, roots, self._budget - assembly.plan.fixed)
-            seen = {number for number, counts in numbers.items() if abs(int(counts[low] - counts[high])) >= _FEW}
+            seen = {
+                number for number, counts in numbers.items() if abs(int(counts[low] - counts[high])) >= _MIN_DIFFERENCE
+            }
             known.append(seen)
             unseen -= seen
         self._checked[shape] = set[_Number]().union(*known)
@@ -117,7 +119,7 @@ class BatchCheck:
             ) from error
         whole, expected = found.whole, sum(found.parts) / (2 if self._reduction == "mean" else 1)
         same = abs(whole - expected) <= self._tolerance(found, assembly)
-        if math.isfinite(whole) and not same:  # where it is not finite, the step says so
+        if math.isfinite(whole) and not same:  # if it is not finite, the step raises an error
             raise ValueError(
                 f"{about}, but the loss of a batch is not the {self._reduction} of its samples' losses: for samples "
                 f"{first} and {second} it is {whole:.6g} together, and the {self._reduction} of their own is "
@@ -133,10 +135,10 @@ class BatchCheck:
         )
         part, bound = (_EXACT, _NOISE_EXACT) if exact else (_COARSE, _NOISE_COARSE)
         scale = max(map(abs, (found.whole, *found.parts)))
-        return max(part, _STEPS * found.resolution) * scale + min(_NOISES * found.noise, bound * (scale + 0.1))
+        return max(part, _EPSILONS * found.resolution) * scale + min(_NOISE_FACTOR * found.noise, bound * (scale + 0.1))
 
     def _losses(self, batch: Any, first: int, second: int, assembly: Assembly, roots: Roots, room: int) -> _Losses:
-        """See Note [How it is compared]"""
+        """See Note [How losses are compared]."""
         chosen = [[first, second], [first], [second], [first, first], [second, second]]
         contents = [pick(batch, samples) for samples in chosen]
         randomness = assembly.relay.randomness
@@ -180,7 +182,7 @@ class BatchCheck:
 
 @contextlib.contextmanager
 def _drawing_nothing(randomness: Randomness) -> Iterator[None]:
-    """A _RandomError if random numbers are drawn within."""
+    """Context that raises a _RandomError on exit if random numbers were drawn."""
     before = randomness.state()
     yield
     if not randomness.state().same_as(before):
@@ -188,15 +190,15 @@ def _drawing_nothing(randomness: Randomness) -> Iterator[None]:
 
 
 _REASONS = {
-    "mean": "This is so with losses across the batch (contrastive ones), with data whose first dimension is not that "
-    "of samples (time-major), and with a mean over tokens where samples have different numbers of them.",
-    "sum": 'With reduction="sum" the loss must have been divided by what the whole batch counts, such as its tokens, '
-    "and not by what is in a micro-batch.",
+    "mean": "This happens with losses across the batch (contrastive ones), with data whose first dimension is not that "
+    "of samples (time-major), and with a mean over tokens if samples have different numbers of tokens.",
+    "sum": 'With reduction="sum" the loss must be divided by a count over the whole batch, such as its tokens, and not '
+    "by the count of a micro-batch.",
 }
 _WAYS_OUT = (
-    "Ways out: micro_batches=, and you decide, as in plain gradient accumulation; a list of micro-batches that are "
-    "ready, or Engine(split=...), your own function that cuts a batch (time-major data, graphs); "
-    'reduction="sum" with a loss that is divided by what the whole batch counts, such as its tokens; or a budget '
+    "Ways out: set micro_batches= yourself, as in plain gradient accumulation; pass a list of ready-made "
+    "micro-batches, or your own function that cuts a batch, Engine(split=...) (time-major data, graphs); use "
+    'reduction="sum" with a loss that is divided by a count over the whole batch, such as its tokens; or set a budget '
     "(memory=) that is large enough for the whole batch"
 )
 
@@ -210,22 +212,22 @@ def _reason(error: Exception) -> str:
     return f"the loss of two samples raised {type(error).__name__}: {first}"
 
 
-_FEW = 2  # that samples differ by less in a number says nothing
+_MIN_DIFFERENCE = 2  # smaller differences between samples mean nothing
 
 
 class _Number(NamedTuple):
-    """Something that is counted for each sample."""
+    """A count that each sample has in one tensor of the batch."""
 
-    leaf: int  # of the batch's tensors, which
-    what: str
+    leaf: int  # the index of the tensor
+    what: str  # what is counted
 
 
 def _differing(batch: Any) -> dict[_Number, torch.Tensor]:
-    """The numbers in which samples differ. See Note [Which samples]"""
+    """The numbers in which samples differ. See Note [Which samples]."""
     found = {
         _Number(place, what): counts for place, leaf in enumerate(per_sample(batch)) for what, counts in _counts(leaf)
     }
-    return {number: counts for number, counts in found.items() if _spread(counts) >= _FEW}
+    return {number: counts for number, counts in found.items() if _spread(counts) >= _MIN_DIFFERENCE}
 
 
 def _spread(counts: torch.Tensor) -> int:

@@ -1,5 +1,5 @@
-"""What users can get wrong about models, devices and blocks; each error says what is required, what was found, and how
-to fix it. The value of each setting is checked where the setting is declared (`options.py`)."""
+"""Validation of the user's models, devices and blocks. Each error says what is required, what was found, and how to fix
+it. The value of each setting is checked where the setting is declared (`options.py`)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from ferryman.runtime.sizes import show_bytes
 
 
 def model(model: Any) -> None:
-    """That it is one, of modules that can be run one by one."""
+    """Checks that this is a model whose modules can run one at a time."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"the model must be a torch.nn.Module, this is a {type(model).__name__}")
+        raise ValueError(f"the model must be a torch.nn.Module; this is a {type(model).__name__}")
     _modules(model)
 
 
 def _modules(model: nn.Module) -> None:
-    """Kinds of modules that cannot be taken apart."""
+    """Refuses modules that cannot be streamed."""
     for name, module in model.named_modules():
         where = f"the module {name!r}" if name else "the model"
         if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
             raise ValueError(
-                f"{where} was compiled (torch.compile), and what was compiled cannot be streamed layer by layer; give "
-                "the engine the model as it was before"
+                f"{where} was compiled (torch.compile), and a compiled module cannot be streamed layer by layer; pass "
+                "the engine the uncompiled model"
             )
         if type(module).__module__.startswith("torch.ao.nn.quantized"):
             raise ValueError(f"{where} is quantised ({type(module).__name__}) and does not train; quantise afterwards")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise ValueError(f"{where} makes sparse gradients, which the engine does not add up; use sparse=False")
+            raise ValueError(f"{where} has sparse gradients, which the engine cannot accumulate; use sparse=False")
 
 
 def on_host(model: nn.Module) -> None:
@@ -48,13 +48,13 @@ def on_host(model: nn.Module) -> None:
 
 
 def members(model: nn.Module, dtype_of: DtypeOf) -> None:
-    """Its parameters and buffers."""
+    """Checks the model's parameters and buffers."""
     parameters(model.named_parameters(), dtype_of)
     refuse_overlaps((*model.named_parameters(), *model.named_buffers()))
 
 
 def parameters(named: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf) -> None:
-    """`dtype_of` says in which dtype each would travel."""
+    """Checks the dtypes and hooks of parameters. `dtype_of` gives the dtype in which each would travel."""
     for name, parameter in named:
         no_hooks(name, parameter)
         dtype = dtype_of(name, parameter)
@@ -62,10 +62,10 @@ def parameters(named: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf) -> 
             continue
         way_out = "use model.float(), or precision='fp32', which converts it while the engine has the model"
         if dtype.is_complex:
-            way_out = "make it a real one of real and imaginary parts, and use torch.view_as_complex in the forward"
+            way_out = "store real and imaginary parts in a real one, and use torch.view_as_complex in the forward"
         raise ValueError(
-            f"{name!r} trains in {dtype}, and the engine trains float32, bfloat16 and float16: gradients are added up, "
-            f"and the optimizer's state is kept, in float32. Freeze it (requires_grad_(False)), or {way_out}"
+            f"{name!r} trains in {dtype}, but the engine trains float32, bfloat16 and float16 only: gradients and "
+            f"optimizer state are in float32. Freeze it (requires_grad_(False)), or {way_out}"
         )
 
 
@@ -76,12 +76,12 @@ def free(model: nn.Module) -> None:
 
 
 def block(block: Any, model: nn.Module, dtype_of: DtypeOf) -> None:
-    """That it can be inserted into the model."""
+    """Checks that a block can be inserted into the model."""
     if not isinstance(block, nn.Module):
-        raise ValueError(f"a block must be a torch.nn.Module, this is a {type(block).__name__}")
+        raise ValueError(f"a block must be a torch.nn.Module; this is a {type(block).__name__}")
     mine = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     if any(id(tensor) in mine for tensor in (*block.parameters(), *block.buffers())):
-        raise ValueError("the block shares a parameter or buffer with the model already; insert one of its own")
+        raise ValueError("the block shares a parameter or buffer with the model; insert a block with its own")
     free(block)
     parameters(block.named_parameters(prefix="block"), dtype_of)
     named = (*block.named_parameters(prefix="block"), *block.named_buffers(prefix="block"))
@@ -89,7 +89,7 @@ def block(block: Any, model: nn.Module, dtype_of: DtypeOf) -> None:
 
 
 def apart(blocks: nn.Module, units: Sequence[Unit]) -> None:
-    """That the blocks of a list can come and go one by one."""
+    """Checks that the blocks of a list can be inserted and removed one at a time."""
     for unit in units:
         if any(blocks in set(module.modules()) for module in unit.modules):
             raise ValueError(
@@ -99,7 +99,7 @@ def apart(blocks: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def own(block: nn.Module, position: int | str, units: Sequence[Unit], residents: Unit) -> None:
-    """That nothing of a block is used elsewhere, so that it can be removed."""
+    """Checks that a block can be removed: none of its tensors is used elsewhere."""
     inside = set(block.modules())
     for unit in (*units, residents):
         for item in unit.items:
@@ -116,8 +116,8 @@ def own(block: nn.Module, position: int | str, units: Sequence[Unit], residents:
 
 
 def real_device(device: torch.device | str | None, place: int | None = None) -> torch.device:
-    """The device with its number, so that it equals the device of tensors on it; `place`: which of a node's ranks asks,
-    of several that have one each."""
+    """The device with its index, so that it equals the device of tensors on it. `place`: this rank's number on its
+    node, if each rank has a device of its own."""
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = "cpu" if accelerator is None else accelerator
@@ -127,14 +127,14 @@ def real_device(device: torch.device | str | None, place: int | None = None) -> 
             device = torch.device(asked.type, place % _count())
         found = torch.empty(0, device=device).device
         if found.type == "meta":
-            raise ValueError("nothing can be computed on it; a model may be on meta, the device must be real")
+            raise ValueError("nothing can be computed on meta; the model may be on meta, but the device must be real")
     except Exception as error:
         usual = torch.accelerator.current_accelerator()
         known = "'cpu'" if usual is None else f"'cpu' and {usual.type!r} (of which there are {_count()})"
         if str(device).partition(":")[0] == "virtual" and "torch_virtual" not in sys.modules:
             raise ValueError(
-                f"device={str(device)!r} is there once torch_virtual is imported, which was not: import torch_virtual "
-                "first. It is in the folder virtual/ of Ferryman's repository"
+                f"device={str(device)!r} needs torch_virtual, which was not imported: import torch_virtual first. It "
+                "is in the folder virtual/ of Ferryman's repository"
             ) from error
         raise ValueError(f"device={str(device)!r} cannot be used here ({error}); there is {known}") from error
     return torch.device("cpu") if found.type == "cpu" else found
@@ -153,14 +153,14 @@ def budget(budget: int | None, device: torch.device) -> None:
         )
     try:
         _, total = torch.accelerator.get_memory_info(device)
-    except (NotImplementedError, RuntimeError):  # not every device tells
+    except (NotImplementedError, RuntimeError):  # not every device reports it
         return
     if budget > total:
         raise ValueError(f"memory={show_bytes(budget)} is more than {str(device)!r} has ({show_bytes(total)})")
 
 
 def settings(options: PlainOptions, device: torch.device) -> None:
-    """That the settings go with each other and with the device."""
+    """Checks that the settings are compatible with each other and with the device."""
     budget(options.budget, device)
     if options.held and device.type == "cpu":
         raise ValueError("held=True keeps all weights on an accelerator, and device='cpu' is the host itself")
@@ -171,7 +171,7 @@ def settings(options: PlainOptions, device: torch.device) -> None:
 
 
 def no_settings_of_updates(options: EngineOptions) -> None:
-    """Without an optimizer nothing is updated."""
+    """Refuses settings of updates in an engine without an optimizer."""
     for name, setting in SETTINGS.items():
         if setting.needs_optimizer and getattr(options, name) != getattr(EngineOptions, name):
             raise ValueError(f"{name}= is about updates, so the engine needs the optimizer: Engine(model, optimizer)")
@@ -183,7 +183,7 @@ def can_step(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise ValueError(
-                f"the module {name!r} is a {type(module).__name__} in training: what it does to a sample depends "
-                "on the others of its micro-batch, and its statistics would be updated twice, as units run again "
-                "in the backward. Freeze it (module.eval()), or use a normalisation within samples (LayerNorm)"
+                f"the module {name!r} is a {type(module).__name__} in training mode: its output for a sample depends "
+                "on the other samples of its micro-batch, and its statistics would be updated twice, since units run "
+                "again in the backward. Freeze it (module.eval()), or normalise within samples (LayerNorm)"
             )

@@ -1,16 +1,16 @@
-"""The trial of the first step: is the relay's result that of plain accumulation?
+"""The cross-check: compares the relay's result for a new kind of step with plain accumulation.
 
-Before any weight changes, the first few micro-batches run, and all that they do is undone:
+Before any weight changes, the first few micro-batches run, and everything that they do is undone:
 
-1. One after the other, forward only, to find which variables of the user change (`survey.py`); then the first of them
-   once more, to find tensors that leave units in ways that the engine does not know (`escapes.py`) and weights that are
+1. One after the other, forward only, to find the user's variables that change (`survey.py`). Then the first one runs
+   again, to find tensors that leave units in ways that the engine does not track (`escapes.py`) and weights that are
    edited (`weight_edits.py`).
-2. One after the other, forward and backward, as plain accumulation does. What each unit's second run gives is compared
-   with its first (`checksums.py`).
-3. Interleaved, as the step will run them. Losses, gradients and what is left behind in variables must be as in 2. A
-   variable that is left behind otherwise gets another policy (`user_state.py`), and 3 runs again.
+2. One after the other, forward and backward, as in plain accumulation. The outputs of each unit's second run are
+   compared with those of its first (`checksums.py`).
+3. Interleaved, as in the step. Losses, gradients and the final values of variables must equal those of 2. A variable
+   whose final value differs gets another policy (`user_state.py`), and 3 runs again.
 
-What does not agree in the end is refused, by name.
+If there is still a difference, the step is refused with an error that names it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ferryman.exactness.snapshot import (
     slot_names,
 )
 from ferryman.exactness.survey import HOOKS
-from ferryman.exactness.user_state import Policy
+from ferryman.exactness.user_state import VariablePolicy
 from ferryman.exactness.variables import Variable
 from ferryman.model.units import Item, Unit
 from ferryman.relay.driver import Relay
@@ -47,15 +47,15 @@ from ferryman.training.discovery import Discovery, Watcher
 
 Work = Callable[[], torch.Tensor]
 
-TRIED = 3  # micro-batches: the third sees what the second has made of the first one's state
+TRIED = 3  # micro-batches per trial: the third one sees how the second has changed the state of the first
 
-_ATTEMPTS = 4
+_MAX_ATTEMPTS = 4
 
-_GRADIENT_TOLERANCE = 1e-2  # of its norm: a wrong gradient is off by as much as it is long
+_GRADIENT_TOLERANCE = 1e-2  # relative to the gradient's norm; the error of a wrong gradient is about its norm
 
 
 class CrossCheck:
-    """Of one relay; `roots` are the values that the user's code starts from, with their names."""
+    """Compares trials of one relay. `roots` are the values from which the user's code starts, with their names."""
 
     def __init__(self, relay: Relay, roots: Roots, units: Sequence[Unit]) -> None:
         self._relay = relay
@@ -63,9 +63,8 @@ class CrossCheck:
         self._units = units
 
     def run(self, works: Sequence[Work], seed: int, *, stash_on_host: bool) -> list[float]:
-        """Learns what there is to know for steps of these micro-batches; a ValueError says what cannot be right.
-
-        Returns the losses of the first of them.
+        """Finds the variables and their policies for steps of these micro-batches. Raises a ValueError if results
+        differ. Returns the losses of the micro-batches that it has tried.
         """
         relay, works = self._relay, works[:TRIED]
 
@@ -88,7 +87,7 @@ class CrossCheck:
         discovery.teach()
         with relay.escapes.tracing():
             trial(works[:1], _Trial(relay, self._roots), in_turn=True, forward_only=True)
-        for _ in range(_ATTEMPTS):
+        for _ in range(_MAX_ATTEMPTS):
             known = set(discovery.found)
             discovery.teach()
             in_turn = _Trial(relay, self._roots)
@@ -102,7 +101,7 @@ class CrossCheck:
         if len(works) == 1:
             return losses
 
-        again: _Trial | None = None  # in turn once more, to see what differs by itself
+        again: _Trial | None = None  # a second trial in turn, which finds variables that differ in every run
 
         def interleave() -> tuple[_Trial, list[Variable]]:
             nonlocal again
@@ -117,7 +116,7 @@ class CrossCheck:
                 wrong = in_turn.left_otherwise(interleaved)
             return interleaved, wrong
 
-        def is_right(policies: dict[Any, Policy]) -> bool:
+        def is_right(policies: dict[Any, VariablePolicy]) -> bool:
             relay.state.know(relay.state.variables, policies, self._units)
             try:
                 interleaved, wrong = interleave()
@@ -133,19 +132,20 @@ class CrossCheck:
         self._compare(in_turn, interleaved, wrong)
         return losses
 
-    def _share_logs(self, logs: Sequence[Variable], is_right: Callable[[dict[Any, Policy]], bool]) -> bool:
-        """Shares lists that only grew, as far as that gives what it gives in turn; returns whether all is right then.
+    def _share_logs(self, logs: Sequence[Variable], is_right: Callable[[dict[Any, VariablePolicy]], bool]) -> bool:
+        """Shares lists that only grew, if results are then still those of running in turn. Returns whether all are.
 
-        As a log, a list would be right as well, but code that looks at its length ("if it has 100 elements, empty it")
-        would see the elements of earlier micro-batches too late. No trial sees that, since it happens later.
+        With the policy LOG, trials give the same results. But code that reads the list's length ("if it has 100
+        elements, empty it") would see the elements of earlier micro-batches too late, and trials are too short to show
+        that.
         """
         state = self._relay.state
         before = {v.key: state.policy(v) for v in state.variables}
         names = dict.fromkeys(map(_last_name, logs))
-        tries = [set(names), *({name} for name in [*names][:_ATTEMPTS] if len(names) > 1)]
+        tries = [set(names), *({name} for name in [*names][:_MAX_ATTEMPTS] if len(names) > 1)]
         best = before
         for tried in tries:
-            policies = best | {v.key: Policy.SHARED for v in logs if _last_name(v) in tried}
+            policies = best | {v.key: VariablePolicy.SHARED for v in logs if _last_name(v) in tried}
             if is_right(policies):
                 best = policies
             if len(tried) == len(names) and best is policies:
@@ -154,14 +154,14 @@ class CrossCheck:
         return False
 
     def _find_policies(self, interleave: Callable[[], tuple[_Trial, list[Variable]]]) -> tuple[_Trial, list[Variable]]:
-        """Tries other policies for variables that are left otherwise than in turn; returns what the last good ones
-        gave, and what is still left otherwise.
+        """Tries other policies for variables whose final values differ from running in turn. Returns the last good
+        trial, and the variables that still differ.
 
-        The first of them comes first, with those of the same name elsewhere: others may be wrong because of it.
+        It begins with the first variable, and those of the same name elsewhere: others may differ because of it.
         """
         relay, tried = self._relay, set[str]()
         interleaved, wrong = interleave()
-        while len(tried) < _ATTEMPTS and (names := [n for v in wrong if (n := _last_name(v)) not in tried]):
+        while len(tried) < _MAX_ATTEMPTS and (names := [n for v in wrong if (n := _last_name(v)) not in tried]):
             tried.add(names[0])
             before = {v.key: relay.state.policy(v) for v in relay.state.variables}
             changed = {v.key: _other(before[v.key]) for v in wrong if _last_name(v) == names[0]}
@@ -192,26 +192,26 @@ class CrossCheck:
         names = [variable.name for variable in wrong or self._relay.state.variables]
         changed = f"These change while micro-batches take turns: {', '.join(names[:8])}. " if names else ""
         raise ValueError(
-            f"micro-batches that take turns do not give what they give one after the other: {found}. {changed}"
-            "Each micro-batch has its own copy of such values, taken when it begins; what an earlier micro-batch does "
-            "to them after that comes too late for it. Set such state before it is read in the same micro-batch, "
-            "update it after engine.step(), or use micro_batches=1"
+            f"micro-batches give other results when they take turns than one after the other: {found}. {changed}"
+            "Each micro-batch has its own copy of such values, taken when it begins, and does not see later changes by "
+            "an earlier micro-batch. Set such state before it is read in the same micro-batch, update it after "
+            "engine.step(), or use micro_batches=1"
         )
 
 
 def second_run_differs(unit: str, variables: Sequence[Variable]) -> str:
-    """What the user is told of a unit whose second run gives something else."""
+    """The error message for a unit whose second run gives other outputs."""
     known = [variable.name for variable in variables]
-    seen = f" Known to change, and put back: {', '.join(known[:8])}." if known else ""
+    seen = f" These change and are restored: {', '.join(known[:8])}." if known else ""
     return (
         f"the unit {unit!r} gives other outputs when it runs again in the backward, with the same inputs and random "
-        f"numbers. It draws from something that cannot be put back (a clock, a file, an iterator, a generator outside "
-        f"of Python).{seen} Draw from torch, random or numpy, or move the draw out of the unit and pass its result in"
+        f"numbers. It reads from something that cannot be restored (a clock, a file, an iterator, a generator outside "
+        f"of Python).{seen} Use torch, random or numpy, or read it outside of the unit and pass the result in"
     )
 
 
 class _Trial(Watcher):
-    """Notes losses, gradients, and what variables hold."""
+    """Records losses, gradients and the values of variables."""
 
     def __init__(self, relay: Relay, roots: Roots) -> None:
         super().__init__(roots)
@@ -220,7 +220,7 @@ class _Trial(Watcher):
         self.losses: list[torch.Tensor] = []
         self._gradients: dict[tuple[int, Item], list[torch.Tensor]] = {}  # the sum and the norm of each
         self._left: dict[str, Any] = {}
-        self.noisy: frozenset[str] = frozenset()  # variables that are left otherwise each time: measured seconds
+        self.noisy: frozenset[str] = frozenset()  # variables that differ in every run, such as measured seconds
 
     def begin(self) -> None:
         super().begin()
@@ -252,12 +252,12 @@ class _Trial(Watcher):
     # Two trials compared.
 
     def left_otherwise(self, other: _Trial) -> list[Variable]:
-        """Variables that the other one has left with another value."""
+        """Variables whose final values differ in the other trial."""
         variables = [variable for variable in self._relay.state.variables if variable.name not in self.noisy]
         return [v for v in variables if not _agree(self._left.get(v.name), other._left.get(v.name))]
 
     def difference(self, other: _Trial) -> str | None:
-        """The first loss or gradient that is another one, in words."""
+        """Describes the first loss, gradient or final value that differs."""
         for number, (one, two) in enumerate(zip(_floats(self.losses), _floats(other.losses), strict=True)):
             if not _agree(one, two):
                 return f"the loss of micro-batch {number} is {two:.6g}, and {one:.6g} one after the other"
@@ -265,16 +265,16 @@ class _Trial(Watcher):
         for number, item in {**mine, **theirs}:
             a, b = mine.get((number, item)), theirs.get((number, item))
             if a is None or b is None:
-                return f"the gradient of {item.name!r} from micro-batch {number} is there in one and not in the other"
+                return f"the gradient of {item.name!r} from micro-batch {number} exists in only one of the two runs"
             if (math.isfinite(a[0]) and abs(a[0] - b[0]) > _GRADIENT_TOLERANCE * a[1]) or not _agree(a[1], b[1]):
-                return f"the gradient of {item.name!r} from micro-batch {number} is another one"
+                return f"the gradient of {item.name!r} from micro-batch {number} differs"
         for name, value in self._left.items():
             if name not in self.noisy and name in other._left and not _agree(value, other._left[name]):
                 return f"{name} is left behind with another value"
         return None
 
     def _sums(self) -> dict[tuple[int, Item], tuple[float, float]]:
-        """Of all calls of a micro-batch: the sum of sums, and the root of the sum of squared norms."""
+        """For all calls of a micro-batch together: the sum of sums, and the root of the sum of squared norms."""
         found = {}
         for key, parts in self._gradients.items():
             values = torch.stack(parts).tolist()
@@ -283,7 +283,7 @@ class _Trial(Watcher):
 
 
 def _value(variable: Variable) -> Any:
-    """Without the keys of hooks, which are other ones each time that a hook is registered."""
+    """The variable's value, without the keys of hooks: each registration has a new one."""
     value = variable.get()
     return list(value.values()) if _last_name(variable) in HOOKS and isinstance(value, dict) else value
 
@@ -292,8 +292,8 @@ def _last_name(variable: Variable) -> str:
     return variable.name.rpartition(".")[2]
 
 
-def _other(policy: Policy) -> Policy:
-    return Policy.PRIVATE if policy is Policy.SHARED else Policy.SHARED
+def _other(policy: VariablePolicy) -> VariablePolicy:
+    return VariablePolicy.PRIVATE if policy is VariablePolicy.SHARED else VariablePolicy.SHARED
 
 
 def _floats(tensors: Sequence[torch.Tensor]) -> list[float]:
@@ -301,7 +301,7 @@ def _floats(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """What can be compared of a value, without anything that belongs to a run."""
+    """Reduces a value to what can be compared between two runs."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", torch.float64) if value.numel() < 2**16 else value.detach().sum().item()
     if isinstance(value, ARRAYS) and np.asarray(value).dtype.kind in "biuf":
@@ -326,7 +326,7 @@ def _plain_key(key: Any) -> str:
 
 
 class _State(NamedTuple):
-    """Of a random number generator."""
+    """The state of a random number generator."""
 
     state: Any
 

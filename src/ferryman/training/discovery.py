@@ -1,4 +1,4 @@
-"""Which of the user's variables change while a micro-batch runs, and what follows for them."""
+"""Finds the user's variables that change while a micro-batch runs, and chooses a policy for each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ferryman.exactness.snapshot import Snapshot, is_same
-from ferryman.exactness.user_state import Policy
+from ferryman.exactness.user_state import VariablePolicy
 from ferryman.exactness.variables import Array, Elements, Generator, Variable
 from ferryman.model.units import Unit
 from ferryman.relay.driver import Relay
@@ -17,7 +17,7 @@ from ferryman.relay.observer import Observer, Roots
 
 
 class Watcher(Observer):
-    """Notes the variables that have changed, each time that it looks."""
+    """Collects the variables that have changed since the last `look`."""
 
     def __init__(self, roots: Roots) -> None:
         super().__init__(roots)
@@ -29,7 +29,7 @@ class Watcher(Observer):
         self._last = self._before
 
     def look(self) -> list[Variable]:
-        """What has changed since it looked last."""
+        """The variables that have changed since the last call."""
         assert self.survey is not None
         changed = self.survey.changed(self._last)
         if changed:
@@ -39,7 +39,7 @@ class Watcher(Observer):
 
 
 class Discovery(Watcher):
-    """Looks at every park, to see also what is changed and put back within one micro-batch."""
+    """Compares variables at every park, which also finds those that are changed and restored within a micro-batch."""
 
     def __init__(self, relay: Relay, roots: Roots, units: Sequence[Unit]) -> None:
         super().__init__(roots)
@@ -53,35 +53,35 @@ class Discovery(Watcher):
             self._early |= {variable.key for variable in changed}
 
     def teach(self, ends: Sequence[dict[Any, Snapshot]] = ()) -> None:
-        """Has the relay know what was found; `ends`: variables as each of several micro-batches has left them."""
+        """Passes the variables found to the relay. `ends`: their values at the end of each of several micro-batches."""
         policies = {key: _first_policy(v, key in self._early, ends) for key, v in self.found.items()}
         self._relay.state.know(self.found.values(), policies, self._units)
 
     def logs_of_one_unit(self) -> list[Variable]:
-        """Lists that were taken for logs, and that at most one unit can reach."""
+        """Lists with the policy LOG that at most one unit can reach."""
         state = self._relay.state
         reached = Counter(v.key for unit in self._units for found in state.of(unit) for v in found)
-        return [v for v in state.variables if state.policy(v) is Policy.LOG and reached[v.key] <= 1]
+        return [v for v in state.variables if state.policy(v) is VariablePolicy.LOG and reached[v.key] <= 1]
 
 
-def _first_policy(variable: Variable, early: bool, ends: Sequence[dict[Any, Snapshot]]) -> Policy:
+def _first_policy(variable: Variable, early: bool, ends: Sequence[dict[Any, Snapshot]]) -> VariablePolicy:
     if isinstance(variable, Generator) and variable.is_global:
-        return Policy.SEEDED
+        return VariablePolicy.SEEDED
     if not early:
-        return Policy.SHARED  # changed where losses are computed, or in the backward
+        return VariablePolicy.SHARED  # changed where losses are computed, or in the backward
     values = [at_end[variable.key] for at_end in ends if variable.key in at_end]
     if values and not isinstance(variable, Array | Elements):  # edits in place do not show in these
         if len(values) > 1 and all(value.same_as(values[0]) for value in values):
-            return Policy.TEMPORARY
+            return VariablePolicy.TEMPORARY
         if _grows(values):
-            return Policy.LOG
+            return VariablePolicy.LOG
         if _counts(values):
-            return Policy.SHARED
-    return Policy.PRIVATE
+            return VariablePolicy.SHARED
+    return VariablePolicy.PRIVATE
 
 
 def _grows(values: Sequence[Snapshot]) -> bool:
-    """Whether it is a list to which each micro-batch has added something, and done nothing else."""
+    """Whether these are the values of a list to which each micro-batch has appended, and done nothing else."""
     lists = [value.members() for value in values if value.is_list]
     return len(lists) == len(values) > 1 and all(
         len(after) > len(before) and is_same(after[: len(before)], before)

@@ -1,4 +1,4 @@
-"""When a step is checked before it is made, and what is watched while it runs."""
+"""Decides when a step is checked before it runs, and what is checked while it runs."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from ferryman.relay.driver import Relay
 from ferryman.relay.observer import Roots
 from ferryman.training.crosscheck import TRIED, CrossCheck, Work, second_run_differs
 
-_ALWAYS = 3  # steps in which the second runs of all calls are compared with the first
-_NOW_AND_AGAIN = 32  # after those, every so many steps
+# The second runs of calls are compared with the first ones in the first steps, and then at intervals.
+_FIRST_STEPS = 3
+_STEP_INTERVAL = 32
 
 
 class FirstSteps:
-    """Of one relay: which kinds of steps have been checked."""
+    """Remembers which kinds of steps of one relay have been checked."""
 
     def __init__(self, relay: Relay, model: nn.Module, loss: Callable[..., Any], units: Sequence[Unit]) -> None:
         self._relay = relay
         inside = frozenset(module for unit in units for top in unit.modules for module in top.modules())
         self.roots = Roots([(model, "model"), (loss, "the loss")], inside)
         self._units = units
-        self._checked: dict[Any, Knowledge] = {}  # kinds of steps, and what their checks have found
-        self._context: list[tuple[Any, str]] = []  # what context variables held in the last trial
+        self._checked: dict[Any, Knowledge] = {}  # by kind of step: what the check has found
+        self._context: list[tuple[Any, str]] = []  # values of context variables in the last trial
         self._survey: Survey | None = None
-        self._tried: tuple[int, list[float]] | None = None  # the seed and the losses of the trial that has just run
+        self._tried: tuple[int, list[float]] | None = None  # the seed and the losses of the last trial
         self._steps = 0
 
     def is_new(self, parts: Sequence[Part]) -> bool:
         return bool(parts) and (_kind_of(parts) not in self._checked or self._has_other_context())
 
     def _has_other_context(self) -> bool:
-        """Whether a context variable, whose value was seen to change in a step, holds another object by now."""
+        """Whether a context variable whose value changes in a step now refers to another object."""
         names = [variable.name for variable in self._relay.state.variables]
         seen = {id(value) for value, _ in self._context}
         return any(
@@ -48,19 +49,19 @@ class FirstSteps:
         )
 
     def check(self, parts: Sequence[Part], works: Sequence[Work], seed: int, *, stash_on_host: bool) -> None:
-        """Runs the cross-check for a kind of step."""
+        """Runs the cross-check for a new kind of step."""
         losses = CrossCheck(self._relay, self.roots, self._units).run(works, seed, stash_on_host=stash_on_host)
         self._tried = seed, [loss / part.weight for loss, part in zip(losses, parts, strict=False)]
         self._checked[_kind_of(parts)] = self._relay.state.knowledge
         self._survey, self._context = None, context_roots()
 
     def forget(self) -> None:
-        """Something has changed that no check has seen."""
+        """Drops all results, because a variable has changed that no check has seen."""
         self._checked.clear()
 
     def begin(self, parts: Sequence[Part], seed: int, *, skips: bool) -> Guard:
-        """A step begins; it `skips` blocks, which a trial does not."""
-        self._relay.checksums.begin(on=self._steps < _ALWAYS or self._steps % _NOW_AND_AGAIN == 0)
+        """Begins a step and returns its guard. `skips`: the step skips blocks, which trials do not."""
+        self._relay.checksums.begin(on=self._steps < _FIRST_STEPS or self._steps % _STEP_INTERVAL == 0)
         self._steps += 1
         known = self._checked.get(_kind_of(parts)) if parts else None
         if known is not None and known.variables is not self._relay.state.knowledge.variables:
@@ -74,18 +75,18 @@ class FirstSteps:
         return Guard(self._survey, self._relay.state, expected)
 
     def end(self) -> None:
-        """The step has run: a ValueError if a unit's second run gave something else."""
+        """Ends a step. Raises a ValueError if a unit's second run gave other outputs than its first."""
         if (unit := self._relay.checksums.disagreement()) is not None:
             raise ValueError(second_run_differs(unit, self._relay.state.variables))
 
 
 def _kind_of(parts: Sequence[Part]) -> Any:
-    """Steps of the same kind do the same work: as many micro-batches, with tensors of the same kinds."""
+    """The kind of a step: its number of micro-batches, and the structure of their contents."""
     return min(len(parts), TRIED), _describe(parts[0].content)
 
 
 def _describe(content: Any) -> Any:
-    """What it is made of. How long lists are makes no difference, as how large tensors are makes none."""
+    """The structure of a content, without the lengths of lists and the sizes of tensors."""
     if isinstance(content, torch.Tensor):
         return content.dtype, content.dim()
     if isinstance(content, Mapping):

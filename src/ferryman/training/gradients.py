@@ -1,4 +1,4 @@
-"""Gradients that a step has left, as the parameters' `.grad`, with the meaning they have in plain PyTorch."""
+"""Gradients between steps, shown as the parameters' `.grad`, with the same meaning as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ferryman.server.store import RamStore
 
 
 class Gradients:
-    """Shows gradients to the user, and takes notice of what the user has done with them.
+    """Shows gradients to the user, and picks up the user's changes.
 
-    `wide`: always in float32, the very memory that an update will read. Torch's own optimizers, where the user steps
-    one, want them in the parameters' dtype.
+    `wide`: gradients are always float32 views of the memory that an update will read. Otherwise they have the
+    parameters' dtype, which torch's optimizers need if the user steps one.
     """
 
     def __init__(self, relay: Relay, store: RamStore, settle: Callable[[], None], *, wide: bool) -> None:
@@ -24,7 +24,7 @@ class Gradients:
         self._settle = settle
         self._store = store
         self._wide = wide
-        self._shown: dict[Item, tuple[weakref.ref[torch.Tensor], int]] = {}  # and in which version
+        self._shown: dict[Item, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradients, and their versions
 
     def show(self, units: Iterable[Unit]) -> None:
         self._shown.clear()
@@ -36,20 +36,20 @@ class Gradients:
                     self._show(item, views[item])
 
     def take(self, units: Iterable[Unit]) -> None:
-        """What the user has cleared starts anew; what they have edited or put there counts."""
+        """Picks up gradients that the user has cleared, edited or assigned."""
         for unit in units:
             for item in unit.trained:
                 gradient = item.tensor.grad
                 shown, version = self._shown.get(item, (_nothing, 0))
                 saved = shown()
                 if saved is not None and saved is not gradient:
-                    saved.data = saved.data.clone()  # somebody has kept it: it must not change with what comes
+                    saved.data = saved.data.clone()  # the user has kept a reference; later steps must not change it
                 if gradient is None:
                     self._relay.gradients.clear_of([item])
                     continue
                 edited = gradient._version != version and gradient.dtype != GRADIENT
                 if gradient is not saved or edited or not self._relay.gradients.has(item):
-                    self._settle()  # an update may still read what is there
+                    self._settle()  # a pending update may still read this memory
                     gradient_views(unit, self._store.gradients(unit))[item].copy_(gradient)
                     self._relay.gradients.adopt(unit, item, self._relay.lanes.here())
 

@@ -1,4 +1,4 @@
-"""Trials: what micro-batches need on the device while they run."""
+"""Memory trials: measure the device memory that micro-batches need while they run."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ferryman.relay.observer import Observer, Roots
 from ferryman.relay.trial import run_trial
 from ferryman.training.discovery import Discovery
 
-# A trial may go this far beyond its room, to know what is needed if that is only a little too much.
-_BEYOND = 1.1
+# A trial may exceed its room by this factor, to find out how much is needed if that is only a little more.
+_TRIAL_SLACK = 1.1
 
 
 def measure(
     relay: Relay, works: Sequence[Callable[[], torch.Tensor]], room: int, roots: Roots, units: Sequence[Unit]
 ) -> Trial:
-    """A step that leaves nothing behind, but what it has needed on the device; the stash is on the host.
+    """Runs a step without effects, with the stash on the host, and returns the device memory that it needed.
 
-    It is given up, with a TooLargeError, when it has needed more than `room`.
+    Raises a TooLargeError as soon as it needs more than `room` bytes.
     """
     known = relay.order
-    if not relay.state.is_known:  # micro-batches that take turns must not see each other's
+    if not relay.state.is_known:  # micro-batches that take turns must not see each other's variables
         discovery = _Discovery(relay, roots, units, _Memory(relay.device, room, roots))
         run_trial(relay, works[:2], 0, discovery, stash_on_host=True, in_turn=True, forward_only=True, check=False)
         discovery.teach()
-    for _ in range(2):  # the second knows where the turn is, and keeps its graph
+    for _ in range(2):  # the second run knows where the turn is, and keeps the graph there
         relay.host_stash.reset_peak()
         memory = _Memory(relay.device, room, roots)
         run_trial(relay, works, 0, memory, stash_on_host=True, check=False)
@@ -42,7 +42,7 @@ def measure(
 
 
 class _Discovery(Discovery):
-    """Keeps to the same room."""
+    """Finds variables that change, within the same room."""
 
     def __init__(self, relay: Relay, roots: Roots, units: Sequence[Unit], memory: _Memory) -> None:
         super().__init__(relay, roots, units)
@@ -57,15 +57,15 @@ class _Discovery(Discovery):
 
 
 class _Memory(Observer):
-    """The peak of each stretch, beyond what was on the device before."""
+    """Records the peak of each stretch, in addition to the memory that was in use before."""
 
     def __init__(self, device: torch.device, room: int, roots: Roots) -> None:
         super().__init__(roots)
         self.stretches: list[Stretch] = []
         self._device = device
-        torch.accelerator.synchronize(device)  # memory of copies that are under way does not count
+        torch.accelerator.synchronize(device)  # memory of pending copies does not count
         self._floor = torch.accelerator.memory_allocated(device)
-        self._ceiling = self._floor + int(room * _BEYOND)
+        self._ceiling = self._floor + int(room * _TRIAL_SLACK)
         self._where = ""
 
     def resumes(self, batch: MicroBatch) -> None:

@@ -1,7 +1,7 @@
-"""How a batch is cut so that a budget of device memory is kept, and a smaller plan where no cut is enough.
+"""Chooses the number of micro-batches that stays within a budget of device memory.
 
-Of several ranks each cuts its own batch, but the plan is one: where no cut is enough, a rank says what it needs, and
-all take the plan that is enough for those who need most.
+If not even the smallest micro-batches fit, a smaller plan is needed. Each rank cuts its own batch, but all ranks have
+the same plan: a rank whose micro-batches do not fit reports its need, and all ranks use the plan for the largest need.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ferryman.training.planner import Planner
 
 
 class MicroBatching:
-    """For one plan; `try_out` runs micro-batches for what memory they take, within so many bytes."""
+    """Chooses micro-batches for one plan. `try_out` measures the memory of micro-batches, within a number of bytes."""
 
     def __init__(
         self,
@@ -38,16 +38,16 @@ class MicroBatching:
 
     @property
     def needed(self) -> int:
-        """Bytes that the last batch's micro-batches take, as far as it is known."""
+        """Bytes of device memory that the last batch's micro-batches need; 0 if they were not measured."""
         return 0 if self._fit is None else self._fit.last
 
     def choose(self, batch: Any, micro_batches: int | None, *, begun: bool) -> Choice:
-        """How the batch is cut, and where the stash is.
+        """Chooses the number of micro-batches and the place of the stash.
 
-        Raises a PlanTooLargeError if that takes a smaller plan, which there is, and a ValueError if no plan is small
-        enough, or if training has `begun`, which is too late for another plan.
+        Raises a PlanTooLargeError if a smaller plan is needed and exists, and a ValueError if no plan is small enough
+        or if training has `begun`, when the plan cannot change any more.
         """
-        parts = self._cut(batch, micro_batches)  # also to refuse what cannot be cut
+        parts = self._cut(batch, micro_batches)  # raises a ValueError if the batch cannot be cut
         if self._fit is None:
             return Choice(micro_batches or len(parts), self._planner.options.stash == "host")
         sizes, fixed = [samples_in(part) for part in parts], self._plan.fixed
@@ -58,20 +58,20 @@ class MicroBatching:
         try:
             if self._split is not None and not isinstance(batch, list):
                 return self._cut_by_user(batch, micro_batches, parts)
-            if None in sizes:  # samples cannot be counted, as in graphs: micro-batches stay as they are
+            if None in sizes:  # samples cannot be counted, as in graphs: micro-batches cannot be cut
                 return self._fit.place(max(parts, key=bytes_in), len(parts), fixed)
             return self._fit.choose(sample, size, count, fixed)
         except TooLargeError as error:
             needed, advice = error.need, error.advice
-        gc.collect()  # what the trial had is on the device as long as anything of its exception lives
-        if advice is not None:  # micro-batches of this size are wished for, not needed
+        gc.collect()  # the exception's traceback keeps the trial's tensors on the device
+        if advice is not None:  # the user asked for micro-batches of this size; smaller ones would fit
             if begun or not self._can_leave(needed):
                 raise ValueError(advice)
             raise PlanTooLargeError(needed)
         self._check_enough(needed, sample, size)
         if begun:
             raise ValueError(
-                f"{needed} beside {show_bytes(self._plan.fixed)} that are always there; memory="
+                f"{needed}, in addition to {show_bytes(self._plan.fixed)} that are always in use; memory="
                 f"{show_bytes(self._fit.budget)} is too small for it, and units cannot be cut any more once training "
                 "has begun. Begin with the longest batch, or name smaller units (units=), which leave more room"
             )
@@ -81,7 +81,7 @@ class MicroBatching:
         return [part.content for part in parts_of(batch, micro_batches, own=self._split)]
 
     def _cut_by_user(self, batch: Any, asked: int | None, parts: list[Any]) -> Choice:
-        """The first count that fits, doubled each time until the user's function makes no more micro-batches of it."""
+        """Doubles the count until the micro-batches of the user's function fit, or until it does not return more."""
         assert self._fit is not None
         count = asked or 1
         while True:
@@ -92,25 +92,25 @@ class MicroBatching:
             except TooLargeError:
                 more = list[Any]()
                 if asked is None:
-                    with contextlib.suppress(ValueError):  # it refuses
+                    with contextlib.suppress(ValueError):  # the function refuses this count
                         more = self._cut(batch, 2 * count)
                 if len(more) <= len(parts):
                     raise
             parts, count = more, 2 * count
 
     def _can_leave(self, needed: Need) -> bool:
-        """Whether a smaller plan than this one has that room."""
+        """Whether there is a smaller plan that leaves this room."""
         try:
             return self._planner.make(needed).fixed < self._plan.fixed
         except ValueError:
             return False
 
     def _check_enough(self, needed: Need, sample: Any, size: int) -> None:
-        """A ValueError if there is no smaller plan to try, now that it is known what one sample needs."""
+        """Raises a ValueError if no smaller plan could leave what one sample needs."""
         assert self._fit is not None
         if self._planner.make_smaller(needed).fixed < self._plan.fixed:
             return
-        if not needed.is_all:  # to be able to say what would do, one trial may take what it takes
+        if not needed.is_all:  # one trial without a limit, so that the error can name a sufficient budget
             needed = self._fit.whole_need(sample, size)
         self._planner.make(needed)
 

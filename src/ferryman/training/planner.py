@@ -1,4 +1,4 @@
-"""Makes plans for an engine: from what the user asked for, within what the budget allows."""
+"""Makes plans for an engine, from its settings and within its budget."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ from ferryman.model.units import GRAIN, DtypeOf, Unit, find_units, master_dtype,
 from ferryman.options import PlainOptions
 from ferryman.plan.plan import Need, Plan, make_plan
 from ferryman.plan.policy import Policy, parse_policy
-from ferryman.plan.staging import JOINT, LEAST, SUBGROUP, Staging, largest_subgroup, subgroup_for
+from ferryman.plan.staging import (
+    MIN_DEVICE_SUBGROUP,
+    SUBGROUP,
+    SUBGROUP_WITH_RANKS,
+    Staging,
+    largest_subgroup,
+    subgroup_for,
+)
 from ferryman.runtime.sizes import show_bytes
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.state import arrays, bounds, is_whole
+from ferryman.server.state import bounds, is_whole, state_itemsize
 from ferryman.training import checks
 
 _HOST = Policy("host")
@@ -27,21 +34,21 @@ _HOST = Policy("host")
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes the plans of one engine, for its settings."""
+    """Makes the plans of one engine."""
 
     model: nn.Module
     device: torch.device
     options: PlainOptions
     dtype_of: DtypeOf
     optimizer_view: OptimizerView | None
-    share: Share = Share()  # noqa: RUF009 - of several ranks, which this is
+    share: Share = Share()  # noqa: RUF009 - frozen
 
     @property
     def budget(self) -> int | None:
         return self.options.budget
 
     def make(self, needed: Need | None = None, *, smallest: bool = False) -> Plan:
-        """A ValueError if there is none; see `make_plan`."""
+        """Makes a plan; raises a ValueError if there is none. See `make_plan`."""
         ways = self._ways(parse_policy(self.options.updates))
         try:
             return self._make(ways, needed, smallest=smallest)
@@ -52,7 +59,7 @@ class Planner:
             raise ValueError(f"subgroup={subgroup}: {error}. {self._that_would_fit(ways[0])}") from error
 
     def make_smaller(self, needed: Need) -> Plan:
-        """The plan that leaves this room, or as much as there can be: finer units may need less while they run."""
+        """The plan that leaves this room, or the smallest plan: smaller units may need less while they run."""
         try:
             return self.make(needed)
         except ValueError:
@@ -65,22 +72,22 @@ class Planner:
         return scale_for({self.dtype_of(name, p) for name, p in trained})
 
     def follow_updates(self, plan: Plan, needed: int) -> Plan:
-        """A plan made for other `updates`, changed to those of the options; a ValueError if that does not fit.
+        """Changes a plan to the `updates` of the options. Raises a ValueError if that does not fit.
 
-        `needed`: bytes that micro-batches need while they run, as far as they are known.
+        `needed`: bytes that micro-batches need while they run; 0 if that is not known.
         """
         policy = parse_policy(self.options.updates)
         ways = self._ways(policy)
         if (changed := self._changed(plan, ways, needed)) is not None:
             return changed
-        assert self.budget is not None, "without one anything fits"
+        assert self.budget is not None, "without a budget, everything fits"
         takes = plan.with_staging(ways[-1])
         shares = [Policy("static", share=number / 100) for number in range(int(policy.share * 100), 0, -1)]
         lesser = ((less, [replace(way, policy=less) for way in ways]) for less in shares)
         fitting = [str(less) for less, fewer in lesser if self._changed(plan, fewer, needed) is not None]
         raise ValueError(
-            f"updates={self.options.updates!r} does not fit: {show_bytes(takes.fixed)} would always be on the device "
-            f"beside {show_bytes(needed)} for micro-batches, where memory={show_bytes(self.budget)}: "
+            f"updates={self.options.updates!r} does not fit: {show_bytes(takes.fixed)} would always be on the device, "
+            f"in addition to {show_bytes(needed)} for micro-batches, where memory={show_bytes(self.budget)}: "
             f"{takes.explain()}. {(fitting or ['host'])[0]!r} would fit"
         )
 
@@ -89,7 +96,10 @@ class Planner:
         return next((one for one in changed if self.budget is None or one.fixed + needed <= self.budget), None)
 
     def insert(self, plan: Plan, block: nn.Module) -> tuple[Sequence[Unit], Plan]:
-        """The units of a block that is in the model now, and the plan with them; a ValueError if it does not fit."""
+        """The units of a block that was inserted into the model, and the plan with them.
+
+        Raises a ValueError if the plan does not fit into the budget.
+        """
         added = units_of_block(self.model, block, plan.limit, self.dtype_of)
         order = {module: i for i, module in enumerate(self.model.modules())}
         units = sorted((*plan.units, *added), key=lambda unit: min(order[module] for module in unit.modules))
@@ -104,12 +114,12 @@ class Planner:
         return added, changed
 
     def remove(self, plan: Plan, block: nn.Module, position: Position) -> tuple[Sequence[Unit], Plan]:
-        """The units of a block that is about to leave the model, and the plan without them."""
+        """The units of a block that will be removed from the model, and the plan without them."""
         checks.own(block, position, plan.units, plan.residents)
         inside = set(block.modules())
         gone = [unit for unit in plan.units if inside.issuperset(unit.modules)]
         if len(gone) == len(plan.units):
-            raise ValueError(f"the block {position!r} is the last one that travels; nothing would be left to train")
+            raise ValueError(f"the block {position!r} contains all units of the model; nothing would be left to train")
         return gone, replace(plan, units=tuple(unit for unit in plan.units if unit not in gone))
 
     def _make(self, ways: Sequence[Staging], needed: Need | None, *, smallest: bool) -> Plan:
@@ -128,22 +138,22 @@ class Planner:
         )
 
     def _ways(self, policy: Policy) -> list[Staging]:
-        """To update, the best first."""
+        """Ways to update the weights, the best first."""
         options, subgroup = self.options, self.options.subgroup
         units, residents = find_units(
             self.model, units=options.units, resident=options.resident, dtype_of=self.dtype_of
         )
         every = (residents, *units)
-        arrays = _remembering(self._arrays)
-        most = min(largest_subgroup(every), SUBGROUP if self.share.size == 1 else JOINT)
+        itemsize = _cached(self._state_itemsize)
+        most = min(largest_subgroup(every), SUBGROUP if self.share.size == 1 else SUBGROUP_WITH_RANKS)
         if self.device.type == "cpu":
             if policy.kind not in ("host", "auto"):
                 raise ValueError(
-                    f"updates={str(policy)!r} has a device update a part of the weights, and device='cpu' is the host "
+                    f"updates={str(policy)!r} lets a device update some of the weights, but device='cpu' is the host "
                     "itself; use updates='host', or leave it out"
                 )
             policy = _HOST
-        if policy.kind != "host" and not any(arrays(unit) is not None for unit in every):
+        if policy.kind != "host" and not any(itemsize(unit) is not None for unit in every):
             if policy.kind != "auto" and self.optimizer_view is not None:
                 raise ValueError(
                     f"updates={str(policy)!r}: no unit can be updated on a device. Either the optimizer "
@@ -151,44 +161,44 @@ class Planner:
                     "host, or units train bfloat16 and float16 side by side. Use updates='host'"
                 )
             policy = _HOST
-        if policy.kind == "auto" and (subgroup or most) < LEAST:
+        if policy.kind == "auto" and (subgroup or most) < MIN_DEVICE_SUBGROUP:
             policy = _HOST
         deferred = self.optimizer_view is not None and (options.needs_whole_gradient or self.scale().moves)
         for_ranks = self.share.size > 1 and policy.kind != "host" and self.optimizer_view is not None and not deferred
-        deferred = deferred or for_ranks  # what a device shall update is known when all ranks' gradients are
+        deferred = deferred or for_ranks  # a device can update a subgroup only when all ranks' gradients have arrived
         given = None if subgroup is None else -(-subgroup // GRAIN) * GRAIN
         at_host = Staging(
-            _HOST, given or most, arrays, deferred, cuts=self._cuts, rank=self.share.rank, for_ranks=for_ranks
+            _HOST, given or most, itemsize, deferred, cuts=self._cuts, rank=self.share.rank, for_ranks=for_ranks
         )
         if policy.kind == "host":
             return [at_host]
         sizes = [given or (most if self.budget is None else subgroup_for(self.budget, most))]
-        while given is None and self.budget is not None and sizes[-1] > LEAST:
-            sizes.append(max(LEAST, sizes[-1] // 2 // GRAIN * GRAIN))
-        holding = [True, False] if policy.kind == "auto" and self.budget is not None else [True]
+        while given is None and self.budget is not None and sizes[-1] > MIN_DEVICE_SUBGROUP:
+            sizes.append(max(MIN_DEVICE_SUBGROUP, sizes[-1] // 2 // GRAIN * GRAIN))
+        waits_on_device = [True, False] if policy.kind == "auto" and self.budget is not None else [True]
         if self.share.size > 1:
-            holding = [False]  # they wait on the host, where those of all ranks are added up
+            waits_on_device = [False]  # gradients wait on the host, where those of all ranks are summed
         ways = [
-            Staging(policy, size, arrays, deferred, holds, self._cuts, self.share.rank, for_ranks)
-            for holds in holding
+            Staging(policy, size, itemsize, deferred, may_wait, self._cuts, self.share.rank, for_ranks)
+            for may_wait in waits_on_device
             for size in sizes
         ]
         return [*ways, at_host] if policy.kind == "auto" and given is None else ways
 
     def _cuts(self, unit: Unit) -> list[int]:
-        """Where each rank's part of the unit's trained elements begins and ends."""
+        """The boundaries between the ranks' parts of the unit's trained elements."""
         return (
             [0, trained_elements(unit)]
             if self.optimizer_view is None
             else bounds(unit, self.optimizer_view, self.share)
         )
 
-    def _arrays(self, unit: Unit) -> int | None:
+    def _state_itemsize(self, unit: Unit) -> int | None:
         if self.optimizer_view is None or not trained_elements(unit) or is_whole(unit, self.optimizer_view):
             return None
         if len({master_dtype(dtype) for dtype in unit.trained_dtypes} - {None}) > 1:
             return None  # masters of two widths do not lie side by side
-        return arrays(unit, self.optimizer_view)
+        return state_itemsize(unit, self.optimizer_view)
 
     def _that_would_fit(self, way: Staging) -> str:
         size = way.subgroup
@@ -202,14 +212,14 @@ class Planner:
         return "No subgroup would fit"
 
 
-def _remembering(arrays: Callable[[Unit], int | None]) -> Callable[[Unit], int | None]:
-    """Hundreds of plans ask the same. Of units that are removed from the model nothing is kept."""
+def _cached(function: Callable[[Unit], int | None]) -> Callable[[Unit], int | None]:
+    """Caches a function that hundreds of plans call. Entries of units that are removed from the model disappear."""
     known: weakref.WeakKeyDictionary[Unit, int | None] = weakref.WeakKeyDictionary()
 
     def of(unit: Unit) -> int | None:
         try:
             return known[unit]
         except KeyError:
-            return known.setdefault(unit, arrays(unit))
+            return known.setdefault(unit, function(unit))
 
     return of

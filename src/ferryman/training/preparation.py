@@ -1,4 +1,4 @@
-"""The preparation of a step: its batch is cut, the cut is checked, and all ranks agree on the step."""
+"""Prepares a step: cuts the batch, checks the cut, and has all ranks agree on the step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ferryman.training.user_code import weighted_loss
 
 
 class PreparedStep(NamedTuple):
-    """What a step runs, once all ranks agree on it."""
+    """A step that all ranks have agreed on."""
 
     choice: Choice
     parts: list[Part]  # this rank's micro-batches, weighted by the samples of all ranks
@@ -33,7 +33,7 @@ class PreparedStep(NamedTuple):
 
 
 class Preparation:
-    """Prepares the steps that are made with one plan."""
+    """Prepares the steps of one plan."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class Preparation:
 
     @property
     def needed(self) -> int:
-        """Bytes of device memory that the micro-batches of the last step needed while they ran, as far as is known."""
+        """Bytes of device memory that the micro-batches of the last step needed; 0 if they were not measured."""
         return self._micro_batching.needed
 
     def cut(self, batch: Any, micro_batches: int | None) -> tuple[Choice, list[Part]]:
-        """How the batch is cut, and its micro-batches; what is wrong with the model or with the cut is refused.
+        """Checks the model and cuts the batch. Returns the choice and the micro-batches, of which a rank may have none.
 
-        One of several ranks may have no micro-batches. Raises a PlanTooLargeError if a smaller plan is needed.
+        Raises a PlanTooLargeError if a smaller plan is needed.
         """
         self._check_model()
         if is_nothing(batch) and not self._ranks.alone:
@@ -75,7 +75,7 @@ class Preparation:
         return choice, parts
 
     def agree(self, choice: Choice, parts: list[Part]) -> PreparedStep:
-        """What this rank does in a step that all ranks make; see `exchange_status` for the errors."""
+        """Exchanges status with all ranks and returns this rank's part of the step. Errors: see `exchange_status`."""
         optimizer = None if self._optimizer_view is None else self._optimizer_view.optimizer
         reduction, rank = self._options.reduction, self._ranks.rank
         mine = status_of(self._ranks, parts, _draw_seed(), optimizer, reduction, first=not self._has_begun)
@@ -84,7 +84,7 @@ class Preparation:
         return PreparedStep(choice, weigh(parts, statuses, rank, reduction), statuses[0].seed + before)
 
     def works(self, parts: Sequence[Part]) -> list[Callable[[], torch.Tensor]]:
-        """The user's code for each micro-batch: functions that return its part of the step's loss, scaled."""
+        """Functions that run the user's code for each micro-batch and return its weighted and scaled loss."""
         scale = self._assembly.server.scale.value
         return [self._work(part.content, part.weight * scale) for part in parts]
 
@@ -108,7 +108,7 @@ class Preparation:
         checks.can_step(self._model)
 
     def _check_first(self, parts: list[Part], choice: Choice, seed: int) -> None:
-        """Tries a step of a new kind before it is made; with one rank, with the random numbers that it will have."""
+        """Tries out a new kind of step before it runs; with a single rank, it uses the same random numbers."""
         if not self.first_steps.is_new(parts):
             return
         assembly = self._assembly
@@ -120,7 +120,7 @@ class Preparation:
             if isinstance(error, torch.OutOfMemoryError):
                 error.add_note(advice(assembly.plan, choice))
             assembly.recover()
-            self._blocks.begin_step()  # a step that fails uses up what was to be skipped
+            self._blocks.begin_step()  # `engine.skip` applies to the step that failed, not to the next one
             self._blocks.skipped = frozenset()
             raise
 

@@ -1,4 +1,4 @@
-"""What the engine writes into a trace: facts about the run, and the figures of its steps. Without a trace, nothing."""
+"""Writes facts about the run and figures of its steps into the trace, if there is one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ferryman.server.optimizer_view import OptimizerView
 
 
 class Recorder:
-    """A step ends with its update or, where the engine makes none, with its backward."""
+    """Records the steps of an engine. A step ends with its update or, without an optimizer, with its backward."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class Recorder:
         self.trace = trace
         self._updates = optimizer_view is not None
         self._ended = 0
-        self._plan: Plan | None = None  # that the trace knows
-        self._parts: list[Any] = []  # of the step that is open
+        self._plan: Plan | None = None  # the last plan that was written
+        self._parts: list[Any] = []  # micro-batches of the current step
         self._losses: list[torch.Tensor] = []
-        # Who only evaluates beside a training says nothing of itself: the trace is of the training.
+        # An engine that only evaluates beside a training run writes no facts: the trace describes the training run.
         self._tells = trace is not None and (optimizer_view is not None or not trace.facts)
         if trace is not None and self._tells:
             parameters = dict(model.named_parameters())
@@ -59,7 +59,7 @@ class Recorder:
             )
 
     def begin(self, done: int, plan: Plan) -> None:
-        """A step begins, after so many that were updated, or goes on with more micro-batches."""
+        """Begins a step after `done` updates, or continues the current one with more micro-batches."""
         if self.trace is None:
             return
         if plan is not self._plan:
@@ -70,7 +70,7 @@ class Recorder:
             self.trace.begin_step(1 + (done if self._updates else self._ended))
 
     def ran(self, parts: Sequence[Part], loss: torch.Tensor) -> torch.Tensor:
-        """Forward and backward of these micro-batches are over; returns their loss."""
+        """Records the forward and backward of these micro-batches; returns their loss."""
         if self.trace is not None:
             self._parts += parts
             self._losses.append(loss)
@@ -79,8 +79,8 @@ class Recorder:
         return loss
 
     def end(self) -> None:
-        """The step has made its update, or has asked for it."""
-        if self.trace is not None and self._losses:  # else the gradients were the user's own
+        """Ends the step, whose update is done or submitted."""
+        if self.trace is not None and self._losses:  # without losses, the gradients were the user's own
             self.trace.end_step(
                 loss=statistics.fmean(loss.item() for loss in self._losses),
                 micro_batches=len(self._parts),
@@ -91,7 +91,7 @@ class Recorder:
             self.abandon()
 
     def abandon(self) -> None:
-        """Gradients were given up, and with them the step that is open."""
+        """Drops the current step, whose gradients were dropped."""
         self._parts.clear()
         self._losses.clear()
 
@@ -109,13 +109,13 @@ def _facts_of(plan: Plan) -> dict[str, Any]:
 
 
 def _tokens_in(content: Any) -> int | None:
-    """As models of transformers name them."""
+    """The number of tokens in a micro-batch for a transformers model; None for other models."""
     ids = content.get("input_ids") if isinstance(content, Mapping) else None
     return ids.numel() if isinstance(ids, torch.Tensor) else None
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:
-    """None if any is not known."""
+    """The sum; None if any of the counts is not known."""
     total = 0
     for count in counts:
         if count is None:

@@ -1,4 +1,4 @@
-"""The user's code, as the engine runs it: the loss of a micro-batch, on the device, without caches."""
+"""Runs the user's code: the loss of a micro-batch, on the device, without caches."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def weighted_loss(
     device: torch.device,
     adopt: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
 ) -> torch.Tensor:
-    """A micro-batch's part of a step's loss; `adopt` is told which tensors it has on the device, and which of them are
-    the user's own."""
+    """The weighted loss of a micro-batch. `adopt` is called with the micro-batch's tensors on the device, and with
+    those of them that are the user's own."""
     here = to_device(content, device)
     pairs = zip(pytree.tree_leaves(content), pytree.tree_leaves(here), strict=True)
     tensors = [(given, x) for given, x in pairs if isinstance(x, torch.Tensor)]
@@ -33,19 +33,19 @@ def weighted_loss(
     except RuntimeError as error:
         if device.type != "cpu" and "Expected all tensors to be on the same device" in str(error):
             error.add_note(
-                f"ferryman: the model and the batch are on {device} while the loss runs. Tensors of the loss's own, "
-                "such as its parameters, must be there too: move them with .to(engine.device) before training"
+                f"ferryman: the model and the batch are on {device} while the loss runs. The loss's own tensors, such "
+                "as its parameters, must be there too: move them with .to(engine.device) before training"
             )
         raise
     check_loss(value)
     if value.dim():
-        value = value.reshape(())  # of one element, as backward() accepts it
+        value = value.reshape(())  # backward() also accepts a tensor of one element
     return value.to(torch.promote_types(value.dtype, torch.float32)) * weight
 
 
 @contextlib.contextmanager
 def caches_off(model: nn.Module) -> Iterator[None]:
-    """For a step: running a unit again in the backward would fill them twice."""
+    """Context in which the model uses no caches: a unit that runs again in the backward would fill them twice."""
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     before = [(config, config.use_cache) for config in configs if hasattr(config, "use_cache")]
     try:
@@ -59,7 +59,7 @@ def caches_off(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module, randomness: Randomness) -> Iterator[None]:
-    """Afterwards, training flags, generators and buffers are as they were."""
+    """Context that restores training flags, generators and buffers on exit."""
     flags = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     state = randomness.state()
@@ -84,7 +84,7 @@ def evaluation(
     device: torch.device,
     evaluating: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Callable[..., Any]:
-    """A model's forward outside steps: on a device, its units come over as it calls them."""
+    """Wraps the model's forward for use outside of steps: units are copied to the device as they are called."""
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
         if device.type == "cpu":

@@ -13,7 +13,7 @@ from torch import nn
 
 from ferryman.engine import Engine
 from ferryman.exactness.survey import Survey
-from ferryman.exactness.user_state import Policy
+from ferryman.exactness.user_state import VariablePolicy
 from ferryman.plan.batch import parts_of, samples_in
 from ferryman.training.user_code import to_device
 from ferryman.verify.context import CheckContext, apart, distance, largest
@@ -148,7 +148,7 @@ def _variables(engine: Engine) -> Measurements:
     """The variables of the user's code that change in a step, by how the relay treats them."""
     relay = engine._parts.relay
     figures: Measurements = {"variables that change": len(relay.state)}
-    for policy in Policy:
+    for policy in VariablePolicy:
         names = [v.name for v in relay.state.variables if relay.state.policy(v) is policy]
         if names:
             figures[policy.value] = _shortened(names)
