@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from ferryman.model.units import Unit, hint
 from ferryman.options import EngineArguments, EngineOptions, describe, takes_options
 from ferryman.plan.fit import Choice, advice
 from ferryman.plan.plan import Plan, PlanTooLargeError
+from ferryman.runtime.caller import Caller, one_call_at_a_time
 from ferryman.runtime.interrupts import Interrupts
 from ferryman.server.gradient_checks import NonFiniteError
 from ferryman.server.kernels import default_threads
@@ -55,6 +57,10 @@ from ferryman.training.recorder import Recorder
 _RETRIES = 3  # of a step in which something changes that no check has seen
 
 
+@one_call_at_a_time(
+    "forward_backward", "step", "update", "zero_grad", "save", "load", "load_weights", "close",
+    "set_updates", "skip", "insert", "remove", "agree", "total",
+)  # fmt: skip
 class Engine(contextlib.AbstractContextManager["Engine"]):
     """Trains a model that may be larger than the device.
 
@@ -71,6 +77,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     A step equals gradient accumulation in plain PyTorch over the same micro-batches. With `memory` the engine chooses
     units, slots, the place of the stash and the size of micro-batches such that the budget is kept.
 
+    An engine has one caller at a time. One that is dropped (`del engine`) closes itself: the model is as it was before,
+    with the trained weights. With several ranks, close it: only then do they end together.
+
     Settings, each a keyword argument (the list is made from `options.py`):
 
     """
@@ -78,7 +87,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     @takes_options(EngineArguments)
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, options: EngineOptions) -> None:
         checks.model(model)
-        self._ranks = Ranks()
+        self._ranks, self._caller = Ranks(), Caller(self)
         self.device = checks.real_device(options.device, self._ranks.place)
         checks.settings(options, self.device)
         checks.free(model)
@@ -102,7 +111,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._closed = False
         self._loaded = Loaded(model)
         self.choice: Choice | None = None  # of the last step: how many micro-batches, and where the stash was
-        self._parts = self._assemble(self._planner.make())
+        self._parts, self._dropped = self._assemble(self._planner.make())
         self._preparation = self._make_preparation()
 
     def forward_backward(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
@@ -341,14 +350,14 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 self._recover(forget=True)
                 raise
             self._recorder.end()
-            self.zero_grad()
+            self._drop_gradients()
             optimizer_view.stepped()
 
     def _recover(self, *, forget: bool) -> None:
         """The lanes are drained after a failure; `forget`: gradients are dropped."""
         self._parts.recover()
         if forget:
-            self.zero_grad()
+            self._drop_gradients()
 
     def _need_optimizer(self) -> OptimizerView:
         self._check_open()
@@ -412,6 +421,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def zero_grad(self) -> None:
         """Drops all gradients."""
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         self._recorder.abandon()
         self._parts.relay.gradients.clear()
         self._parts.server.forget_gradients()
@@ -432,16 +444,18 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         if together and not (self._closed or self._ranks.has_failed):
             self._ranks.tell("closing the engine")
         self._closed = True
+        self._dropped.detach()
         together = together and not self._ranks.has_failed
         self._parts.close(together=together)
         if together:
             self._ranks.close()
 
-    def _assemble(self, plan: Plan) -> Assembly:
-        scale = self._planner.scale()
-        return Assembly(
-            self._model, self.device, plan, self._optimizer_view, self._blocks, self._options, scale, self._ranks
+    def _assemble(self, plan: Plan) -> tuple[Assembly, weakref.finalize[[], object]]:
+        view, scale = self._optimizer_view, self._planner.scale()
+        parts = Assembly(
+            self._model, self.device, plan, view, self._blocks, self._options, scale, self._ranks, self._caller
         )
+        return parts, parts.close_with(self)
 
     def _make_preparation(self) -> Preparation:
         """To be made again whenever the plan changes."""
@@ -465,8 +479,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _rebuild(self, plan: Plan) -> None:
         """Goes on with another plan, before the first step."""
         steps, scale = self.steps, self._parts.server.scale.state()
+        self._dropped.detach()
         self._parts.close()
-        self._parts = self._assemble(plan)
+        self._parts, self._dropped = self._assemble(plan)
         self._preparation = self._make_preparation()
         contents = self._contents()
         self._ranks.jointly("loading again", lambda: self._loaded.load_again(contents))
@@ -490,6 +505,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         # A failure of closing must not hide the exception that is on its way.
         if error is None:
             self.close()
+            return
+        if not self._caller.origin.is_here:
             return
         self._ranks.fail(error)
         with contextlib.suppress(Exception):

@@ -142,11 +142,11 @@ class StepState:
         """The visits to expect after the one that has just begun."""
         return upcoming(self._expected, self.visited) if self.interleaved else ()
 
-    def refuse_other_threads(self, unit: Unit) -> None:
-        """A unit runs only in the thread of the micro-batch that runs: stream, autocast, random numbers and the watch
-        of the stash belong to that thread."""
+    def refuse_other_threads(self, unit: Unit | None = None) -> None:
+        """A unit, or the model, runs only in the thread of the micro-batch that runs: stream, autocast, random
+        numbers and the watch of the stash belong to that thread."""
         if self.running is None or not self.running.runs_here():
-            self.refuse_thread(f"the unit {unit.name!r}")
+            self.refuse_thread("the model" if unit is None else f"the unit {unit.name!r}")
 
     def refuse_thread(self, what: str) -> NoReturn:
         """The thread that calls is not the micro-batch's, and uses what it must not use there."""
