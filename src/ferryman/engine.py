@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from ferryman.model.units import Unit, hint
 from ferryman.options import EngineArguments, EngineOptions, describe, takes_options
 from ferryman.plan.fit import Choice, advice
 from ferryman.plan.plan import Plan, PlanTooLargeError
+from ferryman.runtime.caller import Caller, one_call_at_a_time
 from ferryman.runtime.interrupts import Interrupts
 from ferryman.server.gradient_checks import NonFiniteError
 from ferryman.server.kernels import default_threads
@@ -71,6 +73,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     A step equals gradient accumulation in plain PyTorch over the same micro-batches. With `memory`, the engine chooses
     units, slots, the place of the stash and the size of micro-batches so that they stay within the budget.
 
+    An engine has one caller at a time. An engine that is dropped (`del engine`) closes itself: the model returns to its
+    original state, with the trained weights. With several ranks, call `close`: only then do all ranks end together.
+
     Settings, each a keyword argument (declared in `options.py`):
 
     """
@@ -78,7 +83,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     @takes_options(EngineArguments)
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, options: EngineOptions) -> None:
         checks.model(model)
-        self._ranks = Ranks()
+        self._ranks, self._caller = Ranks(), Caller(self)
         self.device = checks.real_device(options.device, self._ranks.place)
         checks.settings(options, self.device)
         checks.free(model)
@@ -102,9 +107,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._closed = False
         self._loaded = Loaded(model)
         self.choice: Choice | None = None  # the number of micro-batches and the stash's place in the last step
-        self._parts = self._assemble(self._planner.make())
+        self._parts, self._finalizer = self._assemble(self._planner.make())
         self._preparation = self._make_preparation()
 
+    @one_call_at_a_time
     def step(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
         """Runs forward, backward and update. Returns the loss.
 
@@ -118,6 +124,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._finish(optimizer_view)
         return loss
 
+    @one_call_at_a_time
     def forward_backward(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
         """Runs forward and backward. Returns the loss of the batch; adds gradients to the parameters' `.grad`.
 
@@ -132,6 +139,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 self._parts.server.leave_for_user(unit, items)
         return loss
 
+    @one_call_at_a_time
     def update(self) -> None:
         """Updates the weights with the gradients that `forward_backward` left, and clears the gradients."""
         optimizer_view = self._need_optimizer()
@@ -144,13 +152,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._parts.server.send_rest(self._parts.relay.gradients.on_host)
             self._finish(optimizer_view)
 
+    @one_call_at_a_time
     def zero_grad(self) -> None:
         """Drops all gradients."""
-        self._recorder.abandon()
-        self._parts.relay.gradients.clear()
-        self._parts.server.forget_gradients()
-        for parameter in self._model.parameters():
-            parameter.grad = None
+        self._drop_gradients()
 
     def wait(self) -> None:
         """Blocks until the last update is done.
@@ -160,6 +165,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """
         self._parts.reads.settle()
 
+    @one_call_at_a_time
     def set_updates(self, updates: str) -> None:
         """Changes the setting `updates` from the next step on."""
         self._need_optimizer()
@@ -231,16 +237,19 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """This rank's number, `rank`, and the number of ranks, `size`."""
         return self._ranks.share
 
+    @one_call_at_a_time
     def agree(self, **facts: Any) -> None:
         """Raises on all ranks if a value, such as `steps=len(loader)`, is not the same on all of them."""
         self._check_open()
         self._ranks.agree({name: str(value) for name, value in facts.items()})
 
+    @one_call_at_a_time
     def total(self, number: float | torch.Tensor) -> float:
         """Sums a number over all ranks, such as the tokens of a step. The sum of ints is an int."""
         self._check_open()
         return add_up(self._ranks, number)
 
+    @one_call_at_a_time
     def save(self, directory: str | Path, *, objects: Objects | None = None, keep: int | None = None) -> Path:
         """Writes a checkpoint and returns its path. It contains weights that transformers can load, and all state.
 
@@ -251,6 +260,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """
         return saving.save_in(self._contents(), Path(directory), objects or {}, keep)
 
+    @one_call_at_a_time
     def load(self, directory: str | Path, *, objects: Objects | None = None) -> Path:
         """Loads a checkpoint, or the newest of a series, and returns its path.
 
@@ -266,6 +276,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._loaded.came_from(path)
         return path
 
+    @one_call_at_a_time
     def load_weights(self, directory: str | Path) -> None:
         """Loads pretrained weights from safetensors files, also into a model on meta.
 
@@ -277,11 +288,13 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._recover(forget=True)
             self._ranks.jointly(doing, found[0].load)
 
+    @one_call_at_a_time
     def skip(self, blocks: Position | Iterable[Position]) -> None:
         """Skips these blocks in the next step: they return their input, are not fetched and get no gradients."""
         self._check_open()
         self._blocks.skip(blocks)
 
+    @one_call_at_a_time
     def insert(self, position: Position, block: nn.Module) -> None:
         """Inserts a block into the model, before the block that is at this position now.
 
@@ -300,6 +313,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._parts.add(block, added, plan)
         self._preparation = self._make_preparation()
 
+    @one_call_at_a_time
     def remove(self, position: Position) -> nn.Module:
         """Removes a block from the model and returns it, with its current weights."""
         self._check_open()
@@ -311,6 +325,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._preparation = self._make_preparation()
         return block
 
+    @one_call_at_a_time
     def close(self) -> None:
         """Returns the model to its original state, with the trained weights. All ranks must call it."""
         self._end(together=True)
@@ -322,19 +337,30 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         if error is None:
             self.close()
             return
+        if not self._caller.origin.is_here:
+            return
         self._ranks.fail(error)
         with contextlib.suppress(Exception):
             self._end(together=False)
 
-    def _assemble(self, plan: Plan) -> Assembly:
-        scale = self._planner.scale()
-        return Assembly(
-            self._model, self.device, plan, self._optimizer_view, self._blocks, self._options, scale, self._ranks
+    def _assemble(self, plan: Plan) -> tuple[Assembly, weakref.finalize[[], object]]:
+        """What the plan needs, and what closes it when the engine is dropped."""
+        view, scale = self._optimizer_view, self._planner.scale()
+        parts = Assembly(
+            self._model, self.device, plan, view, self._blocks, self._options, scale, self._ranks, self._caller
         )
+        return parts, parts.close_with(self)
 
     def _make_preparation(self) -> Preparation:
         """Creates the preparation of steps for the current plan; called whenever the plan changes."""
         return Preparation(self._options, self._planner, self._parts, self._blocks, self._batch_check, self._ranks)
+
+    def _drop_gradients(self) -> None:
+        self._recorder.abandon()
+        self._parts.relay.gradients.clear()
+        self._parts.server.forget_gradients()
+        for parameter in self._model.parameters():
+            parameter.grad = None
 
     def _need_optimizer(self) -> OptimizerView:
         self._check_open()
@@ -417,8 +443,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _rebuild(self, plan: Plan) -> None:
         """Replaces the plan and everything made from it, before the first step."""
         steps, scale = self.steps, self._parts.server.scale.state()
+        self._finalizer.detach()
         self._parts.close()
-        self._parts = self._assemble(plan)
+        self._parts, self._finalizer = self._assemble(plan)
         self._preparation = self._make_preparation()
         contents = self._contents()
         self._ranks.jointly("loading again", lambda: self._loaded.load_again(contents))
@@ -466,14 +493,14 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 self._recover(forget=True)
                 raise
             self._recorder.end()
-            self.zero_grad()
+            self._drop_gradients()
             optimizer_view.stepped()
 
     def _recover(self, *, forget: bool) -> None:
         """Restores a consistent state after a failure, when all lanes are drained. `forget` drops all gradients."""
         self._parts.recover()
         if forget:
-            self.zero_grad()
+            self._drop_gradients()
 
     def _contents(self, *, loading: bool = False) -> Contents:
         """Waits until no lane has work, and returns the parts of the engine that are saved and loaded."""
@@ -490,6 +517,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         if together and not (self._closed or self._ranks.has_failed):
             self._ranks.tell("closing the engine")
         self._closed = True
+        self._finalizer.detach()
         together = together and not self._ranks.has_failed
         self._parts.close(together=together)
         if together:

@@ -84,7 +84,7 @@ def test_a_unit_in_another_thread_is_refused_before_a_weight_changes(function, d
         for batch in batches(2):  # in the trial, and in a step of a kind that was tried
             wrong.set()
             with pytest.raises(
-                ValueError, match=r"(the unit|a tensor on) .* is used in the thread '(of-the-user|Dummy)"
+                ValueError, match=r"(the model|the unit .*|a tensor on .*) is used in the thread '(of-the-user|Dummy)"
             ):
                 engine.step(batch, 2)
             for name, tensor in model.state_dict().items():

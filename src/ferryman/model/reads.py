@@ -73,7 +73,8 @@ class Reads:
 
     def __init__(self, settle: Callable[[], None]) -> None:
         self._settle = settle
-        self._lock = threading.Lock()  # several threads of the user may read
+        # Several threads of the user may read. Reentrant: a garbage collection may close the engine anywhere.
+        self._lock = threading.RLock()
         self._begun = 0  # the number of calls of `begin`
         self._refused: dict[int, str] = {}  # in a step: names of parameters that must not be used, by identity
         self._watched: list[torch.Tensor] = []
@@ -145,7 +146,7 @@ class Reads:
 
     def _end(self) -> None:
         for tensor in self._watched:
-            tensor.__class__ = self._own[type(tensor)]
+            tensor.__class__ = self._own.get(type(tensor), type(tensor))
         self._watched.clear()
 
     def _living_aliases(self) -> list[torch.Tensor]:

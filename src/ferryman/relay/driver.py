@@ -37,6 +37,7 @@ from ferryman.relay.parameter_server import ParameterServer
 from ferryman.relay.stash import DeviceStash, HostStash, Stash
 from ferryman.relay.step_state import Expectation, StepState, Visit, Work
 from ferryman.relay.weight_slots import UnitOnDevice, WeightSlots
+from ferryman.runtime import shutdown
 from ferryman.runtime.rng import Randomness
 from ferryman.runtime.streams import Streams
 
@@ -161,6 +162,7 @@ class Relay:
                     if finished:
                         self.gradients.flush(unit)
                     step.between_visits()
+                    shutdown.sleep_at_end()
             total = self._add_up_losses(step)
             visited, turning = step.visited, step.turning_modules
         if step.runs_backward and not step.skips_units:
@@ -209,6 +211,17 @@ class Relay:
     def running(self) -> MicroBatch | None:
         """The micro-batch that runs."""
         return None if self._step is None else self._step.running
+
+    def runs_here(self) -> bool:
+        """Whether the thread that calls is that of the micro-batch that runs."""
+        running = self.running
+        return running is not None and running.runs_here()
+
+    def refuse_other_threads(self) -> None:
+        """The model is called: while micro-batches run, only the one that runs may do that."""
+        step = self._step
+        if step is not None and step.micro_batches:
+            step.refuse_other_threads()
 
     def adopt(self, tensors: Sequence[torch.Tensor], borrowed: Sequence[torch.Tensor]) -> None:
         """The micro-batch that runs begins with these tensors, of which those that are `borrowed` are the user's."""

@@ -142,12 +142,12 @@ class StepState:
         """The visits to expect after the one that has just begun."""
         return upcoming(self._expected, self.visited) if self.interleaved else ()
 
-    def refuse_other_threads(self, unit: Unit) -> None:
-        """A unit is called only in the thread of the micro-batch that runs: stream, autocast, random numbers and the
-        watch of the stash belong to that thread. While the driver computes for it, no unit can be called at all."""
+    def refuse_other_threads(self, unit: Unit | None = None) -> None:
+        """A unit, or the model, is called only in the thread of the micro-batch that runs: stream, autocast, random
+        numbers and the watch of the stash belong to that thread. While a unit computes, no other unit can be called."""
         if self.running is None or not self.running.runs_here():
-            self.refuse_thread(f"the unit {unit.name!r}")
-        if self.running.is_served and self.visit is not None:
+            self.refuse_thread("the model" if unit is None else f"the unit {unit.name!r}")
+        if unit is not None and self.running.is_served and self.visit is not None:
             raise ValueError(
                 f"the unit {unit.name!r} is called while the unit {self.visit.unit.name!r} runs. Only one unit is on "
                 "the device at a time: name a module around both in units=[...]"

@@ -43,6 +43,7 @@ import torch
 from torch.autograd import profiler
 
 from ferryman.runtime import shutdown
+from ferryman.runtime.caller import Origin
 from ferryman.runtime.marks import Failure, LaneError, Mark
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ class Lane:
         Returns at once. `label` and `nbytes` are for the trace. `reads` and `writes` are the pinned tensors that work
         on the host uses, for the race detector. `timed`: `busy_seconds` can measure the work on a device.
         """
+        self._group.origin.check()
         marks = tuple(after)
         if not all(isinstance(mark, Mark) for mark in marks):
             raise ValueError(f"after=: a list of marks is required, found {list(marks)!r}")
@@ -184,6 +186,7 @@ class Lane:
         or on one that the thread waits for. On a device the lane's stream must be current there. Raises if a mark in
         `after` was cancelled.
         """
+        self._group.origin.check()
         mark = Mark(self._group, self.name, label)
         with self._condition:
             self._condition.wait_for(lambda: not self._busy and not self._queue)
@@ -211,6 +214,7 @@ class Lane:
 
     def follow(self, *marks: Mark) -> None:
         """Has the lane, while the caller occupies it, wait for `marks`."""
+        self._group.origin.check()
         for mark in marks:
             mark._settled.wait()
             if mark._failure is not None:
@@ -371,7 +375,8 @@ class Lanes:
     def __init__(self, device: torch.device | str, *, trace: Trace | None = None) -> None:
         self._torch_device = torch.device(device)
         self._witness = _witness_of(self._torch_device)
-        self._lock = threading.Lock()
+        self.origin = Origin()
+        self._lock = threading.RLock()  # reentrant: a garbage collection may close the group anywhere
         self._failures: deque[Failure] = deque()  # not raised yet
         self._epoch = 0  # the number of failures raised so far; see Note [Failures]
         self._lanes: list[Lane] = []
@@ -461,7 +466,12 @@ class Lanes:
         with self._lock:
             self._failures.append(failure)
 
+    def run_here(self) -> bool:
+        """Whether the thread that calls is a lane's."""
+        return any(lane._thread is threading.current_thread() for lane in self._lanes)
+
     def _raise_failure(self) -> None:
+        self.origin.check()
         with self._lock:
             if not self._failures:
                 return

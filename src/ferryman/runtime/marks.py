@@ -80,6 +80,7 @@ class Mark:
 
     def precede_caller(self) -> None:
         """Has the calling thread's current stream wait for this mark."""
+        self._group.origin.check()
         self._settled.wait()
         if self._failure is not None:
             self.wait()
@@ -98,6 +99,7 @@ class Mark:
         return self
 
     def _block(self) -> None:
+        self._group.origin.check()
         self._settled.wait()
         if self._event is not None:
             self._event.synchronize()

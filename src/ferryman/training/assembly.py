@@ -7,6 +7,8 @@ changing the policy of updates, do not.
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +27,7 @@ from ferryman.plan.plan import Plan
 from ferryman.relay.driver import Relay
 from ferryman.relay.observer import Roots
 from ferryman.runtime import host_memory
+from ferryman.runtime.caller import Caller
 from ferryman.runtime.lanes import Lanes
 from ferryman.runtime.streams import Streams
 from ferryman.server.optimizer_view import OptimizerView
@@ -48,13 +51,15 @@ class Assembly:
         options: EngineOptions,
         scale: Scale,
         ranks: Ranks,
+        caller: Caller,
     ) -> None:
         self.plan = plan
+        self._caller = caller
         self._model = model
         self._device = device
         self._optimizer_view = optimizer_view
         self._blocks = blocks
-        self._stepping = False
+        self._stepping = self._evaluates = False
         self._check_host(ranks)
         self.store = RamStore(self.all_units, device, optimizer_view, ranks)
         host_memory.trim()
@@ -69,6 +74,7 @@ class Assembly:
             self.lanes.close()
             self.store.close(together=ranks.alone)
             raise
+        caller.runs_step_here = self.relay.runs_here
         self.gradients = Gradients(self.relay, self.store, self.server.settle, wide=optimizer_view is not None)
         self.reads = Reads(self.server.settle)
         self._patch = ModelPatch()
@@ -171,6 +177,21 @@ class Assembly:
             self.server.close()
             self.store.close(together=together)
 
+    def close_with(self, engine: object) -> weakref.finalize[[], object]:
+        """It is closed when the engine is dropped, unless the result is detached before."""
+        finalizer: weakref.finalize[[], object] = weakref.finalize(engine, self._close_dropped)
+        finalizer.atexit = False  # lanes are closed then, and nobody uses the model any more
+        return finalizer
+
+    def _close_dropped(self) -> None:
+        """In whichever thread the garbage collector runs, which may be one that closing waits for."""
+        if not self._caller.origin.is_here:
+            return
+        if self.lanes.run_here():
+            threading.Thread(target=self.close, kwargs={"together": False}, name="ferryman-close").start()
+        else:
+            self.close(together=False)
+
     def _serve_updates(self, plan: Plan) -> None:
         """Tells the server which units there are, and where their weights are on the device."""
         self.server.serve(plan.in_forward_order, self.relay.weights, plan.staging, held=plan.held)
@@ -210,10 +231,20 @@ class Assembly:
         streamed = evaluation(forward, self._device, self.relay.evaluation.running)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            caller = self._caller
+            caller.origin.check()
             if self._stepping:
+                self.relay.refuse_other_threads()
+                caller.check_inside("the model")
+            if self._stepping or (self._evaluates and caller.is_inside()):  # a model may call itself
                 return forward(*args, **kwargs)
-            self.store.check_values()
-            self.reads.settle()
-            return streamed(*args, **kwargs)
+            with caller.enter("a call of the model"):
+                self._evaluates = True
+                try:
+                    self.store.check_values()
+                    self.reads.settle()
+                    return streamed(*args, **kwargs)
+                finally:
+                    self._evaluates = False
 
         return run
