@@ -337,13 +337,18 @@ class TensorElements(Holder):
         if before is None or not self.changed(before):
             return
         if before.elements is None:
-            raise ValueError(
-                f"{self.name} is edited in place by the model or the loss, and is too large to be put back after the "
-                "trial of the first step. Make it a buffer outside the blocks, or replace it instead of editing it"
-            )
+            raise cannot_put_back(self.name)
         tensor = self._tensor()
         assert tensor is not None
         tensor.data.copy_(before.elements)
+
+
+def cannot_put_back(name: str) -> ValueError:
+    return ValueError(
+        f"{name} is edited in place by the model or the loss, and is too large to be put back after the trial of the "
+        "first step. Make it a buffer outside the blocks, replace it instead of editing it, or edit or train it after "
+        "engine.step()"
+    )
 
 
 def is_code(value: Any) -> bool:

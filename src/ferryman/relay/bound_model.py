@@ -90,6 +90,10 @@ class BoundModel:
             self.resident_tensors = {}  # their hooks refer to the relay
             self._weights.leave(slot, end)
 
+    def all_tensors(self) -> Iterator[torch.Tensor]:
+        """The device's tensors of residents, so far."""
+        yield from self._weights.all_tensors()
+
     def bind_placeholders(self, unit: Unit) -> None:
         """The unit's code has run: its tensors on the device may be overwritten from now on."""
         bind(self._placeholders[unit])

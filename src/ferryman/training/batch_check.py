@@ -30,8 +30,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ferryman.exactness.reach import context_roots
-from ferryman.exactness.survey import Survey
 from ferryman.model.loss import Loss
 from ferryman.plan.batch import Shape, per_sample, pick, samples_in, shape_of
 from ferryman.plan.fit import TooLargeError
@@ -53,7 +51,7 @@ _STEPS = 4  # of the loss's own dtype, in which it may have been added up
 @contextlib.contextmanager
 def _undone(roots: Roots) -> Iterator[None]:
     """Within, the user's code runs; afterwards its variables are as they were."""
-    survey = Survey([*roots.values, *context_roots()], roots.inside, thorough=True)
+    survey = roots.survey(thorough=True)
     before = survey.look()
     try:
         yield

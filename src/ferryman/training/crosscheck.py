@@ -322,6 +322,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def _plain_key(key: Any) -> str:
+    if isinstance(key, torch.Tensor):  # of an optimizer's state
+        return f"a tensor: {id(key)}"
     return f"a reference to {id(key())}" if isinstance(key, weakref.ref) else str(key)
 
 
