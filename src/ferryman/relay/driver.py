@@ -26,6 +26,7 @@ from ferryman.exactness.user_state import UserState
 from ferryman.exactness.weight_edits import WeightEdits
 from ferryman.model.binding import bind, is_buffer
 from ferryman.model.units import Item, Unit
+from ferryman.model.watched_gradients import take_gradient
 from ferryman.plan.plan import Plan
 from ferryman.relay.bound_model import BoundModel
 from ferryman.relay.call import Call, Forward, refuse_caches
@@ -300,8 +301,7 @@ class Relay:
 
     def _collect(self, unit: Unit, item: Item, parameter: torch.Tensor) -> None:
         """Takes a parameter's gradient of one call, after the hooks that the user has put on the parameter."""
-        step, batch = self.step, self.running
-        gradient, parameter.grad = parameter.grad, None
+        step, batch, gradient = self.step, self.running, take_gradient(parameter)
         assert gradient is not None, "autograd calls this when it has put a gradient there"
         assert batch is not None
         if unit is not self._residents:
@@ -331,7 +331,7 @@ class Relay:
             self.weights.forget()
             self.gradients.begin(for_update=step.for_update)
             with (
-                self._model.on_device(),
+                self._model.on_device(watches_gradients=not (step.takes_effect and self.gradients.are_empty)),
                 self._user_state(step),
                 self._resident_gradients(),
                 contextlib.ExitStack() as stack,

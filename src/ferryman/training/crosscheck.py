@@ -302,6 +302,10 @@ def _floats(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 def _plain(value: Any, depth: int = 0) -> Any:
     """What can be compared of a value, without anything that belongs to a run."""
+    if depth and isinstance(
+        value, nn.Parameter
+    ):  # in a container, as an optimizer's groups: it is a variable of its own
+        return id(value)
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", torch.float64) if value.numel() < 2**16 else value.detach().sum().item()
     if isinstance(value, ARRAYS) and np.asarray(value).dtype.kind in "biuf":
