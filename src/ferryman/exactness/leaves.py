@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ferryman.exactness.snapshot import put_into_dict
-from ferryman.exactness.variables import CloneBudget, Elements, Holder, Variable, cannot_put_back
+from ferryman.exactness.variables import CloneBudget, Elements, Holder, Variable, cannot_put_back, is_here
 from ferryman.exactness.weight_edits import sum_bytes
 
 
@@ -30,14 +30,15 @@ class _Values:
 
     def __init__(self, tensor: torch.Tensor, *, sums: bool, keeps: bool) -> None:
         self.version = tensor._version
-        self._sum = sum_bytes(tensor.detach()) if sums else None
+        here = is_here(tensor)  # which all are when a step begins
+        self._sum = sum_bytes(tensor.detach()) if sums and here else None
         # On the host: on the device it would count against the budget.
-        self.elements = tensor.detach().to("cpu", copy=True) if keeps else None
+        self.elements = tensor.detach().to("cpu", copy=True) if keeps and here else None
 
     def has_changed(self, tensor: torch.Tensor) -> bool:
         if tensor._version != self.version:
             return True
-        return self._sum is not None and not torch.equal(sum_bytes(tensor.detach()), self._sum)
+        return self._sum is not None and is_here(tensor) and not torch.equal(sum_bytes(tensor.detach()), self._sum)
 
     def put_back(self, name: str, tensor: torch.Tensor) -> None:
         if not self.has_changed(tensor):

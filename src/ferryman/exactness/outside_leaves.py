@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable
 import torch
 from torch.autograd.graph import Node
 
+from ferryman.exactness.variables import is_here
+
 
 class OutsideLeaves:
     """Of one step: the leaves that its backwards reach, and the gradients that they had before."""
@@ -39,7 +41,7 @@ class OutsideLeaves:
     def put_back(self) -> None:
         """Gives all leaves the gradients that they had."""
         for leaf, gradient, values in self._before.values():
-            if gradient is not None and values is not None:
+            if gradient is not None and values is not None and is_here(gradient):
                 gradient.data.copy_(values)
             leaf.grad = gradient
         self._before.clear()

@@ -343,6 +343,12 @@ class TensorElements(Holder):
         tensor.data.copy_(before.elements)
 
 
+def is_here(tensor: torch.Tensor) -> bool:
+    """Whether its elements are in its memory: while a micro-batch is parked, the stash may have taken those away that
+    it has made, such as a gradient."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+
+
 def cannot_put_back(name: str) -> ValueError:
     return ValueError(
         f"{name} is edited in place by the model or the loss, and is too large to be put back after the trial of the "

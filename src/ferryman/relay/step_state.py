@@ -193,6 +193,8 @@ class StepState:
 
         `error` has ended the step. After a NewStateError the step is made again: a ValueError says if it cannot be.
         """
+        if isinstance(error, NewStateError):
+            self.stash.bring_back()  # the step is made again, with all that was there before
         self.leaves.put_back()
         lost = self.batch_edits.put_back()
         if isinstance(error, NewStateError) and self._guard is not None:
