@@ -148,3 +148,42 @@ def test_clearing_gradients_by_the_optimizer_in_a_loss_is_refused(device):
             engine.step(text(4), 2)
         optimizer.zero_grad()  # between steps it is as ever
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("access", ["cleared", "zeroed", "read"])
+def test_the_gradient_of_a_resident_is_refused_in_the_loss(access, device):
+    def function(model, batch):
+        weight = model.head.weight
+        if access == "cleared":
+            weight.grad = None
+        elif weight.grad is not None:
+            weight.grad.zero_() if access == "zeroed" else weight.grad.norm()
+        return loss(model, batch)
+
+    model = made(Model, None)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = next(batches(1))
+    refused = pytest.raises(ValueError, match=r"the gradient of 'head\.weight' is read or cleared")
+    with Engine(model, optimizer, device=device, loss=function, resident=["head.*"]) as engine:
+        with refused:
+            engine.step((x, y), 2)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+        engine.forward_backward((x, y), 1)  # where plain PyTorch has no gradient either
+        with refused:  # a later call that adds to gradients, and is not tried
+            engine.forward_backward((x, y), 1)
+
+
+def test_autograd_is_asked_for_the_gradient_of_a_resident_in_a_unit(device):
+    def function(model, batch):
+        value = loss(model, batch)
+        (gradient,) = torch.autograd.grad(value, model.head.weight, retain_graph=True, allow_unused=True)
+        return value * (1 if gradient is None else gradient.norm())
+
+    model = made(Model, None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        Engine(model, optimizer, device=device, loss=function, resident=["head.*"]) as engine,
+        pytest.raises(ValueError, match=r"asked for the gradient of 'head\.weight', which the unit 'head' uses"),
+    ):
+        engine.step(next(batches(1)), 1)

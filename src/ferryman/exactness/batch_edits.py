@@ -15,7 +15,7 @@ import torch
 class _Noted(NamedTuple):
     tensor: torch.Tensor
     version: int
-    values: torch.Tensor
+    values: torch.Tensor | None
 
 
 class BatchEdits:
@@ -23,21 +23,30 @@ class BatchEdits:
 
     def __init__(self) -> None:
         self._before: dict[int, _Noted] = {}
+        self.found = False  # whether there were any
 
-    def note(self, tensors: Sequence[torch.Tensor]) -> None:
-        """A micro-batch begins with these."""
+    def note(self, tensors: Sequence[torch.Tensor], *, keep: bool) -> None:
+        """A micro-batch begins with these. To `keep` their values takes time: else they cannot be put back."""
         for tensor in tensors:
             if id(tensor) not in self._before:
                 # On the host: on the device it would count against the budget.
-                values = tensor.detach().to("cpu", copy=True)
+                values = tensor.detach().to("cpu", copy=True) if keep else None
                 self._before[id(tensor)] = _Noted(tensor, tensor._version, values)
 
-    def put_back(self) -> None:
+    def put_back(self) -> bool:
+        """Undoes edits; returns whether there were some that could not be undone."""
+        lost = False
         for tensor, version, values in self._before.values():
+            edited = tensor._version != version
+            if values is None:
+                lost |= edited
             # What was not edited is not written to: it may be in memory that is read-only.
-            if tensor._version != version or not torch.equal(tensor.detach().cpu(), values):
+            elif edited or not torch.equal(tensor.detach().cpu(), values):
                 tensor.data.copy_(values)
+                edited = True
+            self.found |= edited
         self._before.clear()
+        return lost
 
     def forget(self) -> None:
         """The step is good: edits stay."""

@@ -14,7 +14,7 @@ from ferryman.exactness.user_state import UserState
 
 
 class NewStateError(Exception):
-    """Something has changed in a step that no check has seen changing; it has been put back. No weight was changed."""
+    """Something has changed in a step that no check has seen changing. No weight was changed; it is undone."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__(", ".join(names))
@@ -43,13 +43,25 @@ class Guard:
         if self._before is None:
             return
         self._check_losses(losses)
-        before, self._before = self._before, None
-        if edited := self._state.edited_logs():
-            self.survey.put_back(before)
-            raise NewStateError(edited)
-        if new := [v.name for v in self.survey.changed(before) if not self._state.knows(v)]:
-            self.survey.put_back(before)
+        if new := self._state.edited_logs() or self._new():
             raise NewStateError(new)
+        self._before = None
+
+    def _new(self) -> list[str]:
+        assert self._before is not None
+        return [variable.name for variable in self.survey.changed(self._before) if not self._state.knows(variable)]
+
+    def put_back(self, error: NewStateError) -> None:
+        """Undoes what the step has done to the user's variables, after this error; else it cannot be made again."""
+        if self._before is None:  # it has passed the check
+            raise NotRepeatableError(f"{error} is edited in a step, and was not before. Call the engine again")
+        try:
+            self.survey.put_back(self._before)
+        except ValueError as failure:
+            raise NotRepeatableError(
+                f"these changed in a step for the first time: {error}. The engine would undo the step and make it "
+                f"again, but cannot: {failure}. No weight was changed"
+            ) from failure
 
     def _check_losses(self, losses: Mapping[int, torch.Tensor]) -> None:
         for number, expected in enumerate(self._expected):

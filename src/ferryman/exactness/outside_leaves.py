@@ -1,5 +1,9 @@
-"""Gradients of leaves that are not the model's: a learned temperature, the parameters of a loss, a batch that requires
-a gradient. Backwards add to their `.grad`, as in plain PyTorch; those of trials, and of steps that fail, must not.
+"""Gradients of leaves that are not the model's, found in autograd's graph: a batch that requires a gradient, or a leaf
+that only an object of a library holds.
+
+Backwards add to their `.grad`, as in plain PyTorch; those of trials, and of steps that fail, must not. A walk from the
+model and the loss finds most leaves, and whatever is done to them (`leaves.py`). It does not find those behind a batch,
+which may be cut from a leaf that nobody passes in. The graph shows them, but only where the engine starts the backward.
 """
 
 from __future__ import annotations
@@ -9,6 +13,8 @@ from collections.abc import Collection, Iterable
 import torch
 from torch.autograd.graph import Node
 
+from ferryman.exactness.variables import is_here
+
 
 class OutsideLeaves:
     """Of one step: the leaves that its backwards reach, and the gradients that they had before."""
@@ -16,20 +22,26 @@ class OutsideLeaves:
     def __init__(self) -> None:
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = {}
 
-    def note(self, outputs: Iterable[torch.Tensor], own: Collection[int]) -> None:
-        """A backward from these outputs is about to run. `own`: the identities of leaves that are the engine's."""
+    def note(self, outputs: Iterable[torch.Tensor], own: Collection[int]) -> bool:
+        """A backward from these outputs is about to run; returns whether it may reach such leaves. `own`: the
+        identities of leaves that are the engine's."""
+        found = False
         for node in nodes_behind(outputs):
             leaf = getattr(node, "variable", None)  # of an AccumulateGrad
-            if leaf is not None and id(leaf) not in own and id(leaf) not in self._before:
+            if leaf is None or id(leaf) in own:
+                continue
+            found = True
+            if id(leaf) not in self._before:
                 gradient = leaf.grad
                 # On the host: on the device it would count against the budget.
                 values = None if gradient is None else gradient.detach().to("cpu", copy=True)
                 self._before[id(leaf)] = leaf, gradient, values
+        return found
 
     def put_back(self) -> None:
         """Gives all leaves the gradients that they had."""
         for leaf, gradient, values in self._before.values():
-            if gradient is not None and values is not None:
+            if gradient is not None and values is not None and is_here(gradient):
                 gradient.data.copy_(values)
             leaf.grad = gradient
         self._before.clear()

@@ -266,7 +266,7 @@ def _is_same(
             return False
         for x, y in zip(ours, others, strict=True):
             if isinstance(x, tuple):
-                if x[0] != y[0]:
+                if not _same_key(x[0], y[0]):
                     return False
                 x, y = x[1], y[1]
             if not _is_same(x, y, mine, theirs, seen):
@@ -370,13 +370,18 @@ class _Restoring:
 def put_into_dict(target: dict[Any, Any], items: Sequence[tuple[Any, Any]]) -> None:
     """Makes the dict hold exactly these, in this order, past whatever its class does about it."""
     if len(target) == len(items) and all(
-        key == k and value is v for (key, value), (k, v) in zip(dict.items(target), items, strict=True)
+        _same_key(key, k) and value is v for (key, value), (k, v) in zip(dict.items(target), items, strict=True)
     ):
         return
     kind = OrderedDict if isinstance(target, OrderedDict) else dict
     kind.clear(target)
     for key, value in items:
         kind.__setitem__(target, key, value)
+
+
+def _same_key(a: Any, b: Any) -> bool:
+    """Of two dicts. Tensors, which are the keys of an optimizer's state, do not compare to one truth."""
+    return a is b or (not isinstance(a, torch.Tensor) and bool(a == b))
 
 
 def is_same(now: Iterable[Any], before: Sequence[Any]) -> bool:

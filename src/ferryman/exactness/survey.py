@@ -1,8 +1,8 @@
 """Where the user's code keeps values in Python: a walk from the model and the loss to all that they can reach.
 
 Attributes of modules and of plain objects, lists, dicts and sets, variables of closures, globals that functions use,
-random number generators and tensors that are neither parameters nor buffers of a unit. A survey can tell which of them
-have changed since it looked last, and put them back. What lies beyond (a C library's state, a file, an iterator's
+random number generators, optimizers and tensors that are not the engine's. A survey can tell which of them have changed
+since it looked last, and put them back. What lies beyond (a C library's state, a file, an iterator's
 position) it cannot see; the cross-check of the first step (`crosscheck.py`) compares results for that reason.
 """
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ferryman.exactness.leaves import Leaf, OptimizerState, is_leaf
 from ferryman.exactness.snapshot import ARRAYS, generator_state, is_closed, slot_names
 from ferryman.exactness.variables import (
     INTERNAL,
@@ -38,6 +39,7 @@ from ferryman.exactness.variables import (
     Variable,
     is_code,
 )
+from ferryman.model.placeholder import Placeholder
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -46,28 +48,34 @@ _MOST = 200_000  # objects; a walk that meets more ends there
 
 # Packages whose objects hold nothing that belongs to a step, and whose code keeps nothing; see also `is_closed`.
 _FOREIGN = frozenset({"torch", "torch_virtual", "numpy", "ferryman", "builtins", "rich"})
+# Of those, objects that a loss may use and that change in a step.
+_OPEN = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, torch.distributions.Distribution)
 _FOREIGN_CODE = _FOREIGN | frozenset(sys.stdlib_module_names)
 
 
 class Survey:
     """All that was found from some roots, each of which is a value and its name; without the buffers of modules
-    `inside` units.
+    `inside` units, and without what is the engine's `own`, given by identity: parameters, and modules that have them.
 
     `thorough`: it also remembers the elements of tensors and the states of the global generators, so that it can undo
-    what a trial does; else it looks at what is cheap to look at. `clones`: how many bytes of elements it remembers.
+    what a trial does; else it looks at what is cheap to look at, and remembers elements of what is known to be
+    `edited`, by identity. `clones`: how many bytes of elements it remembers; as many of leaves, of which there may be
+    many, and of gradients that they have already.
     """
 
     def __init__(
         self,
         roots: Iterable[tuple[Any, str]],
         inside: Collection[nn.Module] = (),
+        own: Collection[int] = (),
+        edited: Collection[int] = (),
         *,
         thorough: bool,
         clones: int = 2**28,
     ) -> None:
         self._thorough = thorough
-        self._budget = CloneBudget(clones if thorough else 0)
-        self._inside = inside
+        self._budget, self._of_leaves, self._of_gradients = (CloneBudget(clones) for _ in range(3))
+        self._inside, self._engines, self._edited = inside, own, edited
         self._holders: list[Holder] = []
         self.owners: set[int] = set()  # the identities of all that was found
         self.thread_locals: list[threading.local] = []
@@ -97,8 +105,15 @@ class Survey:
         return found
 
     def put_back(self, before: list[Any]) -> None:
+        """As far as possible; a ValueError then says what was not."""
+        failure: ValueError | None = None
         for holder, seen in zip(self._holders, before, strict=True):
-            holder.put_back(seen)
+            try:
+                holder.put_back(seen)
+            except ValueError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _add(self, value: Any, name: str, depth: int, place: Variable | None = None) -> None:
         self._queue.append((value, name, depth, place))
@@ -106,16 +121,17 @@ class Survey:
     def _visit(self, value: Any, name: str, depth: int, place: Variable | None) -> None:
         if value is None or isinstance(value, int | float | str | bytes | torch.dtype) or id(value) in self.owners:
             return
-        if isinstance(value, nn.Parameter) or value is torch.default_generator or depth > _DEPTH:
+        if value is torch.default_generator or depth > _DEPTH:
+            return
+        if isinstance(value, torch.Tensor) and (isinstance(value, Placeholder) or id(value) in self._engines):
             return
         self._own(value)
         if isinstance(value, nn.Module):
             self._visit_module(value, name, depth)
         elif isinstance(value, torch.Tensor):
-            if not value.requires_grad and value.is_leaf and type(value) is torch.Tensor:
-                self._holders.append(TensorElements(name, value, place, self._budget, thorough=self._thorough))
+            self._visit_tensor(value, name, place)
         elif isinstance(value, ARRAYS):
-            self._holders.append(ArrayElements(name, value, self._budget))
+            self._holders.append(ArrayElements(name, value, self._of(value, self._budget)))
         elif isinstance(value, threading.local):
             self.thread_locals.append(value)
             for attribute, member in value.__dict__.items():
@@ -132,6 +148,8 @@ class Survey:
             self._visit_container(value, name, depth)
         elif generator_state(value) is not None:
             self._holders.append(GeneratorState(name, value))
+        elif isinstance(value, torch.optim.Optimizer):
+            self._visit_optimizer(value, name, depth)
         elif isinstance(value, type):
             self._visit_class(value, depth)
         else:
@@ -140,6 +158,26 @@ class Survey:
     def _own(self, value: Any) -> None:
         self.owners.add(id(value))
         self._kept.append(value)
+
+    def _visit_tensor(self, tensor: torch.Tensor, name: str, place: Variable | None) -> None:
+        if is_leaf(tensor):
+            budgets = self._of(tensor, self._of_leaves), self._of_gradients
+            self._holders.append(Leaf(name, tensor, *budgets, thorough=self._thorough))
+        elif not tensor.requires_grad and tensor.is_leaf and type(tensor) is torch.Tensor:
+            budget = self._of(tensor, self._budget)
+            self._holders.append(TensorElements(name, tensor, place, budget, thorough=self._thorough))
+
+    def _visit_optimizer(self, optimizer: torch.optim.Optimizer, name: str, depth: int) -> None:
+        self._add(optimizer.param_groups, f"{name}.param_groups", depth + 1)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not all(id(parameter) in self._engines for parameter in parameters):
+            self._own(optimizer.state)
+            budget = self._of(optimizer.state, self._of_leaves)
+            self._holders.append(OptimizerState(name, optimizer, budget, thorough=self._thorough))
+
+    def _of(self, value: Any, budget: CloneBudget) -> CloneBudget:
+        """The budget, if elements of this are to be remembered at all."""
+        return budget if self._thorough or id(value) in self._edited else CloneBudget(0)
 
     def _visit_module(self, module: nn.Module, name: str, depth: int) -> None:
         attributes, buffers = (
@@ -162,6 +200,9 @@ class Survey:
             self._holders.append(buffers)
             for attribute, buffer in module._buffers.items():
                 self._add(buffer, f"{name}.{attribute}", depth + 1, buffers.variable(attribute))
+        if id(module) not in self._engines:
+            for attribute, parameter in module._parameters.items():
+                self._add(parameter, f"{name}.{attribute}", depth + 1)
         for attribute, child in module._modules.items():
             self._add(child, f"{name}.{attribute}", 0)
         self._add(type(module), type(module).__name__, depth + 1)
@@ -216,7 +257,7 @@ class Survey:
 
     def _visit_object(self, value: Any, name: str, depth: int) -> None:
         kind = type(value)
-        foreign = kind.__module__.partition(".")[0] in _FOREIGN and not isinstance(value, dict)
+        foreign = kind.__module__.partition(".")[0] in _FOREIGN and not isinstance(value, (dict, *_OPEN))
         if isinstance(value, types.ModuleType) or is_closed(value) or foreign:
             return
         attributes = getattr(value, "__dict__", None)

@@ -337,13 +337,24 @@ class TensorElements(Holder):
         if before is None or not self.changed(before):
             return
         if before.elements is None:
-            raise ValueError(
-                f"{self.name} is edited in place by the model or the loss, and is too large to be put back after the "
-                "trial of the first step. Make it a buffer outside the blocks, or replace it instead of editing it"
-            )
+            raise cannot_put_back(self.name)
         tensor = self._tensor()
         assert tensor is not None
         tensor.data.copy_(before.elements)
+
+
+def is_here(tensor: torch.Tensor) -> bool:
+    """Whether its elements are in its memory: while a micro-batch is parked, the stash may have taken those away that
+    it has made, such as a gradient."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+
+
+def cannot_put_back(name: str) -> ValueError:
+    return ValueError(
+        f"{name} is edited in place by the model or the loss, and is too large to be put back after the trial of the "
+        "first step. Make it a buffer outside the blocks, replace it instead of editing it, or edit or train it after "
+        "engine.step()"
+    )
 
 
 def is_code(value: Any) -> bool:

@@ -40,7 +40,7 @@ class WeightEdits:
             self._refuse(self._weights[int((now != before).nonzero()[0])][0])
 
     def _sum_bytes(self) -> torch.Tensor:
-        sums = [_sum_bytes(tensor.detach()).to(torch.int64) for _, tensor in self._weights]
+        sums = [sum_bytes(tensor.detach()).to(torch.int64) for _, tensor in self._weights]
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
     def _refuse(self, item: Item) -> None:
@@ -54,7 +54,7 @@ class WeightEdits:
         )
 
 
-def _sum_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def sum_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Of integers of the elements' size, which may overflow: in a wider type, some devices would make a wider copy."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     integers = real.reshape(-1).view(_INTEGERS[real.itemsize])

@@ -354,7 +354,7 @@ class _Driver:
     def goes_backward(self, call: Call, *, accumulate: bool) -> None:
         self.step.goes_backward(call)
 
-    def note_leaves(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def note_leaves(self, unit: Unit, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         pass  # nothing is undone: `ferryman plan` does not train afterwards
 
     @contextlib.contextmanager

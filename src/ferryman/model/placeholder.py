@@ -46,14 +46,8 @@ class Placeholder(torch.Tensor):
                 f"torch.autograd.grad is asked for the gradient of {absent._name!r}, which is on the device only while "
                 f"its unit {absent._unit!r} runs. Keep it there: resident=[{absent._name!r}]"
             )
-        if function in _GRADIENT_ACCESS and args[0]._may_have_gradient():
-            raise ValueError(
-                f"the gradient of {args[0]._name!r} is read or cleared while the model or the loss runs, as "
-                "model.zero_grad() does, after a backward has added to it: one inside the loss, or that of an earlier "
-                "micro-batch. The engine accumulates gradients elsewhere, so it is not available there. In place of "
-                "backward() and zero_grad() in a loss, use torch.autograd.grad(value, inputs), which leaves the "
-                "gradients of parameters alone; read or clear them after engine.forward_backward()"
-            )
+        if function in GRADIENT_ACCESS and args[0]._may_have_gradient():
+            raise gradient_is_elsewhere(args[0]._name)
         return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -71,4 +65,14 @@ class Placeholder(torch.Tensor):
 
 
 _gradient: Any = torch.Tensor.grad
-_GRADIENT_ACCESS = (_gradient.__get__, _gradient.__set__, _gradient.__delete__)
+GRADIENT_ACCESS = (_gradient.__get__, _gradient.__set__, _gradient.__delete__)
+
+
+def gradient_is_elsewhere(name: str) -> ValueError:
+    return ValueError(
+        f"the gradient of {name!r} is read or cleared while the model or the loss runs, as model.zero_grad() does, "
+        "when a backward has added to it before: one inside the loss, or that of an earlier micro-batch. It is not "
+        "there then: the engine adds gradients up elsewhere. In place of backward() and zero_grad() in a loss, use "
+        "torch.autograd.grad(value, inputs), which leaves the gradients of parameters alone; read or clear them after "
+        "engine.forward_backward()"
+    )

@@ -15,6 +15,7 @@ from ferryman.exactness.buffers import Bound
 from ferryman.model.binding import adopt_assigned, bind, is_buffer
 from ferryman.model.placeholder import Placeholder
 from ferryman.model.units import Item, Unit
+from ferryman.model.watched_gradients import watching_gradients
 from ferryman.relay.parameter_server import ParameterServer
 from ferryman.relay.weight_slots import Collect, WeightSlots
 from ferryman.runtime.marks import Mark
@@ -41,6 +42,7 @@ class BoundModel:
         self._units: Sequence[Unit] = ()
         self._placeholders: dict[Unit, list[tuple[Item, Placeholder]]] = {}
         self._resident_buffers: dict[Unit, list[Item]] = {}  # those that belong to modules of the unit
+        self._users: dict[Item, str] = {}  # units in whose modules residents are
         self._weights = WeightSlots(device, 1, server, streams.h2d, collect)
         self._weights.make_room_for([residents])
 
@@ -56,6 +58,12 @@ class BoundModel:
             for unit in units
         }
         inside = {unit: {module for top in unit.modules for module in top.modules()} for unit in units}
+        self._users = {
+            item: unit.name
+            for unit in units
+            for item in self.residents.items
+            if any(place.module in inside[unit] for place in item.places)
+        }
         buffers = [item for item in self.residents.items if is_buffer(item)]
         self._resident_buffers = {
             unit: [item for item in buffers if any(place.module in inside[unit] for place in item.places)]
@@ -63,8 +71,10 @@ class BoundModel:
         }
 
     @contextlib.contextmanager
-    def on_device(self) -> Iterator[None]:
+    def on_device(self, *, watches_gradients: bool = False) -> Iterator[None]:
         """For a step or an evaluation: binds the residents' tensors on the device, and placeholders for all units.
+
+        `watches_gradients`: who reads or clears the gradient of a resident is refused, where it may have one.
 
         Afterwards the model has the host's tensors again, and the host has what was changed in resident buffers.
         """
@@ -79,7 +89,11 @@ class BoundModel:
             bind(tensors)
             for unit in self._units:
                 self.bind_placeholders(unit)
-            yield
+            trained = {
+                t: (item.name, self._users.get(item)) for item, t in tensors if watches_gradients and item.trains
+            }
+            with watching_gradients(trained, self._may_have_gradients):
+                yield
         finally:
             for unit in (*self._units, self.residents):
                 bind([(item, item.tensor) for item in unit.items])
@@ -89,6 +103,10 @@ class BoundModel:
             self.write_back([pair for pair in edited if is_buffer(pair[0])], end)
             self.resident_tensors = {}  # their hooks refer to the relay
             self._weights.leave(slot, end)
+
+    def all_tensors(self) -> Iterator[torch.Tensor]:
+        """The device's tensors of residents, so far."""
+        yield from self._weights.all_tensors()
 
     def bind_placeholders(self, unit: Unit) -> None:
         """The unit's code has run: its tensors on the device may be overwritten from now on."""

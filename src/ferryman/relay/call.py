@@ -84,8 +84,8 @@ class CallDriver(Protocol):
     def goes_backward(self, call: Call, *, accumulate: bool) -> None:
         """The call's backward is about to run; `accumulate`: it adds to the gradients of parameters."""
 
-    def note_leaves(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """A backward from `outputs` to `inputs` adds to the gradients of leaves outside the model; it may be undone."""
+    def note_leaves(self, unit: Unit, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """A backward in the unit, from `outputs` to `inputs`, may add to the gradients of leaves outside the model."""
 
 
 class SavedInputs:
@@ -329,7 +329,7 @@ class Call:
             return [None] * len(inputs)
         outputs, gradients = [o for o, _ in pairs], [g for _, g in pairs]
         if accumulate:
-            self._relay.note_leaves(outputs, inputs)
+            self._relay.note_leaves(self.unit, outputs, inputs)
             torch.autograd.backward(outputs, gradients)
             return [t.grad if t.requires_grad else None for t in inputs]
         wanted = [t for t in inputs if t.requires_grad]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from ferryman.exactness.user_state import UserState
 from ferryman.exactness.weight_edits import WeightEdits
 from ferryman.model.binding import bind, is_buffer
 from ferryman.model.units import Item, Unit
+from ferryman.model.watched_gradients import take_gradient
 from ferryman.plan.plan import Plan
 from ferryman.relay.bound_model import BoundModel
 from ferryman.relay.call import Call, Forward, refuse_caches
@@ -74,6 +76,8 @@ class Relay:
         self.order: list[Unit] = []  # of visits
         self._turning_modules: set[nn.Module] = set()
         self._called_in_backward: set[Unit] = set()  # by reentrant checkpointing
+        self._using_leaves: set[Unit] = set()  # units whose backwards reach leaves outside the model
+        self._edits_batch = False  # whether the user's code was seen to edit a batch in place
         self.serve(plan)
 
     def serve(self, plan: Plan) -> None:
@@ -185,6 +189,13 @@ class Relay:
         assert self._host_stash is not None, "the host itself has no budget"
         return self._host_stash
 
+    def own_leaves(self) -> Iterator[torch.Tensor]:
+        """The model's parameters on host and device, to which the user's code may have a reference."""
+        on_host = (item.tensor for unit in (*self._units, self._residents) for item in unit.items)
+        tensors = itertools.chain(on_host, self.weights.all_tensors(), self._model.all_tensors())
+        yield from (tensor for tensor in tensors if isinstance(tensor, nn.Parameter))
+        yield self.anchor
+
     def recover(self) -> None:
         """After a failure, when no lane has work any more: what failed is not waited for."""
         self.weights.forget(everything=True)
@@ -227,8 +238,7 @@ class Relay:
         """The micro-batch that runs begins with these tensors, of which those that are `borrowed` are the user's."""
         assert self.running is not None
         self.step.stash.track(self.running, tensors)
-        if self._may_be_undone:
-            self.step.batch_edits.note(borrowed)
+        self.step.batch_edits.note(borrowed, keep=self._is_checked or self._edits_batch)
         if self.escapes.traced:
             self.escapes.began(self.running.number, tensors)
 
@@ -256,18 +266,20 @@ class Relay:
             self._model.bind_resident_buffers(unit)
 
     @property
-    def _may_be_undone(self) -> bool:
-        """Whether it is remembered what the step does outside the model: in trials, and in steps that are checked."""
+    def _is_checked(self) -> bool:
+        """Whether the step is a trial, or one in which second runs are compared."""
         return not self.step.takes_effect or self.checksums.is_on
 
-    def note_leaves(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """A backward from these is about to run, whose gradients of leaves outside the model may be undone. `inputs`:
-        leaves of a call's own."""
+    def note_leaves(self, unit: Unit | None, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """A backward from these is about to run, whose gradients of leaves outside the model may be undone. `unit`: in
+        which it runs. `inputs`: leaves of a call's own."""
+        if unit is not None and not self._is_checked and unit not in self._using_leaves:
+            return  # its graph is large, and steps that were checked have found no such leaves in it
         step = self.step
-        if self._may_be_undone:
-            bound = () if step.visit is None else step.visit.tensors
-            own = {id(tensor) for _, tensor in (*bound, *self._model.resident_tensors.items())}
-            step.leaves.note(outputs, own | {id(tensor) for tensor in (*inputs, self.anchor)})
+        bound = () if step.visit is None else step.visit.tensors
+        own = {id(tensor) for _, tensor in (*bound, *self._model.resident_tensors.items())}
+        if step.leaves.note(outputs, own | {id(tensor) for tensor in (*inputs, self.anchor)}) and unit is not None:
+            self._using_leaves.add(unit)
 
     def goes_backward(self, call: Call, *, accumulate: bool) -> None:
         """A call is about to run its backward. To `accumulate` gradients of parameters, the unit needs a slot."""
@@ -302,8 +314,7 @@ class Relay:
 
     def _collect(self, unit: Unit, item: Item, parameter: torch.Tensor) -> None:
         """Takes a parameter's gradient of one call, after the hooks that the user has put on the parameter."""
-        step, batch = self.step, self.running
-        gradient, parameter.grad = parameter.grad, None
+        step, batch, gradient = self.step, self.running, take_gradient(parameter)
         assert gradient is not None, "autograd calls this when it has put a gradient there"
         assert batch is not None
         if unit is not self._residents:
@@ -334,7 +345,7 @@ class Relay:
             self.gradients.begin(for_update=step.for_update)
             with (
                 self.randomness.unchanged(),
-                self._model.on_device(),
+                self._model.on_device(watches_gradients=not (step.takes_effect and self.gradients.are_empty)),
                 self._user_state(step),
                 self._resident_gradients(),
                 contextlib.ExitStack() as stack,
@@ -365,21 +376,23 @@ class Relay:
                 self.state.begin(step.seed, exchange=step.interleaved, careful=not step.takes_effect)
             try:
                 yield
-            except BaseException:
-                self.state.end(undo=True)
-                self.buffers.undo()
-                step.undo()
+            except BaseException as error:
+                with self.compute.current():  # after what the step has launched
+                    self.state.end(undo=True)
+                    self.buffers.undo()
+                    step.undo(error)
                 raise
             with self.compute.current():
                 step.resident_edits.check()
                 self.state.end()
                 step.stash.bring_back()
                 self._model.adopt_assigned_residents()
+                step.succeeded()
                 if step.takes_effect:
                     self.buffers.keep()
                 else:
                     step.undo()
-                step.succeeded()
+                    self._edits_batch |= step.batch_edits.found
         finally:
             with self.compute.current():
                 step.ended()
@@ -412,7 +425,7 @@ class Relay:
                 self._server.send_loss(value, [self.compute.here()])
             batch.turned = True
             if step.runs_backward:
-                self.note_leaves([loss], ())
+                self.note_leaves(None, [loss], ())
                 loss.backward()
 
     def _resume(self, batch: MicroBatch) -> None:

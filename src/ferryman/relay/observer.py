@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,10 @@ class Roots(NamedTuple):
 
     values: Sequence[tuple[Any, str]]  # with their names
     inside: Collection[nn.Module]  # the modules of units; the relay takes care of their buffers
+    own: Callable[[], Collection[int]]  # the identities of the engine's modules and parameters, as they are now
+
+    def survey(self, *, thorough: bool, edited: Collection[int] = ()) -> Survey:
+        return Survey([*self.values, *context_roots()], self.inside, self.own(), edited, thorough=thorough)
 
 
 class Observer:
@@ -31,7 +35,7 @@ class Observer:
 
     def begin(self) -> None:
         """The model is on the device, and nothing has run."""
-        self.survey = Survey([*self._roots.values, *context_roots()], self._roots.inside, thorough=True)
+        self.survey = self._roots.survey(thorough=True)
         self._before = self.survey.look()
 
     def resumes(self, batch: MicroBatch) -> None:

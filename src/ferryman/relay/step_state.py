@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ferryman.exactness.batch_edits import BatchEdits
-from ferryman.exactness.guard import Guard
+from ferryman.exactness.guard import Guard, NewStateError, NotRepeatableError
 from ferryman.exactness.outside_leaves import OutsideLeaves
 from ferryman.exactness.survey import Survey
 from ferryman.exactness.weight_edits import WeightEdits
@@ -193,10 +193,24 @@ class StepState:
             self._guard.check(self.losses)
             self.resident_edits.check()
 
-    def undo(self) -> None:
-        """Puts back what the step has changed outside the model, as far as that was noted."""
+    def undo(self, error: BaseException | None = None) -> None:
+        """Puts back what the step has changed outside the model, as far as that was noted.
+
+        `error` has ended the step. After a NewStateError the step is made again: a ValueError says if it cannot be.
+        """
+        if isinstance(error, NewStateError):
+            self.stash.bring_back()  # the step is made again, with all that was there before
         self.leaves.put_back()
-        self.batch_edits.put_back()
+        lost = self.batch_edits.put_back()
+        if isinstance(error, NewStateError) and self._guard is not None:
+            self._guard.put_back(error)  # last: leaves were noted when their first backward began
+            if lost:
+                raise NotRepeatableError(
+                    f"these changed in a step for the first time: {error}. The engine would undo the step and make it "
+                    "again, but cannot, because the model or the loss has edited the batch in place, which it did not "
+                    "do when the engine tried the step. No weight was changed: call the engine with a new batch, or "
+                    "edit a copy (x = x.clone())"
+                ) from error
 
     def close(self) -> None:
         """Lets go of everything: a traceback may keep this object alive."""

@@ -2,6 +2,12 @@
 
 A micro-batch runs on the relay's stream, and the stash watches the operators of its thread. Other threads have neither:
 they would compute on another stream, with tensors that may have been moved to the host. Trials refuse that.
+
+Note [Why Thread.start is exchanged]
+A dispatch mode belongs to one thread, so something has to run in each new one. `threading.setprofile` and `settrace`
+can do that, but they take the place of a profiler, a debugger or a coverage tool, and do not tell which thread has
+started another: a data loader's threads, which may use the device, would be refused. What runs on the device does not
+know its Python thread. So `Thread.start` is another function while a trial runs, and only then.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Which unit goes into which slot is decided by a pure function of what the slots 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -148,6 +148,12 @@ class WeightSlots:
         """
         for slot in self._slots:
             slot.unit = None
+
+    def all_tensors(self) -> Iterator[torch.Tensor]:
+        """Those that units have had in the slots so far."""
+        for slot in self._slots:
+            for tensors in slot.tensors.values():
+                yield from (tensor for _, tensor in tensors)
 
     def memory(self, unit: Unit) -> torch.Tensor | None:
         """The memory of a unit whose weights stay on the device; here, of none."""

@@ -30,8 +30,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ferryman.exactness.reach import context_roots
-from ferryman.exactness.survey import Survey
 from ferryman.model.loss import Loss
 from ferryman.plan.batch import Shape, per_sample, pick, samples_in, shape_of
 from ferryman.plan.fit import TooLargeError
@@ -53,7 +51,7 @@ _EPSILONS = 4  # the relative tolerance is at least this many epsilons of the lo
 @contextlib.contextmanager
 def _undone(roots: Roots) -> Iterator[None]:
     """Context in which the user's code runs; its variables are restored on exit."""
-    survey = Survey([*roots.values, *context_roots()], roots.inside, thorough=True)
+    survey = roots.survey(thorough=True)
     before = survey.look()
     try:
         yield

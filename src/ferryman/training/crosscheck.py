@@ -302,6 +302,8 @@ def _floats(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 def _plain(value: Any, depth: int = 0) -> Any:
     """Reduces a value to what can be compared between two runs."""
+    if depth and isinstance(value, nn.Parameter):
+        return id(value)  # in a container, such as an optimizer's groups: it is a variable of its own
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", torch.float64) if value.numel() < 2**16 else value.detach().sum().item()
     if isinstance(value, ARRAYS) and np.asarray(value).dtype.kind in "biuf":
@@ -322,6 +324,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def _plain_key(key: Any) -> str:
+    if isinstance(key, torch.Tensor):  # of an optimizer's state
+        return f"a tensor: {id(key)}"
     return f"a reference to {id(key())}" if isinstance(key, weakref.ref) else str(key)
 
 

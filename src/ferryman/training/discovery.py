@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from ferryman.exactness.leaves import Gradient
 from ferryman.exactness.snapshot import Snapshot, is_same
 from ferryman.exactness.user_state import VariablePolicy
 from ferryman.exactness.variables import Array, Elements, Generator, Variable
@@ -67,8 +68,9 @@ class Discovery(Watcher):
 def _first_policy(variable: Variable, early: bool, ends: Sequence[dict[Any, Snapshot]]) -> VariablePolicy:
     if isinstance(variable, Generator) and variable.is_global:
         return VariablePolicy.SEEDED
-    if not early:
-        return VariablePolicy.SHARED  # changed where losses are computed, or in the backward
+    if not early or isinstance(variable, Gradient):
+        # Changed where losses are computed, or in the backward; gradients are sums in any order.
+        return VariablePolicy.SHARED
     values = [at_end[variable.key] for at_end in ends if variable.key in at_end]
     if values and not isinstance(variable, Array | Elements):  # edits in place do not show in these
         if len(values) > 1 and all(value.same_as(values[0]) for value in values):

@@ -29,7 +29,11 @@ class FirstSteps:
     def __init__(self, relay: Relay, model: nn.Module, loss: Callable[..., Any], units: Sequence[Unit]) -> None:
         self._relay = relay
         inside = frozenset(module for unit in units for top in unit.modules for module in top.modules())
-        self.roots = Roots([(model, "model"), (loss, "the loss")], inside)
+
+        def own() -> set[int]:
+            return {id(module) for module in model.modules()} | {id(tensor) for tensor in relay.own_leaves()}
+
+        self.roots = Roots([(model, "model"), (loss, "the loss")], inside, own)
         self._units = units
         self._checked: dict[Any, Knowledge] = {}  # by kind of step: what the check has found
         self._context: list[tuple[Any, str]] = []  # values of context variables in the last trial
@@ -67,7 +71,9 @@ class FirstSteps:
         if known is not None and known.variables is not self._relay.state.knowledge.variables:
             self._relay.state.use(known)
         if self._survey is None:
-            self._survey = Survey([*self.roots.values, *context_roots()], self.roots.inside, thorough=False)
+            # What is known to be edited is remembered, so that the step can be undone and made again.
+            edited = {id(v.owner) for knowledge in self._checked.values() for v in knowledge.variables.values()}
+            self._survey = self.roots.survey(thorough=False, edited=edited)
         expected: list[float] = []
         if self._tried is not None and self._tried[0] == seed and not skips:
             expected = [loss * part.weight for loss, part in zip(self._tried[1], parts, strict=False)]

@@ -115,7 +115,9 @@ class _ModelChecks:
         start = _values(plain.model.named_parameters())
         # Both runs share globals and class attributes, so these are restored in between.
         kinds = {type(module) for module in plain.model.modules()}
-        survey = Survey([(plain.loss, "the loss"), *((kind, kind.__name__) for kind in kinds)], thorough=True)
+        roots = [(plain.loss, "the loss"), *((kind, kind.__name__) for kind in kinds)]
+        own = {id(part) for part in (*plain.model.modules(), *plain.model.parameters())}
+        survey = Survey(roots, own=own, thorough=True)
         before = survey.look()
         try:
             theirs = _train_plainly(plain._replace(batch=made.batch), self._context.device)

@@ -275,7 +275,60 @@ class Regulariser(Feature):
         return value + 0.3 * weights[self.variant].pow(2).sum()
 
 
+class Critic(Feature):
+    """The loss trains a critic with an optimizer of its own, on what the model gives or on what it is given."""
+
+    weight = 1.5
+    cause = "critic"
+
+    def __init__(self, rng: random.Random, sizes: Sizes) -> None:
+        super().__init__(rng, sizes)
+        self.variant = rng.choice(["adam", "sgd", "clipped"])
+
+    def set_up(self, net: Net, device: torch.device) -> None:
+        self.critic = nn.Linear(self.sizes.classes, 1).to(device)
+        with torch.no_grad():
+            self.critic.weight.fill_(0.1)
+            self.critic.bias.zero_()
+        kind = torch.optim.Adam if self.variant == "adam" else torch.optim.SGD
+        self.own = kind(self.critic.parameters(), lr=0.01)
+
+    def loss(self, net, batch, output, value):
+        logits = output.logits.float()
+        self.own.zero_grad()
+        (self.critic(logits.detach()) - self.critic(torch.ones_like(logits))).mean().backward()
+        self.own.step()
+        if self.variant == "clipped":
+            for parameter in self.critic.parameters():
+                parameter.data.clamp_(-0.2, 0.2)
+        self.log.append(self.critic.weight.sum().item())
+        return value - 0.3 * self.critic(logits).mean()
+
+
+class BackwardInside(Feature):
+    """A `backward()` in the loss adds to the gradient of a leaf that is not the model's."""
+
+    cause = "leaf"
+
+    def __init__(self, rng: random.Random, sizes: Sizes) -> None:
+        super().__init__(rng, sizes)
+        self.variant = rng.choice(["before the model", "after the model"])
+
+    def set_up(self, net: Net, device: torch.device) -> None:
+        self.leaf = torch.ones((), device=device, requires_grad=True)
+
+    def begin_loss(self, net):
+        if self.variant == "before the model":
+            (self.leaf**2).backward()
+
+    def loss(self, net, batch, output, value):
+        if self.variant == "after the model":
+            (output.logits.detach().float().pow(2).mean() * self.leaf).backward()
+            self.log.append(self.leaf.grad.item())
+        return value * self.leaf
+
+
 FEATURES = (
     AuxiliaryLoss, ListOfLosses, CapturedActivations, LoggingHooks, GradientOfInput, GradientPenalty, GradientOfHead,
-    Teacher, TwoHeads, TwoViews, LoggedLoss, LossState, Regulariser,
+    Teacher, TwoHeads, TwoViews, LoggedLoss, LossState, Regulariser, Critic, BackwardInside,
 )  # fmt: skip
