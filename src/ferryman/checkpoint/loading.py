@@ -83,10 +83,10 @@ class Checkpoint:
     def _load_object(self, name: str, thing: Stateful, state: Any) -> None:
         try:
             thing.load_state_dict(state)
-        except (LookupError, TypeError, AttributeError) as error:  # the state is not what the object expects
+        except (LookupError, TypeError, AttributeError, ValueError) as error:  # not what the object expects
             raise ValueError(
                 f"{self.path / directories.MANIFEST}: objects.{name}: load_state_dict() of {type(thing).__name__} "
-                f"cannot use the saved state: {error!r}"
+                f"cannot use the saved state: {error if isinstance(error, ValueError) else repr(error)}"
             ) from error
 
     def _of_rank(self) -> dict[str, Any]:
