@@ -1,5 +1,6 @@
 """Checkpoints on disks that fail: damaged files are named, full disks leave the old checkpoint."""
 
+import contextlib
 import errno
 import json
 import os
@@ -15,6 +16,7 @@ import torch
 from ferryman.checkpoint import directory, saving, tensor_file
 from ferryman.checkpoint.manifest import crc_of, is_whole
 from ferryman.engine import Engine
+from ferryman.runtime.files import replacing_file
 from support.checkpoints import Run, assert_equal, everything, one_group
 from support.models import CASES, build, text
 
@@ -203,10 +205,11 @@ import subprocess, sys
 from pathlib import Path
 sys.path[:0] = {path!r}
 import checkpoint.test_damage as tests
-for name in ("full", "mounted", "read_only"):
+for name in ("full", "mounted", "read_only", "out_of_inodes"):
     disk = Path({place!r}) / name
     disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
+    limits = "size=1m" + (",nr_inodes=40" if name == "out_of_inodes" else "")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", limits, "tmpfs", disk], check=True)
     getattr(tests, "_" + name)(disk)
 """
 
@@ -292,6 +295,30 @@ def _read_only(disk):
             assert told.value.errno == errno.EROFS
         run.engine.load(disk / "saved")
         run.step()
+
+
+def _out_of_inodes(disk):
+    """The system has the same error for it as for no space."""
+    left = r"the disk has no inodes left: there are too many files on it, though it has space"
+    with Run() as run:
+        run.engine.save(disk / "saved")
+        before = sorted(path.name for path in (disk / "saved").iterdir())
+        files = [disk / f"file{number}" for number in range(40)]
+        with contextlib.suppress(OSError):
+            for file in files:
+                file.touch()
+        files[0].unlink()  # for the lock
+        with pytest.raises(OSError, match=rf"{left}.* The previous checkpoint is unchanged: .*/saved") as told:
+            run.engine.save(disk / "saved")
+        assert told.value.errno == errno.ENOSPC
+        assert sorted(path.name for path in (disk / "saved").iterdir()) == before
+        files[0].touch()
+        with pytest.raises(OSError, match=rf"{left}.*: .*/report\.html"), replacing_file(disk / "report.html") as file:
+            file.write_text("text")
+        assert not (disk / "report.html").exists()
+        for file in files:
+            file.unlink(missing_ok=True)
+        run.engine.save(disk / "saved")
 
 
 def _mounted(disk):

@@ -273,3 +273,22 @@ def test_when_nobody_listens_any_more_it_saves_and_ends(corpus, tmp_path):
     options, run = new_run(TrainOptions(GPT, [corpus], steps=30, output=tmp_path / "run", device="cpu", trace=False))
     TrainingRun(options, run, tell, Ranks()).train()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"batch": 2', '"batch": "two"', r"options.batch must be int, but is 'two'"),
+        ('"batch": 2', '"batch": NaN', "numbers must be finite, but one is NaN"),
+        ('"batch": 2', '"batch": ' + "[" * 100_000, "its JSON must be nested at most"),
+        ('"data": [', '"data": ["x", 1, ', "options.data must be list"),
+    ],
+)
+def test_recorded_settings_are_checked(corpus, tmp_path, old, new, message):
+    run = tmp_path / "run"
+    trained(GPT, "--data", corpus, "-o", run, "--steps", 1, "--batch", 2)
+    file = run / "run.json"
+    file.write_text(file.read_text().replace(old, new))
+    said = refused("--resume", "-o", run, "--steps", 2)
+    assert "run.json is damaged" in said
+    assert message in said

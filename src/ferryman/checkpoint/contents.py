@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -123,6 +124,23 @@ def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
+def try_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Raises if `set_random_states` would fail. The global generators are not changed: others are set."""
+    random.Random().setstate(states["python"])
+    torch.Generator().set_state(states["torch"])
+    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.RandomState().set_state(states["numpy"])
+        if not 0 <= states["numpy"]["state"]["pos"] <= len(states["numpy"]["state"]["key"]):
+            raise ValueError("numpy: the position must be within the state")  # numpy itself does not check that
+    if device.type in states and device.type != "cpu":
+        mine, theirs = torch.get_device_module(device).get_rng_state(device), states[device.type]
+        if theirs.dtype != mine.dtype or theirs.shape != mine.shape:
+            raise ValueError(
+                f"{device.type}: the state must be {mine.dtype} of shape {tuple(mine.shape)}, but is {theirs.dtype} of "
+                f"shape {tuple(theirs.shape)}"
+            )
+
+
 class StateKey(NamedTuple):
     """The name of a piece of optimizer state in a file: `layers.0.weight/exp_avg`. Where several ranks saved one part
     each, the offset of the part follows: `layers.0.weight/exp_avg@4096`."""
@@ -135,7 +153,10 @@ class StateKey(NamedTuple):
         return f"{self.name}/{self.key}" + (f"@{self.start}" if self.start else "")
 
 
-def parse_state_key(text: str) -> StateKey:
-    name, _, rest = text.rpartition("/")
-    key, _, start = rest.partition("@")
-    return StateKey(name, key, int(start or 0))
+def parse_state_key(text: str) -> StateKey | None:
+    """None if this is not such a name."""
+    found = _STATE_KEY.fullmatch(text)
+    return None if found is None else StateKey(found[1], found[2], int(found[3] or 0))
+
+
+_STATE_KEY = re.compile(r"(.+)/([^/@]+)(?:@([1-9][0-9]{0,18}))?", re.DOTALL)

@@ -12,12 +12,14 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ferryman.checkpoint import schema
+from ferryman.runtime.files import FULL, why_full
 from ferryman.runtime.sizes import show_bytes
 
 MANIFEST = Path("ferryman") / "checkpoint.json"
@@ -25,6 +27,7 @@ MANIFEST = Path("ferryman") / "checkpoint.json"
 _RENAME_EXCHANGE = 2  # flag of renameat2
 _AT_FDCWD = -100
 
+_IN_SERIES = re.compile("step-[0-9]+")  # a copy with another name, such as step-best, is not part of a series
 _HIDDEN = ("partial", "before", "lock")  # suffixes of hidden names beside a directory while it is replaced
 
 
@@ -63,8 +66,7 @@ def replacing(directory: Path, *, needs: int) -> Iterator[Path]:
     partial = _hidden(directory, "partial")
     with _locked(directory):
         try:
-            if partial.exists():  # left by a killed process
-                shutil.rmtree(partial)
+            _remove(partial)  # left by a killed process
             partial.mkdir()
             if needs > shutil.disk_usage(partial).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -74,14 +76,12 @@ def replacing(directory: Path, *, needs: int) -> Iterator[Path]:
             _put_in_place(partial, directory)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                free = shutil.disk_usage(directory.parent).free
-                raise OSError(
-                    error.errno,
-                    f"the disk is full: the checkpoint needs {show_bytes(needs)}, and {show_bytes(free)} is free. The "
-                    "previous checkpoint is unchanged",
-                    str(directory),
-                ) from error
+            if error.errno in FULL:
+                why = why_full(error, directory.parent)
+                if why is None:
+                    free = shutil.disk_usage(directory.parent).free
+                    why = f"the disk is full: the checkpoint needs {show_bytes(needs)}, and {show_bytes(free)} is free"
+                raise OSError(error.errno, f"{why}. The previous checkpoint is unchanged", str(directory)) from error
             raise
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -110,7 +110,7 @@ def series(directory: Path) -> list[Path]:
     Not in the order of steps: after a run has been resumed from an earlier step, its later checkpoints are outdated.
     """
     names = {path.name for path in directory.glob("step-*")} | {_shown(path) for path in _leftovers(directory)}
-    found = [current(directory / name) for name in sorted(names)]
+    found = [current(directory / name) for name in sorted(filter(_IN_SERIES.fullmatch, names))]
     return sorted((path for path in found if is_checkpoint(path)), key=_saved)
 
 
@@ -155,8 +155,8 @@ def _shown(path: Path) -> str:
 def _saved(checkpoint: Path) -> float:
     """The time at which it was saved; for a damaged manifest, the time at which that file was written."""
     try:
-        return float(json.loads((checkpoint / MANIFEST).read_text())["content"]["saved"])
-    except (ValueError, KeyError, TypeError):
+        return float(schema.read(checkpoint / MANIFEST, schema.TIME)["content"]["saved"])
+    except ValueError:
         return (checkpoint / MANIFEST).stat().st_mtime
 
 
@@ -181,7 +181,12 @@ def _locked(directory: Path) -> contextlib.AbstractContextManager[None]:
 def locked(path: Path, refusal: str) -> Iterator[None]:
     """Holds a lock file, which the system releases when the process ends. (Directories cannot be locked over NFS.)"""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise ValueError(f"{path} must be a file, for a lock, but is a symbolic link; remove it") from error
+            raise
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -190,7 +195,7 @@ def locked(path: Path, refusal: str) -> Iterator[None]:
             except OSError as error:
                 if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # no support for locks: go on
                     raise
-            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+            if _is_open(path, handle):
                 try:
                     yield
                     return
@@ -198,6 +203,22 @@ def locked(path: Path, refusal: str) -> Iterator[None]:
                     path.unlink(missing_ok=True)
         finally:
             os.close(handle)
+
+
+def _is_open(path: Path, handle: int) -> bool:
+    """Whether the path is still the file that was opened."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove(path: Path) -> None:
+    """Removes what may be there: a directory, or a file or link that somebody has put in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _put_in_place(partial: Path, directory: Path) -> None:
@@ -208,7 +229,7 @@ def _put_in_place(partial: Path, directory: Path) -> None:
         _sync(directory.parent)
         shutil.rmtree(partial, ignore_errors=True)  # the old directory, after the exchange
     else:
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
         directory.rename(aside)
         partial.rename(directory)
     _sync(directory.parent)

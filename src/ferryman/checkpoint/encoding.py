@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,15 @@ import torch
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
-def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+_MAX_LEVELS = 100  # each is up to three levels of JSON; loading refuses what is deeper than `schema.MAX_DEPTH`
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], level: int = 0) -> Any:
     """Encodes a value as JSON. Tensors are added to `tensors` under their path."""
+    if level > _MAX_LEVELS:
+        raise ValueError(
+            f"{path[:80]}... is nested more than {_MAX_LEVELS} levels deep, or contains itself, and cannot be saved"
+        )
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(float(value))}
     if value is None or type(value) in (bool, int, float, str):
@@ -26,11 +33,12 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
         return {"tensor": _put(value.detach().cpu().contiguous(), path, tensors)}
     if isinstance(value, list):
-        return [encode(one, f"{path}[{i}]", tensors) for i, one in enumerate(value)]
+        return [encode(one, f"{path}[{i}]", tensors, level + 1) for i, one in enumerate(value)]
     if isinstance(value, tuple):
-        return {"tuple": [encode(one, f"{path}[{i}]", tensors) for i, one in enumerate(value)]}
+        return {"tuple": [encode(one, f"{path}[{i}]", tensors, level + 1) for i, one in enumerate(value)]}
     if isinstance(value, Mapping):
-        return {"dict": [[_key(key, path), encode(one, f"{path}.{key}", tensors)] for key, one in value.items()]}
+        pairs = value.items()
+        return {"dict": [[_key(key, path), encode(one, f"{path}.{key}", tensors, level + 1)] for key, one in pairs]}
     if type(value).__module__ == "numpy":
         if getattr(value, "shape", None) == ():
             return encode(value.item(), path, tensors)
@@ -60,6 +68,24 @@ def _key(key: Any, path: str) -> Any:
     if held:
         raise ValueError(f"a key of {path} is a tensor or an array, which cannot be saved; use a number or a string")
     return encoded
+
+
+def references(value: Any) -> Iterator[tuple[str, str]]:
+    """The kind ("tensor" or "array") and the name of each tensor that an encoded value has."""
+    if isinstance(value, list):
+        for one in value:
+            yield from references(one)
+    elif isinstance(value, dict):
+        ((kind, content),) = value.items()
+        if kind in ("tensor", "array"):
+            yield kind, content
+        elif kind != "float":
+            yield from references(content)
+
+
+def is_array_dtype(dtype: torch.dtype) -> bool:
+    """Whether numpy has this dtype."""
+    return (dtype.itemsize > 1 and dtype != torch.bfloat16) or dtype in (torch.bool, torch.uint8, torch.int8)
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

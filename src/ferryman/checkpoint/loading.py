@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from ferryman.checkpoint import compatibility, encoding, tensor_file
 from ferryman.checkpoint import directory as directories
-from ferryman.checkpoint import encoding, tensor_file
-from ferryman.checkpoint.contents import Contents, Objects, StateKey, parse_state_key, set_random_states, split_objects
+from ferryman.checkpoint.contents import (
+    Contents,
+    Objects,
+    Stateful,
+    StateKey,
+    parse_state_key,
+    set_random_states,
+    split_objects,
+)
 from ferryman.checkpoint.manifest import check_sizes, check_sum, check_sums, read_manifest
 from ferryman.checkpoint.missing import fill_missing
 from ferryman.checkpoint.tensor_file import Entry
 from ferryman.model.units import Item, hint
 from ferryman.runtime import host_memory as memory
 from ferryman.server import kernels
+from ferryman.server.optimizer_view import OptimizerView
+
+_TENSORS = ("weights", "state", "rest")  # lists of files in the manifest
 
 
 def find(directory: Path) -> Path:
@@ -47,16 +59,9 @@ class Checkpoint:
         self._names = {name: item for item, name in contents.names().items()}
         self._units = contents.unit_of()
         self._check_files()
-        self._weights = self._entries("weights")
-        self._state = self._entries("state")
-        self._check_tensors()
-        if contents.optimizer_view is not None:
-            self._check_optimizer()
-        missing = [name for name in self._objects if name not in self.manifest["objects"]]
-        if missing:
-            raise ValueError(
-                f"{path} was saved without the object {missing[0]!r}{hint(missing[0], self.manifest['objects'])}"
-            )
+        self._weights, self._state, self._rest = map(self._entries, _TENSORS)
+        self._check()
+        self._state_keys = {name: _state_key(name) for name in self._state}
 
     def load(self) -> None:
         """Loads everything. Until this returns, the engine is in an inconsistent state."""
@@ -71,9 +76,18 @@ class Checkpoint:
         self._contents.server.restart(self.manifest["step"])
         mine = self._of_rank()
         for name, thing in self._objects.items():
-            thing.load_state_dict(encoding.decode(mine["objects"][name], rest))
+            self._load_object(name, thing, encoding.decode(mine["objects"][name], rest))
         # Last, because the calls above may draw random numbers.
         set_random_states(encoding.decode(mine["random"], rest), self._contents.device)
+
+    def _load_object(self, name: str, thing: Stateful, state: Any) -> None:
+        try:
+            thing.load_state_dict(state)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:  # not what the object expects
+            raise ValueError(
+                f"{self.path / directories.MANIFEST}: objects.{name}: load_state_dict() of {type(thing).__name__} "
+                f"cannot use the saved state: {error if isinstance(error, ValueError) else repr(error)}"
+            ) from error
 
     def _of_rank(self) -> dict[str, Any]:
         """What this rank saved for itself; with another number of ranks, what the first rank saved."""
@@ -128,14 +142,14 @@ class Checkpoint:
             return state.tensors_of(item)[state_key.key], state.part(item)
 
         def target(entry: Entry) -> torch.Tensor:
-            state_key = parse_state_key(entry.name)
+            state_key = self._state_keys[entry.name]
             found = own(state_key)
             if found is not None and found[1] == slice(state_key.start, state_key.start + _size(entry)):
                 return found[0]
             return beside.setdefault(entry.name, _new(entry))
 
         def done(entry: Entry) -> None:
-            values, state_key = beside.pop(entry.name, None), parse_state_key(entry.name)
+            values, state_key = beside.pop(entry.name, None), self._state_keys[entry.name]
             if values is None:
                 return
             if (found := own(state_key)) is not None:
@@ -149,7 +163,7 @@ class Checkpoint:
 
     def _reads_beside(self) -> bool:
         """Whether any tensor needs a temporary buffer. Reading then waits for each of these."""
-        pieces = any(parse_state_key(name).start for name in self._state)
+        pieces = any(state_key.start for state_key in self._state_keys.values())
         return not self._contents.ranks.alone or pieces or any(map(self._differs, self._names))
 
     def _trained(self) -> list[Item]:
@@ -190,95 +204,115 @@ class Checkpoint:
 
     def _entries(self, what: str) -> dict[str, tuple[Path, Entry]]:
         paths = [self.path / file for file in self.manifest[what]]
-        return {name: (path, entry) for path in paths for name, entry in tensor_file.read_header(path).items()}
+        found: dict[str, tuple[Path, Entry]] = {}
+        for path in paths:
+            for name, entry in tensor_file.read_header(path).items():
+                if name in found and _size(entry):  # each rank writes a tensor without elements
+                    self._refuse(f"{path} has {name!r}, which is in {found[name][0]} as well")
+                found[name] = path, entry
+        return found
 
     # Checks.
 
+    def _check(self) -> None:
+        """Everything that can be known before anything is changed."""
+        file, contents = self.path / directories.MANIFEST, self._contents
+        self._check_references(file)
+        shapes = {name: tuple(item.tensor.shape) for name, item in self._names.items()}
+        there = {name: entry.shape for name, (_, entry) in self._weights.items()}
+        if differences := compatibility.compare(shapes, there):
+            self._refuse(
+                f"{self.path} belongs to another model (a {self.manifest['model']}, and this is a "
+                f"{type(contents.model).__name__}): {differences}"
+            )
+        for name, (path, entry) in self._weights.items():
+            compatibility.check_dtype(name, self._names[name], path, entry, self._refuse)
+        kept = compatibility.check_state(self._names, self._weights, self._state, self._refuse)
+        if contents.optimizer_view is not None:
+            self._check_optimizer(contents.optimizer_view, kept, file)
+        missing = [name for name in self._objects if name not in self._of_rank()["objects"]]
+        if missing:
+            raise ValueError(
+                f"{self.path} was saved without the object {missing[0]!r}{hint(missing[0], self._of_rank()['objects'])}"
+            )
+        compatibility.check_random(self._decode_now(self._of_rank()["random"]), contents, file)
+
     def _check_files(self) -> None:
         check_sizes(self.path, self.manifest)
-        large = {file for what in ("weights", "state", "rest") for file in self.manifest[what]}
+        large = {file for what in _TENSORS for file in self.manifest[what]}
         rest = self.manifest["files"].keys() - large  # large files are checked while they are read
         check_sums(self.path, self.manifest, rest)
+
+    def _check_references(self, file: Path) -> None:
+        """Encoded state names tensors, all of which must be there."""
+        optimizer = self.manifest.get("optimizer", {"groups": [], "torch": {}})
+        ranks = [self.manifest, *self.manifest.get("others", [])]
+        values = [group["options"] for group in optimizer["groups"]] + list(optimizer["torch"].values())
+        values += [value for rank in ranks for value in (rank["random"], *rank["objects"].values())]
+        for kind, name in itertools.chain.from_iterable(map(encoding.references, values)):
+            if name not in self._rest:
+                self._refuse(f"{file} refers to the tensor {name!r}, which is in none of its files")
+            entry = self._rest[name][1]
+            if kind == "array" and not encoding.is_array_dtype(entry.dtype):
+                self._refuse(f"{file}: {name!r} must have a dtype of numpy, but is {entry.dtype}")
 
     def _refuse(self, why: str) -> NoReturn:
         """Raises an error about a mismatch, or about a damaged file if that is the cause."""
         check_sums(self.path, self.manifest, self.manifest["files"])
         raise ValueError(why)
 
-    def _check_tensors(self) -> None:
-        shapes = {name: tuple(item.tensor.shape) for name, item in self._names.items()}
-        there = {name: entry.shape for name, (_, entry) in self._weights.items()}
-        if differences := compare(shapes, there):
-            self._refuse(
-                f"{self.path} belongs to another model (a {self.manifest['model']}, and this is a "
-                f"{type(self._contents.model).__name__}): {differences}"
-            )
-
-    def _check_optimizer(self) -> None:
-        optimizer_view, saved = self._contents.optimizer_view, self.manifest.get("optimizer")
-        assert optimizer_view is not None
+    def _check_optimizer(self, optimizer_view: OptimizerView, kept: dict[str, set[str]], file: Path) -> None:
+        saved = self.manifest.get("optimizer")
         if saved is None:
             raise ValueError(
                 f"{self.path} was saved by an engine without an optimizer, so it has no optimizer state; "
                 "engine.load_weights(directory) loads only the weights"
             )
-        kind = type(optimizer_view.optimizer).__name__
-        if saved["kind"] != kind:
-            raise ValueError(f"{self.path} has the state of {saved['kind']}, but the engine's optimizer is {kind}")
-        groups = optimizer_view.optimizer.param_groups
-        if len(groups) != len(saved["groups"]):
-            raise ValueError(
-                f"{self.path} has {len(saved['groups'])} parameter groups, but the optimizer has {len(groups)}"
-            )
-        for number, (group, told) in enumerate(zip(groups, saved["groups"], strict=True)):
-            members = {
-                name for name, item in self._names.items() if item.trains and optimizer_view.group(item) is group
-            }
-            if differences := _first_difference(members, set(told["parameters"])):
-                raise ValueError(f"parameter group {number} differs from that of {self.path}: {differences}")
-        there: dict[str, set[str]] = {}
-        for state_key in map(parse_state_key, self._state):
-            there.setdefault(state_key.name, set()).update({state_key.key} - {"master"})
+        compatibility.check_members(self._names, optimizer_view, saved, self.path)
         for name, item in self._names.items():
-            if item.trains:
-                mine = set(self._contents.store.state(self._units[item]).tensors_of(item)) - {"master"}
-                if mine != there.get(name, set()):
-                    self._refuse(
-                        f"{self.path} has {sorted(there.get(name, ()))} for {name!r}, but the optimizer keeps "
-                        f"{sorted(mine)}: it had other options (momentum, amsgrad, maximize) when it was saved"
-                    )
+            if not item.trains:
+                if kept.get(name):
+                    self._refuse(f"{self.path} has optimizer state for {name!r}, which is not trained")
+                continue
+            there = kept.get(name, set())
+            mine = set(self._contents.store.state(self._units[item]).tensors_of(item)) - {"master"}
+            if mine != there - {"master"}:
+                self._refuse(
+                    f"{self.path} has {sorted(there - {'master'})} for {name!r}, but the optimizer keeps "
+                    f"{sorted(mine)}: it had other options (momentum, amsgrad, maximize) when it was saved"
+                )
+            if compatibility.needs_master(self._weights[name][1]) and "master" not in there:
+                self._refuse(f"{self.path} has no '{name}/master', which {name!r} needs, since it is not in float32")
+        for number, group in enumerate(saved["groups"]):
+            options = self._decode_now(group["options"])
+            compatibility.check_options(optimizer_view, number, options, file)
+            by_torch = any(optimizer_view.rule(self._names[name]) is None for name in group["parameters"])
+            like = optimizer_view.torch_state_like(number, options) if by_torch else {}
+            for name in group["parameters"]:
+                item, has = self._names[name], name in saved["torch"]
+                if has and optimizer_view.rule(item) is not None:
+                    raise ValueError(f"{file}: optimizer.torch must not have {name!r}, which ferryman updates")
+                if has:
+                    self._check_torch_state(name, like, file)
+                elif like and saved["steps"][name] and item.tensor.numel():
+                    raise ValueError(f"{file}: optimizer.torch must have {name!r}, which was updated, but has not")
+
+    def _check_torch_state(self, name: str, like: Mapping[str, Any], file: Path) -> None:
+        """Tensors are not read yet, since all of them may need much memory: their headers tell enough."""
+        value = self.manifest["optimizer"]["torch"][name]
+        known = {name: _on_meta(self._rest[name][1]) for _, name in encoding.references(value)}
+        compatibility.check_torch_state(name, self._names[name], like, encoding.decode(value, known), file)
+
+    def _decode_now(self, value: Any) -> Any:
+        """Decodes a value whose tensors are small."""
+        tensors = {name: tensor_file.read_tensor(*self._rest[name]) for _, name in encoding.references(value)}
+        return encoding.decode(value, tensors)
 
 
-def compare(mine: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int, ...]]) -> str:
-    """Describes how the tensors of the model differ from those in the files; empty if they do not."""
-    found = []
-    for names, what in (
-        (mine.keys() - theirs.keys(), "missing in the files"),
-        (theirs.keys() - mine.keys(), "not in the model"),
-    ):
-        if names:
-            found.append(f"{_some(names)} {what}")
-    other = [name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]]
-    found += [
-        f"{name!r} has shape {mine[name]} in the model and {theirs[name]} in the files" for name in sorted(other)[:3]
-    ]
-    return "; ".join(found) + (f"; and {len(other) - 3} more shapes" if len(other) > 3 else "")
-
-
-def _first_difference(mine: Collection[str], theirs: Collection[str]) -> str:
-    mine, theirs = set(mine), set(theirs)
-    if mine - theirs:
-        return f"{_some(mine - theirs)} was not trained, or was in another group, when it was saved"
-    return (
-        f"{_some(theirs - mine)} was trained when it was saved, but is not now, or is in another group"
-        if theirs - mine
-        else ""
-    )
-
-
-def _some(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    return f"{ordered[0]!r}{f' and {len(ordered) - 1} more' if len(ordered) > 1 else ''}"
+def _state_key(text: str) -> StateKey:
+    found = parse_state_key(text)
+    assert found is not None, text
+    return found
 
 
 def _size(entry: Entry) -> int:
@@ -294,3 +328,7 @@ def _copy_common(values: torch.Tensor, start: int, into: torch.Tensor, place: sl
 
 def _new(entry: Entry) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=entry.dtype)
+
+
+def _on_meta(entry: Entry) -> torch.Tensor:
+    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ferryman.checkpoint import directory as directories
-from ferryman.checkpoint import tensor_file
+from ferryman.checkpoint import schema, tensor_file
 from ferryman.checkpoint.stream import DamagedError
 from ferryman.checkpoint.tensor_file import FileChecksum
 
@@ -21,20 +22,22 @@ def crc_of(manifest: dict[str, Any]) -> int:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
+    """Reads and checks the manifest of a checkpoint."""
     file = path / directories.MANIFEST
-    try:
-        whole = json.loads(file.read_text())
-        content: dict[str, Any] = whole["content"]
-        intact = whole["crc32"] == crc_of(content)
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{file} is damaged: {error}") from error
-    if not intact:
+    whole = schema.read(file, schema.FRAME)
+    content: dict[str, Any] = whole["content"]
+    if whole["crc32"] != crc_of(content):
         raise DamagedError(f"{file} is damaged: its checksum does not match")
     if content["format"] != FORMAT:
         raise ValueError(
             f"{path} has format {content['format']}, written by ferryman {content['ferryman']}; this version reads "
             f"format {FORMAT}"
         )
+    schema.check(content, schema.MANIFEST, file)
+    listed = [name for what in ("weights", "state", "rest") for name in content[what]]
+    for name, count in Counter(listed).items():
+        if name not in content["files"] or count > 1:
+            raise DamagedError(f"{file} is damaged: {name!r} must be in files, and in one list of files once")
     return content
 
 

@@ -7,7 +7,6 @@ knows these conversions for its models; this module uses them, and converts one 
 from __future__ import annotations
 
 import copy
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ferryman.checkpoint import tensor_file
+from ferryman.checkpoint import schema, tensor_file
+from ferryman.checkpoint.compatibility import compare
 from ferryman.checkpoint.contents import Contents
-from ferryman.checkpoint.loading import compare
 from ferryman.checkpoint.missing import fill_missing
 from ferryman.checkpoint.stream import DamagedError
 from ferryman.checkpoint.tensor_file import Entry
@@ -41,9 +40,7 @@ class Weights:
     """Weights in files. The constructor checks that they fit the engine's model, before anything is changed."""
 
     def __init__(self, contents: Contents, directory: Path) -> None:
-        entries = {
-            name: (path, entry) for path in _files(directory) for name, entry in tensor_file.read_header(path).items()
-        }
+        entries = _entries(directory)
         self._contents = contents
         self._items = _items_by_name(contents)
         self._groups = _groups(contents.model, entries, set(self._items))
@@ -76,22 +73,35 @@ def has_weights(directory: Path) -> bool:
     return (directory / _INDEX).is_file() or any(directory.glob("*.safetensors"))
 
 
-def _files(directory: Path) -> list[Path]:
+def _entries(directory: Path) -> dict[str, tuple[Path, Entry]]:
+    """The tensors in the files. The index decides which one counts, if several files have a tensor of the same name."""
+    files, index = _files(directory)
+    found: dict[str, tuple[Path, Entry]] = {}
+    for path in files:
+        for name, entry in tensor_file.read_header(path).items():
+            file = str(path.relative_to(directory))
+            if index.get(name, file) == file:
+                if name in found:
+                    raise ValueError(f"{path} has {name!r}, which is in {found[name][0]} as well, but not in {_INDEX}")
+                found[name] = path, entry
+    return found
+
+
+def _files(directory: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files with weights, and the index that says which tensor is in which; empty if there is none."""
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory; give one with safetensors files, as save_pretrained writes")
     if (directory / _INDEX).is_file():
-        try:
-            names = sorted(set(json.loads((directory / _INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise DamagedError(f"{directory / _INDEX} is damaged: {error}") from error
+        index: dict[str, str] = schema.read(directory / _INDEX, schema.INDEX)["weight_map"]
+        names = sorted(set(index.values()))
         if missing := [name for name in names if not (directory / name).is_file()]:
             raise DamagedError(f"{directory / missing[0]} is missing; it is listed in {_INDEX}")
-        return [directory / name for name in names]
+        return [directory / name for name in names], index
     if (directory / _SINGLE).is_file():
-        return [directory / _SINGLE]
+        return [directory / _SINGLE], {}
     found = sorted(directory.glob("*.safetensors"))
     if len(found) == 1:
-        return found
+        return found, {}
     others = sorted(path.name for path in (*directory.glob("*.bin"), *directory.glob("*.pt")))
     told = f"; {others[0]} is a pickle, which ferryman does not read" if others else ""
     raise ValueError(f"{directory} has neither {_SINGLE} nor {_INDEX}{told}")

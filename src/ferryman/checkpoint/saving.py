@@ -18,7 +18,7 @@ import ferryman
 from ferryman.checkpoint import directory as directories
 from ferryman.checkpoint import encoding, tensor_file
 from ferryman.checkpoint.contents import Contents, Files, Objects, Stateful, StateKey, random_states, split_objects
-from ferryman.checkpoint.manifest import FORMAT, crc_of
+from ferryman.checkpoint.manifest import FORMAT, crc_of, read_manifest
 from ferryman.checkpoint.tensor_file import FileChecksum
 from ferryman.model.units import Item
 from ferryman.server.optimizer_view import OptimizerView
@@ -259,7 +259,7 @@ def _ours_in(directory: Path) -> Callable[[str], bool]:
     """A predicate that tells which files in a checkpoint's directory belong to the checkpoint."""
     manifest = str(directories.MANIFEST)
     try:
-        written = {*json.loads((directory / manifest).read_text())["content"]["files"], manifest}
+        written = {*read_manifest(directory)["files"], manifest}
         return lambda name: name in written
-    except (OSError, ValueError, KeyError, TypeError):  # a damaged manifest must not prevent saving
+    except (OSError, ValueError):  # a damaged manifest must not prevent saving
         return lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in _CHECKPOINT_FILES)

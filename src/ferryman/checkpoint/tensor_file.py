@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from ferryman.checkpoint import schema
 from ferryman.checkpoint.checksum import BackgroundChecksum, crc32
 from ferryman.checkpoint.stream import DamagedError, Reader, begin_writing, move_all
 
@@ -39,6 +40,7 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_HEADER = schema.header(_DTYPES)
 
 _CHUNK_BYTES = 16 << 20  # written or read at a time
 _MAX_PIECES = 256  # of memory in one system call
@@ -108,18 +110,17 @@ def read_header(path: Path) -> dict[str, Entry]:
         if length > min(size, _MAX_HEADER_BYTES):
             raise DamagedError(f"{path} is damaged or truncated: it has {size} bytes, but its header alone {length}")
         text = file.read(length)
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        entries = [
-            Entry(name, _DTYPES[it["dtype"]], tuple(it["shape"]), *(8 + length + at for at in it["data_offsets"]))
-            for name, it in header.items()
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{path} is damaged: its header is not that of a safetensors file ({error})") from error
+    header = schema.parse(text, _HEADER, path)
+    header.pop("__metadata__", None)
+    entries = [
+        Entry(name, _DTYPES[it["dtype"]], tuple(it["shape"]), *(8 + length + at for at in it["data_offsets"]))
+        for name, it in header.items()
+    ]
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     end = 8 + length
     for entry in entries:
+        if math.prod(size or 1 for size in entry.shape) > schema.MAX_COUNT // entry.dtype.itemsize:
+            raise DamagedError(f"{path} is damaged: the shape of {entry.name!r} must be one of a tensor")
         if entry.start != end or entry.stop - entry.start != math.prod(entry.shape) * entry.dtype.itemsize:
             raise DamagedError(f"{path} is damaged: the offsets of {entry.name!r} do not match its shape")
         end = entry.stop

@@ -46,6 +46,17 @@ def open_display(*, json: bool = False, quiet: bool = False, console: Console | 
         yield LineDisplay(console)
 
 
+@contextlib.contextmanager
+def writing_output() -> Iterator[None]:
+    """Context in which text is printed. Its errors name the standard output, which may go to a file on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, "standard output") from error
+
+
 class NoDisplay:
     def show(self, event: Event) -> None:
         pass

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ferryman.cli.display import writing_output
 from ferryman.observe.report.figures import Figures, figures_of, summary, together
 from ferryman.observe.report.page import write_report
 from ferryman.observe.report.recording import read
@@ -60,16 +61,17 @@ def report(
         figures = [figures_of(recording) for recording in read(*trace)]
     else:
         figures = write_report(trace, target, overwrite=force)
-    if as_json:
-        typer.echo(json.dumps(summary(figures), allow_nan=False))
-    else:
-        for of in figures:
-            typer.echo(_line(of, len(figures) > 1))
-            if (warning := _warning(of)) is not None:
-                typer.echo(warning)
-        if len(figures) > 1:
-            typer.echo(_together(figures))
-        typer.echo(f"report: {target}")
+    with writing_output():
+        if as_json:
+            typer.echo(json.dumps(summary(figures), allow_nan=False))
+        else:
+            for of in figures:
+                typer.echo(_line(of, len(figures) > 1))
+                if (warning := _warning(of)) is not None:
+                    typer.echo(warning)
+            if len(figures) > 1:
+                typer.echo(_together(figures))
+            typer.echo(f"report: {target}")
     if open_it and not webbrowser.open(target.resolve().as_uri()):
         raise ValueError(f"--open: no browser was found; open {target.resolve()} yourself")
 

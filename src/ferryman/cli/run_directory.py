@@ -22,14 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import ferryman
+from ferryman.checkpoint import schema
 from ferryman.checkpoint.directory import last_saved, locked, series, step_of
 from ferryman.cli.engine_flags import flag
 from ferryman.cli.train_options import FIXED, LENGTHS, TrainOptions
 from ferryman.distributed.ranks import Ranks
-from ferryman.runtime.files import replacing_file
+from ferryman.runtime.files import naming, replacing_file
 
 _SETTINGS = "run.json"
 _AGENTS = "agents"  # key in it: the torchrun agents of the last job that trained there
+
+# The documents of a run, beside its checkpoints.
+_RUN = schema.record(
+    {"ferryman": schema.text, "options": schema.map_of(schema.anything)}, {_AGENTS: schema.list_of(schema.text)}
+)
+_METRIC = schema.record({"step": schema.integer()}, others=True)
 
 
 class RunDirectory:
@@ -48,6 +55,10 @@ class RunDirectory:
 
     def has_checkpoint(self) -> bool:
         return bool(series(self.checkpoints))
+
+    def newest_checkpoint(self) -> Path | None:
+        """Whoever saved it: this process, or one before it."""
+        return next(reversed(series(self.checkpoints)), None)
 
     def checkpoint(self, step: int | None) -> Path:
         """The checkpoint of a step, or the newest one if `step` is None."""
@@ -68,11 +79,11 @@ class RunDirectory:
     def begin_metrics(self, step: int) -> None:
         """Drops the lines of later steps, which will be made again."""
         lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
-        _replace(self.metrics, "".join(f"{line}\n" for line in lines if _step_of(line) <= step))
+        _replace(self.metrics, "".join(f"{line}\n" for line in lines if _step_of(line, self.metrics) <= step))
 
     def add_metrics(self, event: Mapping[str, Any]) -> None:
         if event["event"] in ("step", "eval"):
-            with self.metrics.open("a") as file:
+            with naming(self.metrics), self.metrics.open("a") as file:
                 file.write(to_line(event) + "\n")
 
     def discard(self) -> None:
@@ -153,7 +164,7 @@ def resumed_run(
         found = _what_is_in(directory, advice=False) if directory.exists() else "there is no such directory"
         raise ValueError(f"--resume --output {directory}: there is no run to resume: {found}")
     try:
-        recorded = TrainOptions.from_json(json.loads(file.read_text())["options"], output=directory)
+        recorded = TrainOptions.from_json(schema.read(file, _RUN)["options"], output=directory)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{file} is damaged, and the run cannot be resumed from it: {error!r}") from error
     now = {name: getattr(given, name) for name in (*explicit, "json", "quiet")}
@@ -187,8 +198,8 @@ def to_line(event: Mapping[str, Any]) -> str:
 
 def _has_agent(settings: Path, agents: Sequence[str]) -> bool:
     try:
-        return not set(agents).isdisjoint(json.loads(settings.read_text())[_AGENTS])
-    except (ValueError, TypeError, KeyError):  # damaged, or written without agents
+        return not set(agents).isdisjoint(schema.read(settings, _RUN).get(_AGENTS, ()))
+    except ValueError:  # damaged: opening the run reports it
         return False
 
 
@@ -217,10 +228,11 @@ def _show(value: Any) -> str:
     return "the default" if value is None else str(value)
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: str, path: Path) -> float:
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):  # truncated, because the process was killed
+        step: int = schema.parse(line.encode(), _METRIC, path)["step"]
+        return step
+    except ValueError:  # truncated, because the process was killed
         return math.inf
 
 

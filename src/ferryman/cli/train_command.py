@@ -12,7 +12,7 @@ import torch
 import typer
 from typer.core import TyperCommand
 
-from ferryman.cli.display import open_display, show_error
+from ferryman.cli.display import open_display, show_error, writing_output
 from ferryman.cli.engine_flags import NONE, SETTINGS, flag, values_of
 from ferryman.cli.errors import USER_ERRORS, exit_code, message_for
 from ferryman.cli.run_directory import RunDirectory, new_run, restarted, resumed_run, torchrun_agents
@@ -136,8 +136,9 @@ def _train(ranks: Ranks, options: TrainOptions, run: RunDirectory, notes: list[s
     leads = ranks.rank == 0
     try:
         with open_display(json=options.json and leads, quiet=options.quiet or not leads) as display:
-            for note in notes:
-                display.show({"event": "note", "text": note})
+            with writing_output():
+                for note in notes:
+                    display.show({"event": "note", "text": note})
             training = TrainingRun(options, run, display.show, ranks)
             # Its messages are about its own defaults, and would disturb the display.
             importlib.import_module("transformers").logging.set_verbosity_error()
@@ -151,7 +152,7 @@ def _train(ranks: Ranks, options: TrainOptions, run: RunDirectory, notes: list[s
         if not isinstance(error, ValueError | torch.OutOfMemoryError | OSError | KeyboardInterrupt | RankError):
             raise
         is_first = ranks.fail(error)
-        saved = None if training is None else training.last_checkpoint
+        saved = run.newest_checkpoint()
         kept = f"The last checkpoint is {saved}; resume with: {options.command()}" if saved else "Nothing was saved."
         what = "interrupted" if isinstance(error, KeyboardInterrupt) else message_for(error)
         told = what if isinstance(error, DivergedError) else f"{what}. {kept}"

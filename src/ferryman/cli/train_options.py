@@ -6,7 +6,7 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -15,7 +15,7 @@ from ferryman.cli.defaults import LONGEST
 from ferryman.cli.engine_flags import NONE, flag, number_or_none, opposite
 from ferryman.cli.model_argument import sizes
 from ferryman.data.text import SUFFIXES
-from ferryman.options import PlainOptions
+from ferryman.options import PlainOptions, alternatives
 
 # A position in the data, and the numbers drawn so far, mean something only as long as these stay as they were.
 FIXED = ("data", "suffix", "token_dtype", "validation", "sequence", "seed")
@@ -181,6 +181,8 @@ class TrainOptions(PlainOptions):
     @classmethod
     def from_json(cls, values: dict[str, Any], **given: Any) -> "TrainOptions":
         recorded = {name: values[name] for name in PARAMETERS if name in values}
+        for name, value in recorded.items():
+            _check_kind(name, value)
         recorded |= engine_flags.values_of({name: recorded[name] for name in engine_flags.SETTINGS if name in recorded})
         recorded["data"] = [Path(path) for path in values["data"]]
         recorded["betas"] = values["betas"] and Betas(*values["betas"])
@@ -202,6 +204,27 @@ class TrainOptions(PlainOptions):
     def command(self) -> str:
         """That goes on with the run."""
         return f"ferryman train --resume --output {shlex.quote(str(self.output))}"
+
+
+def _check_kind(name: str, value: Any) -> None:
+    """Raises if a recorded value has a type that JSON never has for this option."""
+    kinds = alternatives(get_type_hints(TrainOptions)[name])
+    for kind in kinds:
+        origin = get_origin(kind)
+        if origin is Literal:
+            fits = value in get_args(kind)
+        elif kind is float:
+            fits = type(value) in (int, float)
+        elif kind is Betas:
+            fits = isinstance(value, list) and [type(one) for one in value] in ([float, float], [int, float])
+        elif origin is not None:  # a list, or any other sequence
+            fits = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        else:
+            fits = type(value) is (str if kind is Path else kind)
+        if fits:
+            return
+    wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+    raise ValueError(f"options.{name} must be {wanted}, but is {value!r:.60}")
 
 
 def _words(name: str, value: Any) -> list[str]:

@@ -1,23 +1,52 @@
-"""Files that are either written completely or not at all."""
+"""Files that are either written completely or not at all, and errors that say why one could not be written."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk, or of a user's share of it, that is full
 
 
 @contextlib.contextmanager
 def replacing_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary file to write to, which replaces `path` at the end. If anything raises, `path` is unchanged.
 
-    The file is in the same directory, so that the file system replaces it atomically.
+    The file is in the same directory, so that the file system replaces it atomically. It is made here, so that a
+    symbolic link of its name is not followed.
     """
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    with naming(target):
+        try:
+            partial.unlink(missing_ok=True)
+            partial.touch(exist_ok=False)
+            yield partial
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Context in which a file is written: an error that names no file names this one, and a full disk says what of."""
     try:
-        yield partial
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        why = why_full(error, path.parent)
+        if error.filename is not None and why is None:
+            raise
+        raise OSError(error.errno, why or error.strerror, str(path)) from error
+
+
+def why_full(error: OSError, directory: Path) -> str | None:
+    """What there is none left of, if it is not space: the system has one error for both."""
+    if error.errno != errno.ENOSPC:
+        return None
+    found = os.statvfs(directory)
+    if found.f_files and not found.f_favail and found.f_bavail:  # some file systems do not count inodes
+        return "the disk has no inodes left: there are too many files on it, though it has space. Remove some files"
+    return None

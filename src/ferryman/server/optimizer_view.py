@@ -6,6 +6,7 @@ Its parameter groups are read in every step. The server keeps its state, and fil
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -125,6 +126,28 @@ class OptimizerView:
         """The rule that updates a tensor; None: torch's own optimizer does."""
         return self._rules[self._groups[id(item.tensor)]]
 
+    def try_options(self, number: int, options: Mapping[str, Any]) -> None:
+        """Raises if a group could not take these options. What they are of the wrong kind for may raise, too."""
+        group = {**self.optimizer.param_groups[number], **options}
+        rule = _rule_of(self.optimizer, group)
+        if rule is not self._rules[number]:
+            raise ValueError("they need other state (momentum, amsgrad, maximize)")
+        if rule is None:
+            self.torch_state_like(number, options)
+        else:
+            rule.numbers(group, 1)
+
+    def torch_state_like(self, number: int, options: Mapping[str, Any]) -> State:
+        """What torch's own optimizer keeps for a tensor of one element, in a group with these options."""
+        kind: Any = type(self.optimizer)
+        group = {**self.optimizer.param_groups[number], **options}
+        parameter = nn.Parameter(torch.zeros(1))
+        optimizer = kind([parameter], **for_constructor(group, kind))
+        parameter.grad = torch.zeros(1)
+        optimizer.step()
+        found: State = optimizer.state[parameter]
+        return found
+
     def watch(self, show: Callable[[], None]) -> None:
         """From now on an engine uses the optimizer. `show` fills `optimizer.state`, by `give_state`."""
         self._hook = self.optimizer.register_step_pre_hook(_refuse_step)
@@ -176,6 +199,12 @@ class OptimizerView:
     def stepped(self) -> None:
         """Counts a step for torch's schedulers, which would warn of a wrong order otherwise."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def for_constructor(group: Group, kind: type) -> dict[str, Any]:
+    """The options that the constructor accepts. Groups also hold what schedulers and the class itself put there."""
+    known = inspect.signature(kind).parameters
+    return {name: value for name, value in group.items() if name in known and name != "params"}
 
 
 def _refuse_zero_grad(*args: Any, **kwargs: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from ferryman.model.units import (
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server import kernels
 from ferryman.server.kernels import Piece
-from ferryman.server.optimizer_view import OptimizerView
+from ferryman.server.optimizer_view import OptimizerView, for_constructor
 from ferryman.server.rules import STATE, Group, Numbers, Rule
 
 _CHUNK = 1 << 20  # elements
@@ -357,7 +356,7 @@ class UnitState:
         if optimizer is None:
             kind: Any = type(self._optimizer_view.optimizer)
             parameter = nn.Parameter(values)
-            optimizer = self._torch[item] = kind([parameter], **_for_constructor(args.group, kind))
+            optimizer = self._torch[item] = kind([parameter], **for_constructor(args.group, kind))
             if item in self._theirs:
                 optimizer.state[parameter] = self._theirs[item]
         (group,) = optimizer.param_groups
@@ -380,9 +379,3 @@ def fill(values: torch.Tensor, weights: torch.Tensor, start: int) -> None:
         at = slice(begin, begin + _CHUNK)
         master = None if dtype is None else torch.empty(into[at].numel(), dtype=dtype)
         kernels.split(flat[at].to(torch.float32), into[at], master)
-
-
-def _for_constructor(group: Group, kind: type) -> dict[str, Any]:
-    """The options that the constructor accepts. Groups also hold what schedulers and the class itself put there."""
-    known = inspect.signature(kind).parameters
-    return {name: value for name, value in group.items() if name in known}

@@ -1,0 +1,183 @@
+"""Whether a checkpoint fits an engine: tensors, parameter groups and random states. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from ferryman.checkpoint.contents import Contents, StateKey, parse_state_key, try_random_states
+from ferryman.checkpoint.tensor_file import Entry
+from ferryman.model.units import Item
+from ferryman.server.optimizer_view import OptimizerView
+
+Refuse = Callable[[str], NoReturn]
+Entries = Mapping[str, tuple[Path, Entry]]  # by the name of the tensor: the file, and the place in it
+
+# What is saved beside weights of these dtypes; see `master_dtype`.
+_MASTERS = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+
+
+def compare(mine: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int, ...]]) -> str:
+    """Describes how the tensors of the model differ from those in the files; empty if they do not."""
+    found = []
+    for names, what in (
+        (mine.keys() - theirs.keys(), "missing in the files"),
+        (theirs.keys() - mine.keys(), "not in the model"),
+    ):
+        if names:
+            found.append(f"{_some(names)} {what}")
+    other = [name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]]
+    found += [
+        f"{name!r} has shape {mine[name]} in the model and {theirs[name]} in the files" for name in sorted(other)[:3]
+    ]
+    return "; ".join(found) + (f"; and {len(other) - 3} more shapes" if len(other) > 3 else "")
+
+
+def check_dtype(name: str, item: Item, path: Path, entry: Entry, refuse: Refuse) -> None:
+    """Floating-point tensors are converted; all others must have the model's dtype."""
+    both_float = item.dtype.is_floating_point and entry.dtype.is_floating_point
+    if entry.dtype != item.dtype and not both_float:
+        refuse(f"{path}: {name!r} must be {_any_float(item.dtype)}, as in the model, but is {entry.dtype}")
+
+
+def _any_float(dtype: torch.dtype) -> str:
+    return "of a floating-point dtype" if dtype.is_floating_point else str(dtype)
+
+
+def check_state(items: Mapping[str, Item], weights: Entries, state: Entries, refuse: Refuse) -> dict[str, set[str]]:
+    """Checks the pieces of the optimizer's state: each must be flat, of the right dtype, and together they must cover
+    the parameter exactly once. Returns what there is for each parameter."""
+    pieces: dict[tuple[str, str], list[tuple[StateKey, Path, Entry]]] = {}
+    for text, (path, entry) in state.items():
+        state_key = parse_state_key(text)
+        if state_key is None or state_key.name not in items:
+            refuse(f"{path}: {text!r} is not the name of a parameter and a key, such as 'weight/exp_avg@4096'")
+        pieces.setdefault((state_key.name, state_key.key), []).append((state_key, path, entry))
+    found: dict[str, set[str]] = {}
+    for (name, key), some in pieces.items():
+        dtype = _MASTERS.get(weights[name][1].dtype) if key == "master" else torch.float32
+        end, count = 0, items[name].tensor.numel()
+        for state_key, path, entry in sorted(some, key=lambda piece: piece[0].start):
+            if dtype is None:
+                refuse(f"{path}: '{state_key}' must not be there, since {name!r} is saved in {weights[name][1].dtype}")
+            if entry.dtype != dtype or len(entry.shape) != 1:
+                refuse(f"{path}: '{state_key}' must be flat, in {dtype}, but is {entry.dtype} of shape {entry.shape}")
+            if state_key.start != end or end + entry.shape[0] > count:
+                refuse(
+                    f"{path}: '{state_key}' has {entry.shape[0]} elements from {state_key.start}, but the state of "
+                    f"{name!r} must cover its {count} elements once, and the next is {end}"
+                )
+            end += entry.shape[0]
+        if end != count:
+            refuse(f"{path}: {name}/{key} has {end} elements in all, but {name!r} has {count}")
+        found.setdefault(name, set()).add(key)
+    return found
+
+
+def needs_master(entry: Entry) -> bool:
+    """Whether a trained tensor that was saved like this has a master beside it."""
+    return entry.dtype in _MASTERS
+
+
+def check_members(
+    items: Mapping[str, Item], optimizer_view: OptimizerView, saved: Mapping[str, Any], path: Path
+) -> None:
+    """Compares the optimizer's class, its groups and their members."""
+    kind = type(optimizer_view.optimizer).__name__
+    if saved["kind"] != kind:
+        raise ValueError(f"{path} has the state of {saved['kind']}, but the engine's optimizer is {kind}")
+    groups = optimizer_view.optimizer.param_groups
+    if len(groups) != len(saved["groups"]):
+        raise ValueError(f"{path} has {len(saved['groups'])} parameter groups, but the optimizer has {len(groups)}")
+    for number, (group, told) in enumerate(zip(groups, saved["groups"], strict=True)):
+        members = {name for name, item in items.items() if item.trains and optimizer_view.group(item) is group}
+        if differences := _first_difference(members, told["parameters"]):
+            raise ValueError(f"parameter group {number} differs from that of {path}: {differences}")
+        if len(told["parameters"]) != len(members):
+            raise ValueError(f"{path}: optimizer.groups[{number}].parameters must have each name once")
+    trained = {name for name, item in items.items() if item.trains}
+    if differences := _first_difference(trained, saved["steps"]):
+        raise ValueError(f"optimizer.steps differs from that of {path}: {differences}")
+    if strange := saved["torch"].keys() - trained:
+        raise ValueError(f"{path}: optimizer.torch has {_some(strange)}, which is not trained")
+
+
+def check_options(optimizer_view: OptimizerView, number: int, options: Mapping[str, Any], file: Path) -> None:
+    """Checks the options of a group: those that the optimizer has too must be of the same kind."""
+    place = f"{file}: optimizer.groups[{number}].options"
+    mine = optimizer_view.optimizer.param_groups[number]
+    for key, value in options.items():
+        if key in mine and not _is_alike(mine[key], value):
+            raise ValueError(f"{place}.{key} must be like the optimizer's {mine[key]!r}, but is {value!r}")
+    try:
+        optimizer_view.try_options(number, options)
+    except (ArithmeticError, TypeError, LookupError, ValueError) as error:
+        raise ValueError(f"{place}: the optimizer cannot use them: {error!r}") from error
+
+
+def _is_alike(mine: Any, theirs: Any) -> bool:
+    """Whether two values of an option are of the same kind: numbers, switches (which may be unset), or sequences."""
+    if _is_number(mine):
+        return _is_number(theirs)
+    if isinstance(mine, bool) or mine is None:
+        return isinstance(theirs, bool) or theirs is None
+    if isinstance(mine, list | tuple):
+        same = isinstance(theirs, list | tuple) and len(mine) == len(theirs)
+        return same and all(map(_is_alike, mine, theirs))
+    return isinstance(theirs, type(mine))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_torch_state(name: str, item: Item, like: Mapping[str, Any], state: Mapping[str, Any], file: Path) -> None:
+    """Checks the state of an optimizer that is left to torch against what it makes itself for a tensor of one element:
+    `like`. Values of the tensor's shape there have one dimension."""
+    place = f"{file}: optimizer.torch[{name!r}]"
+    if state.keys() != like.keys():
+        raise ValueError(f"{place} must have {sorted(like)}, but has {sorted(state)}")
+    shape = tuple(item.tensor.shape)
+    for key, mine in like.items():
+        value = state[key]
+        if not isinstance(mine, torch.Tensor):
+            if not (isinstance(value, torch.Tensor) or _is_alike(mine, value)):
+                raise ValueError(f"{place}.{key} must be like {mine!r}, but is {value!r}")
+            continue
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            if tuple(value.shape) == shape or (not mine.dim() and value.numel() == 1):
+                continue
+            found = f"has shape {tuple(value.shape)}"
+        else:
+            found = f"is {value.dtype if isinstance(value, torch.Tensor) else value!r}"
+        raise ValueError(f"{place}.{key} must be a floating-point tensor of shape {shape}, but {found}")
+
+
+def check_random(states: Mapping[str, Any], contents: Contents, file: Path) -> None:
+    try:
+        try_random_states(states, contents.device)
+    except (ArithmeticError, AttributeError, TypeError, LookupError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{file}: random must be states of random generators, but they refuse it: {error!r}"
+        ) from error
+
+
+def _first_difference(mine: Collection[str], theirs: Collection[str]) -> str:
+    mine, theirs = set(mine), set(theirs)
+    if mine - theirs:
+        return f"{_some(mine - theirs)} was not trained, or was in another group, when it was saved"
+    return (
+        f"{_some(theirs - mine)} was trained when it was saved, but is not now, or is in another group"
+        if theirs - mine
+        else ""
+    )
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return f"{ordered[0]!r}{f' and {len(ordered) - 1} more' if len(ordered) > 1 else ''}"
