@@ -14,9 +14,9 @@ What goes in:
   written). It is bound by memory, so a byte that crosses the link takes a fortieth of a parameter's time from it.
 - Assumed: the device updates at its memory's bandwidth over 28 bytes, 60 % reached. It is never the bottleneck.
 - Fitted, on the column k=10 alone, one number for each machine: parameters per second that the host updates when
-  nothing blocks it. The curve over k is nearly flat, and k=10, with a tenth on the device, is already 1.3 to 1.5 times the
-  host alone. So most of the gain is not the device's. It is that down-conversion and copies of weights no longer stop
-  the host, and that is what this number separates from the published host-only rate.
+  nothing blocks it. The curve over k is nearly flat, and k=10, with a tenth on the device, is already 1.3 to 1.5 times
+  the host alone. So most of the gain is not the device's. It is that down-conversion and copies of weights no longer
+  stop the host, and that is what this number separates from the published host-only rate.
 - Fitted, on the column 0 % of the static table: seconds of an iteration that are in none of the published phases.
 
 The numbers come from those columns, but the form of the model does not: that the host slows down by what crosses was
