@@ -158,7 +158,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         This is needed only before reading weights through an alias of their memory (a numpy view, an earlier
         `detach()`). All other reads wait automatically.
         """
-        self._parts.reads.settle()
+        self._parts.reads.wait()
 
     def set_updates(self, updates: str) -> None:
         """Changes the setting `updates` from the next step on."""
@@ -480,7 +480,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._check_open(loading=loading)
         parts = self._parts
         parts.lanes.wait()
-        parts.settle()
+        parts.copy_all_to_host()
         return Contents(
             self._model, self.device, parts.all_units, parts.store, self._optimizer_view, parts.server, self._ranks
         )
