@@ -163,7 +163,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         This is needed only before reading weights through an alias of their memory (a numpy view, an earlier
         `detach()`). All other reads wait automatically.
         """
-        self._parts.reads.settle()
+        self._parts.reads.wait()
 
     @one_call_at_a_time
     def set_updates(self, updates: str) -> None:
@@ -507,7 +507,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._check_open(loading=loading)
         parts = self._parts
         parts.lanes.wait()
-        parts.settle()
+        parts.copy_all_to_host()
         return Contents(
             self._model, self.device, parts.all_units, parts.store, self._optimizer_view, parts.server, self._ranks
         )

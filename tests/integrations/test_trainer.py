@@ -264,7 +264,7 @@ def test_stopping_within_a_step_leaves_the_weights(accelerator, tmp_path, events
 @pytest.mark.parametrize(
     ("arguments", "engine", "told"),
     [
-        ({"torch_compile": True}, {}, r"torch_compile.*one by one"),
+        ({"torch_compile": True}, {}, r"torch_compile.*one at a time"),
         ({"auto_find_batch_size": True}, {}, r"auto_find_batch_size.*memory"),
         ({"bf16_full_eval": True}, {}, r"bf16_full_eval.*bf16=True"),
         ({"enable_jit_checkpoint": True}, {}, r"enable_jit_checkpoint"),

@@ -138,8 +138,8 @@ def test_steps_do_not_wait_where_nobody_reads(device):
     model, _, optimizer, _ = fresh()
     with Engine(model, optimizer, device=device, max_grad_norm=1.0) as engine:
         waits = []
-        settle = engine._parts.reads._settle
-        engine._parts.reads._settle = lambda: (waits.append(1), settle())
+        settle = engine._parts.reads._wait_for_updates
+        engine._parts.reads._wait_for_updates = lambda: (waits.append(1), settle())
         for seed in range(3):
             ours(engine, seed)
             assert {type(p) for p in model.parameters()} != {nn.Parameter}  # and so a read would be noticed
@@ -231,7 +231,7 @@ def test_a_step_of_another_thread_meanwhile():
     parameter = nn.Parameter(torch.zeros(3))
     reads = Reads(lambda: reads.begin([parameter]) if reads._begun == 1 else None)
     reads.begin([parameter])
-    reads.settle()
+    reads.wait()
     assert type(parameter) is not nn.Parameter
     assert float(parameter.detach().sum()) == 0
     assert type(parameter) is nn.Parameter
@@ -283,7 +283,7 @@ def test_copies_are_the_users_own(device):
         ours(engine, 0)
         copies = [copy.deepcopy(model), saved(model)]
         waits = []
-        engine._parts.reads._settle = lambda: waits.append(1)
+        engine._parts.reads._wait_for_updates = lambda: waits.append(1)
         for copied in copies:
             copied.load_state_dict(copied.state_dict())
             plain_step(copied, cut(text(4), 2))

@@ -68,8 +68,8 @@ def test_a_parameter_twice():
     [
         ({"precision": "fp8"}, "precision='fp8': choose 'fp32', 'bf16' or 'fp16'"),
         ({"precision": torch.bfloat16}, "precision=torch.bfloat16: choose"),
-        ({"max_grad_norm": 0}, "max_grad_norm=0: a number above 0"),
-        ({"max_grad_norm": "1"}, "max_grad_norm='1': a number above 0"),
+        ({"max_grad_norm": 0}, "max_grad_norm=0: it must be a number above 0"),
+        ({"max_grad_norm": "1"}, "max_grad_norm='1': it must be a number above 0"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore': choose 'raise' or 'skip'"),
         ({"host_threads": 0}, "host_threads=0: it must be a whole number"),
     ],

@@ -77,9 +77,9 @@ class ModelPatch:
         for module in modules:
             if module not in self._hooks:
                 self._hooks[module] = (
-                    module.register_state_dict_pre_hook(_Hook(lambda *_: reads.settle())),
+                    module.register_state_dict_pre_hook(_Hook(lambda *_: reads.wait())),
                     module.register_state_dict_post_hook(_Hook(functools.partial(_remember, reads))),
-                    module.register_load_state_dict_pre_hook(_Hook(lambda *_: reads.settle())),
+                    module.register_load_state_dict_pre_hook(_Hook(lambda *_: reads.wait())),
                 )
 
     def give_back(self, modules: Iterable[nn.Module]) -> None:

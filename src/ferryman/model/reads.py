@@ -69,10 +69,10 @@ _METADATA = frozenset(
 
 
 class Reads:
-    """Makes reads of weights call `settle`, which waits for updates, from `begin` until the first read or `end`."""
+    """Makes reads of weights call `wait_for_updates`, from `begin` until the first read or `end`."""
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle = settle
+    def __init__(self, wait_for_updates: Callable[[], None]) -> None:
+        self._wait_for_updates = wait_for_updates
         # Several threads of the user may read. Reentrant: a garbage collection may close the engine anywhere.
         self._lock = threading.RLock()
         self._begun = 0  # the number of calls of `begin`
@@ -90,7 +90,7 @@ class Reads:
             self._watch((*parameters, *self._living_aliases()))
             unknown = any(type(tensor) not in self._own for tensor in parameters)
         if unknown:
-            self.settle()  # a parameter of a class of the user's own cannot be watched
+            self.wait()  # a parameter of a class of the user's own cannot be watched
 
     def end(self) -> None:
         """Stops watching: the engine itself reads weights after their updates, or no updates are pending."""
@@ -112,11 +112,11 @@ class Reads:
                 self._refused = {}
                 self._end()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Blocks until all updates are done."""
         begun = self._begun
         try:
-            self._settle()
+            self._wait_for_updates()
         finally:
             with self._lock:
                 if begun == self._begun:  # otherwise another thread has made a step meanwhile
@@ -167,17 +167,17 @@ class Reads:
                         return function(*args, **(kwargs or {}))
                 if reads._refused:
                     reads._check_refused((args, kwargs))
-                reads.settle()
+                reads.wait()
                 return function(*args, **(kwargs or {}))
 
             # Both wait first, since a copy would otherwise have this class.
 
             def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-                reads.settle()
+                reads.wait()
                 return copy.deepcopy(self, memo)
 
             def __reduce_ex__(self, protocol: Any) -> Any:
-                reads.settle()
+                reads.wait()
                 return self.__reduce_ex__(protocol)
 
         Watched.__name__, Watched.__qualname__, Watched.__module__ = kind.__name__, kind.__qualname__, kind.__module__

@@ -98,7 +98,7 @@ class Assembly:
     def serve(self, plan: Plan) -> None:
         """Switches to another plan, after the model's blocks or the policy of updates have changed."""
         self.lanes.wait()  # a unit that was prefetched and not used may still be in flight
-        self.reads.settle()
+        self.reads.wait()
         self.plan = plan
         rename(self._model, self.all_units)
         self.relay.serve(plan)
@@ -151,9 +151,9 @@ class Assembly:
         self.server.recover()
         self.relay.recover()
 
-    def settle(self) -> None:
+    def copy_all_to_host(self) -> None:
         """Waits for updates and copies all state to the host, including the user's edits. No lane may have work."""
-        self.reads.settle()
+        self.reads.wait()
         self.server.copy_state_to_host()
         self.store.follow_edits()
 
@@ -210,7 +210,7 @@ class Assembly:
     def _show_states(self) -> None:
         """Fills `optimizer.state` before the user reads it."""
         assert self._optimizer_view is not None
-        self.reads.settle()
+        self.reads.wait()
         self.server.copy_state_to_host()
         self.store.show_states()
         for state in dict.values(self._optimizer_view.optimizer.state):
@@ -242,7 +242,7 @@ class Assembly:
                 self._evaluates = True
                 try:
                     self.store.check_values()
-                    self.reads.settle()
+                    self.reads.wait()
                     return streamed(*args, **kwargs)
                 finally:
                     self._evaluates = False

@@ -228,7 +228,7 @@ class _Trial(Watcher):
 
     def parked(self, batch: MicroBatch) -> None:
         if batch.done:
-            self.look()
+            self.collect_changes()
             self.ends.append(self._known())
 
     def gradient(self, batch: MicroBatch, item: Item, gradient: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from ferryman.relay.observer import Observer, Roots
 
 
 class Watcher(Observer):
-    """Collects the variables that have changed since the last `look`."""
+    """Collects the variables that have changed since the last `collect_changes`."""
 
     def __init__(self, roots: Roots) -> None:
         super().__init__(roots)
@@ -29,7 +29,7 @@ class Watcher(Observer):
         super().begin()
         self._last = self._before
 
-    def look(self) -> list[Variable]:
+    def collect_changes(self) -> list[Variable]:
         """The variables that have changed since the last call."""
         assert self.survey is not None
         changed = self.survey.changed(self._last)
@@ -49,7 +49,7 @@ class Discovery(Watcher):
         relay.state.know((), {}, ())
 
     def parked(self, batch: MicroBatch) -> None:
-        changed = self.look()
+        changed = self.collect_changes()
         if not batch.done:
             self._early |= {variable.key for variable in changed}
 

@@ -19,9 +19,9 @@ class Gradients:
     parameters' dtype, which torch's optimizers need if the user steps one.
     """
 
-    def __init__(self, relay: Relay, store: RamStore, settle: Callable[[], None], *, wide: bool) -> None:
+    def __init__(self, relay: Relay, store: RamStore, wait_for_updates: Callable[[], None], *, wide: bool) -> None:
         self._relay = relay
-        self._settle = settle
+        self._wait_for_updates = wait_for_updates
         self._store = store
         self._wide = wide
         self._shown: dict[Item, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradients, and their versions
@@ -49,7 +49,7 @@ class Gradients:
                     continue
                 edited = gradient._version != version and gradient.dtype != GRADIENT
                 if gradient is not saved or edited or not self._relay.gradients.has(item):
-                    self._settle()  # a pending update may still read this memory
+                    self._wait_for_updates()  # a pending update may still read this memory
                     gradient_views(unit, self._store.gradients(unit))[item].copy_(gradient)
                     self._relay.gradients.adopt(unit, item, self._relay.lanes.here())
 
