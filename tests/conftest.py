@@ -1,13 +1,6 @@
 import gc
-import os
 import random
 import shutil
-
-# One thread for each operator: models are tiny here, and threads would cost more than they give. It is set by the
-# environment, before torch is imported, since `torch.set_num_threads` does not reach MKL in another thread before the
-# first parallel loop there. A matrix product on two threads may differ from one on one thread in the last bits, so
-# that runs in two processes could not be compared exactly.
-os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import pytest

@@ -8,6 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from support import unclosed_script
+from support.slow import slow
 from support.torchrun import Torchrun
 
 pytestmark = pytest.mark.timeout(600)  # torchrun starts several processes, on few cores
@@ -41,7 +42,7 @@ def started(tmp_path):
     ("how", "told", "code", "cause"),
     [
         ("raises", "rank 0 cannot go on without the others: rank 1 has failed: ValueError: corrupt record 17", 1, 1),
-        ("early", "rank 1's script has ended", 0, 0),
+        *slow(("early", "rank 1's script has ended", 0, 0)),
     ],
 )
 def test_a_rank_that_has_raised_or_ended_has_told_the_others(how, told, code, cause, started, tmp_path):

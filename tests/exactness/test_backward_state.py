@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from ferryman.engine import Engine
+from support.slow import cpu_is_slow
 from support.small_models import WIDTH, Block, Model, assert_equal_to_plain, batches, loss, made
 
 
@@ -151,6 +152,7 @@ EQUAL = [
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("device", cpu_is_slow(), indirect=True)
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("make", EQUAL)
 def test_what_a_backward_changes_is_kept(make, micro_batches, device):

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from ferryman.engine import Engine
 from support.models import CASES, build, text
-from support.slow import slow
+from support.slow import covering, slow
 from support.small_models import WIDTH, Block, Model, assert_equal_to_plain, batches, loss, made
 
 # Models.
@@ -267,6 +267,7 @@ CASES_EQUAL = {
 }
 
 
+@covering
 @pytest.mark.parametrize("micro_batches", [4, *slow(1)])
 @pytest.mark.parametrize("name", CASES_EQUAL)
 def test_equal_to_plain_pytorch(name, micro_batches, device):

@@ -24,6 +24,7 @@ def assert_parity(device, model, batch, *, micro_batches=4, loose=(), steps=2, *
             assert_same(step(engine, model, batch, micro_batches), expected, loose)
 
 
+@covering
 @pytest.mark.parametrize("name", CASES)
 def test_every_model(name, device):
     case = CASES[name]

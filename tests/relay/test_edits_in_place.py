@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ferryman.engine import Engine
+from support.slow import covering
 from support.small_models import Block, Model, assert_equal_to_plain, batches, loss
 
 
@@ -101,6 +102,7 @@ class InferenceMode(Model):
         return super().forward(x) * (1 + result.clone().mean())
 
 
+@covering
 @pytest.mark.parametrize(
     "make",
     [ByIndex, BySlices, ThroughData, ThroughAView, ByForeach, ByOut, Experts, InUnitsWithoutGradients, InferenceMode],

@@ -30,6 +30,7 @@ def test_trainer(run, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_hidden_layers == 6
 
 
+@pytest.mark.slow
 def test_lora(run, tmp_path):
     assert "optimizer state" in run("finetune_lora.py")
     from finetune_trainer import tiny_model

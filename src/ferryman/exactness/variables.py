@@ -235,6 +235,8 @@ class Container(Holder):
         return dict(self.container) if isinstance(self.container, dict) else list(self.container)
 
     def changed(self, before: Any) -> list[Variable]:
+        if not before and not self.container:  # most of them are a module's hooks, of which there are none
+            return []
         now = self.look()
         if type(now) is not type(before):
             same = False
