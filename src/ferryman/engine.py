@@ -36,7 +36,8 @@ from ferryman.distributed.ranks import Ranks, Share
 from ferryman.exactness.guard import NewStateError, NotRepeatableError
 from ferryman.model.blocks import Blocks, Position
 from ferryman.model.precision import dtype_of
-from ferryman.model.units import Unit, hint
+from ferryman.model.unit_discovery import hint
+from ferryman.model.units import Unit
 from ferryman.options import EngineArguments, EngineOptions, describe, takes_options
 from ferryman.plan.fit import Choice, advice
 from ferryman.plan.plan import Plan, PlanTooLargeError

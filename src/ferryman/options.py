@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from ferryman.model.loss import Loss, model_loss
-from ferryman.model.units import GRAIN, hint
+from ferryman.model.unit_discovery import hint
+from ferryman.model.units import GRAIN
 from ferryman.observe.trace import Trace
 from ferryman.plan.batch import Split
 from ferryman.plan.policy import parse_policy

@@ -16,7 +16,7 @@ from ferryman.cli.main import app, main
 from ferryman.cli.model_argument import parse_model
 from ferryman.cli.train_options import TrainOptions
 from ferryman.forecast import measure
-from ferryman.model.units import find_units
+from ferryman.model.unit_discovery import find_units
 from ferryman.runtime.sizes import parse_rate, show_rate
 from support.slow import slow
 

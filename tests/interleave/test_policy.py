@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ferryman.model.units import find_units
+from ferryman.model.unit_discovery import find_units
 from ferryman.plan.policy import Policy, parse_policy
 from ferryman.plan.staging import Staging, gradient_berth_bytes
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ferryman.model.units import ALIGNMENT, find_units
+from ferryman.model.unit_discovery import find_units
+from ferryman.model.units import ALIGNMENT
 from support.models import CASES, Block, Toy, build
 from support.slow import covering
 

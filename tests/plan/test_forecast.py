@@ -14,7 +14,7 @@ from ferryman.engine import Engine
 from ferryman.forecast.dry_run import DryRunError, dry_run
 from ferryman.forecast.estimate import Machine, Training, estimate
 from ferryman.model.loss import model_loss
-from ferryman.model.units import find_units
+from ferryman.model.unit_discovery import find_units
 from ferryman.plan.batch import portion
 from ferryman.plan.network import Cluster, exchange_times
 from ferryman.plan.policy import Policy, parse_policy

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
 from ferryman.model.precision import Scale
-from ferryman.model.units import find_units
+from ferryman.model.unit_discovery import find_units
 from ferryman.observe.trace import Trace
 from ferryman.options import PlainOptions
 from ferryman.plan.policy import Policy

@@ -24,7 +24,8 @@ from ferryman.checkpoint.contents import (
 from ferryman.checkpoint.manifest import check_sizes, check_sum, check_sums, read_manifest
 from ferryman.checkpoint.missing import fill_missing
 from ferryman.checkpoint.tensor_file import Entry
-from ferryman.model.units import Item, hint
+from ferryman.model.unit_discovery import hint
+from ferryman.model.units import Item
 from ferryman.runtime import host_memory as memory
 from ferryman.server import kernels
 from ferryman.server.optimizer_view import OptimizerView

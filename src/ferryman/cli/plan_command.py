@@ -23,7 +23,7 @@ from ferryman.cli.model_argument import ModelSpec, parse_model, sizes
 from ferryman.cli.optimizer import OPTIMIZERS
 from ferryman.cli.train_options import TrainOptions
 from ferryman.forecast.estimate import Estimate, Training, estimate
-from ferryman.model.units import hint
+from ferryman.model.unit_discovery import hint
 from ferryman.plan.network import Cluster
 from ferryman.plan.plan import Plan
 from ferryman.plan.step_forecast import Forecast, LaneTimes

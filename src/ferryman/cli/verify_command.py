@@ -14,7 +14,7 @@ from rich.table import Table
 
 import ferryman
 from ferryman.cli.machine import find_device
-from ferryman.model.units import hint
+from ferryman.model.unit_discovery import hint
 from ferryman.verify.context import CheckContext
 from ferryman.verify.result import Measurements, Outcome, Result
 from ferryman.verify.suite import GROUPS

@@ -55,7 +55,7 @@ class Leaf(Holder):
     remembered only so; that `of_gradients` is for gradients that are there already.
     """
 
-    class Seen(NamedTuple):
+    class _Seen(NamedTuple):
         values: _Values
         gradient: torch.Tensor | None
         gradient_values: _Values | None
@@ -69,16 +69,16 @@ class Leaf(Holder):
         self._keeps = budget.take(leaf.nbytes)
         self._of_gradients = of_gradients
         self._keeps_gradient: bool | None = None
-        self._last: Leaf.Seen | None = None
+        self._last: Leaf._Seen | None = None
 
-    def look(self) -> Leaf.Seen | None:
+    def look(self) -> Leaf._Seen | None:
         if (leaf := self._leaf()) is None:
             return None
         if self._last is None or self.changed(self._last):
             gradient = leaf.grad
             if gradient is not None and self._keeps_gradient is None:
                 self._keeps_gradient = self._of_gradients.take(gradient.nbytes)
-            self._last = self.Seen(
+            self._last = self._Seen(
                 _Values(leaf, sums=self._thorough, keeps=self._keeps),
                 gradient,
                 None if gradient is None else self._values_of_gradient(gradient),
@@ -88,7 +88,7 @@ class Leaf(Holder):
     def _values_of_gradient(self, gradient: torch.Tensor) -> _Values:
         return _Values(gradient, sums=False, keeps=bool(self._keeps_gradient))
 
-    def changed(self, before: Leaf.Seen | None) -> list[Variable]:
+    def changed(self, before: Leaf._Seen | None) -> list[Variable]:
         leaf = self._leaf()
         if leaf is None or before is None:
             return []
@@ -102,7 +102,7 @@ class Leaf(Holder):
             found.append(Gradient(self.name, leaf))
         return found
 
-    def put_back(self, before: Leaf.Seen | None) -> None:
+    def put_back(self, before: Leaf._Seen | None) -> None:
         leaf = self._leaf()
         if leaf is None or before is None:
             return
@@ -117,7 +117,7 @@ class Leaf(Holder):
 class OptimizerState(Holder):
     """The state of an optimizer that is not the engine's. A first step makes it, and later ones edit its tensors."""
 
-    class Seen(NamedTuple):
+    class _Seen(NamedTuple):
         entries: list[tuple[torch.Tensor, dict[str, Any]]]  # by parameter: what its state held
         values: list[tuple[torch.Tensor, _Values]]
 
@@ -128,23 +128,23 @@ class OptimizerState(Holder):
         self._thorough = thorough
         self._keeps: dict[int, bool] = {}
 
-    def look(self) -> OptimizerState.Seen:
+    def look(self) -> OptimizerState._Seen:
         entries = [(key, dict(held) if isinstance(held, Mapping) else {}) for key, held in self._state.items()]
         tensors = [value for _, held in entries for value in held.values() if isinstance(value, torch.Tensor)]
-        return self.Seen(entries, [(tensor, self._values(tensor)) for tensor in tensors])
+        return self._Seen(entries, [(tensor, self._values(tensor)) for tensor in tensors])
 
     def _values(self, tensor: torch.Tensor) -> _Values:
         keeps = self._keeps.setdefault(id(tensor), False) or self._budget.take(tensor.nbytes)
         self._keeps[id(tensor)] = keeps
         return _Values(tensor, sums=self._thorough, keeps=keeps)
 
-    def changed(self, before: OptimizerState.Seen) -> list[Variable]:
+    def changed(self, before: OptimizerState._Seen) -> list[Variable]:
         if self._is_as(before):
             return []
         state = self._state
         return [Variable(self.name, state, lambda: state, lambda _: None)]
 
-    def _is_as(self, before: OptimizerState.Seen) -> bool:
+    def _is_as(self, before: OptimizerState._Seen) -> bool:
         now = list(self._state.items())
         return (
             len(now) == len(before.entries)
@@ -155,7 +155,7 @@ class OptimizerState(Holder):
             and not any(values.has_changed(tensor) for tensor, values in before.values)
         )
 
-    def put_back(self, before: OptimizerState.Seen) -> None:
+    def put_back(self, before: OptimizerState._Seen) -> None:
         if self._is_as(before):
             return
         for key, was in before.entries:

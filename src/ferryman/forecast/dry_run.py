@@ -42,7 +42,8 @@ from ferryman.model.loss import Loss
 from ferryman.model.patching import ModelPatch
 from ferryman.model.units import Item, Unit
 from ferryman.plan.fit import IN_FLIGHT, Stretch, Trial
-from ferryman.relay.call import Call, Forward, SavedInputs
+from ferryman.relay.call import Call, Forward
+from ferryman.relay.call_node import SavedInputs
 from ferryman.relay.checksums import Checksums
 from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
 from ferryman.relay.stash import DeviceStash

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from ferryman.model.units import hint
+from ferryman.model.unit_discovery import hint
 from ferryman.options import SETTINGS
 
 # Options that the trainer sets itself, and what a user writes instead of engine={name: ...}.

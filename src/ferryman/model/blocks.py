@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ferryman.model.units import block_lists
+from ferryman.model.unit_discovery import block_lists
 from ferryman.runtime.rng import Randomness
 
 Forward = Callable[..., Any]

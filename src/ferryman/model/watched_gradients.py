@@ -28,7 +28,7 @@ def watching_gradients(
     and that of a unit that uses it."""
     by_id = {id(tensor): names for tensor, names in watched.items()}
 
-    class Watched(nn.Parameter):
+    class _Watched(nn.Parameter):
         @classmethod
         def __torch_function__(
             cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -42,11 +42,11 @@ def watching_gradients(
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
 
-    Watched.__name__, Watched.__qualname__, Watched.__module__ = "Parameter", "Parameter", nn.Parameter.__module__
+    _Watched.__name__, _Watched.__qualname__, _Watched.__module__ = "Parameter", "Parameter", nn.Parameter.__module__
     plain = [tensor for tensor in watched if type(tensor) is nn.Parameter]
     try:
         for tensor in plain:
-            tensor.__class__ = Watched
+            tensor.__class__ = _Watched
         yield
     finally:
         for tensor in plain:

@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ferryman.model.units import DtypeOf, Unit, find_cuts, gradient_bytes, module_sizes, narrow_bytes, own_dtype
+from ferryman.model.unit_discovery import find_cuts, module_sizes
+from ferryman.model.units import DtypeOf, Unit, gradient_bytes, narrow_bytes, own_dtype
 from ferryman.plan.staging import Staging
 from ferryman.runtime.sizes import show_bytes
 

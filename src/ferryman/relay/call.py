@@ -36,9 +36,10 @@ from ferryman.exactness.reach import beyond
 from ferryman.exactness.snapshot import Snapshot
 from ferryman.exactness.variables import Variable
 from ferryman.model.units import Unit
+from ferryman.relay.call_node import CallNode, Handle, SavedInputs
 from ferryman.relay.micro_batch import Direction, MicroBatch
 from ferryman.relay.modes import Modes, saving_hooks
-from ferryman.relay.stash import Stashed, edited_since, version_of
+from ferryman.relay.stash import edited_since, version_of
 from ferryman.runtime.rng import Randomness, State
 
 if TYPE_CHECKING:
@@ -88,25 +89,6 @@ class CallDriver(Protocol):
         """A backward in the unit, from `outputs` to `inputs`, may add to the gradients of leaves outside the model."""
 
 
-class SavedInputs:
-    """A call's inputs, as long as autograd may ask for its backward."""
-
-    def __init__(self, inputs: list[Stashed], released: Callable[[], None]) -> None:
-        self.inputs = inputs
-        self._released = released
-
-    def give_up(self) -> None:
-        """The step is over."""
-        self.inputs, self._released = [], _do_nothing
-
-    def __del__(self) -> None:
-        self._released()
-
-
-def _do_nothing() -> None:
-    pass
-
-
 class _Run(NamedTuple):
     """What one run of the module has made."""
 
@@ -116,33 +98,6 @@ class _Run(NamedTuple):
     inputs: list[torch.Tensor]
     constants: list[tuple[torch.Tensor, torch.Tensor]]  # in shared variables: without their graph, and as they were
     outputs: list[torch.Tensor]  # those of the result, and others that it has left there; each once
-
-
-class Handle:
-    """What autograd's node keeps of a call: the call itself, until its step is over.
-
-    Something may keep a tensor with its graph for longer, such as a list on a block. The node would then keep the call,
-    which refers to the relay and the model, and so to the list: a cycle through autograd's graph, which Python cannot
-    collect.
-    """
-
-    def __init__(self, call: Call) -> None:
-        self.call: Call | None = call
-        self.unit = call.unit.name
-        self.number = call.batch.number
-
-    def end(self) -> None:
-        """The step is over."""
-        call, self.call = self.call, None
-        if call is not None and (stash := call.stash()) is not None:
-            stash.give_up()
-
-    def used(self, where: str) -> ValueError:
-        return ValueError(
-            f"what the unit {self.unit!r} has made for micro-batch {self.number} is used {where}. Something keeps "
-            "tensors with their graph from one micro-batch to the next (a list, a dict, an attribute): clear it at the "
-            "start of the loss, or detach what is kept"
-        )
 
 
 class Call:
@@ -213,7 +168,7 @@ class Call:
             # The anchor makes it a node also where no input requires a gradient.
             handle = Handle(self)
             self._relay.step.handles.append(weakref.ref(handle))
-            made = _CallNode.apply(handle, self._relay.anchor if trains else None, hooks, *given)  # type: ignore[no-untyped-call]
+            made = CallNode.apply(handle, self._relay.anchor if trains else None, hooks, *given)  # type: ignore[no-untyped-call]
         finally:
             hooks.close()
         run, self._first = self._first, None  # only the user's code holds its tensors from here on
@@ -445,44 +400,6 @@ def _without_modes(compute: Callable[[], T]) -> Callable[[], T]:
 def put_all(variables: Sequence[Variable], values: Sequence[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.put(value)
-
-
-class _CallNode(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        handle: Handle,
-        anchor: torch.Tensor | None,
-        hooks: contextlib.ExitStack,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.handle, ctx.is_anchored = handle, anchor is not None
-        ctx.set_materialize_grads(False)
-        assert handle.call is not None
-        outputs, stash = handle.call.forward(tensors)
-        ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
-        # Autograd has the stash as it has tensors that it saves: until a backward that does not retain the graph, or
-        # until the graph is gone.
-        blank = torch.empty(0)
-        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: stash, lambda _: blank))
-        ctx.save_for_backward(blank)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        handle: Handle = ctx.handle
-        if all(gradient is None for gradient in gradients):
-            return tuple(None for _ in ctx.needs_input_grad)  # reached, but not used
-        if torch.is_grad_enabled():
-            raise ValueError(
-                f"a backward with create_graph=True goes through the unit {handle.unit!r}, whose own backward runs "
-                "the unit again and cannot be differentiated. Take the gradient without create_graph, or keep what is "
-                "differentiated twice outside the units (units=[...])"
-            )
-        if handle.call is None:
-            raise handle.used("outside of its step")
-        accumulate = ctx.is_anchored and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
-        return None, None, None, *handle.call.backward(gradients, accumulate=accumulate)
 
 
 def refuse_caches(unit: Unit, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -11,73 +11,41 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ferryman.exactness.buffers import Buffers
-from ferryman.exactness.escapes import Escapes
 from ferryman.exactness.guard import Guard
 from ferryman.exactness.reach import beyond, context_variables, tensors_in
-from ferryman.exactness.user_state import UserState
 from ferryman.exactness.weight_edits import WeightEdits
-from ferryman.model.binding import bind, is_buffer
-from ferryman.model.units import Item, Unit
-from ferryman.model.watched_gradients import take_gradient
+from ferryman.model.binding import is_buffer
+from ferryman.model.units import Unit
 from ferryman.plan.plan import Plan
-from ferryman.relay.bound_model import BoundModel
 from ferryman.relay.call import Call, Forward, refuse_caches
-from ferryman.relay.checksums import Checksums
+from ferryman.relay.call_host import CallHost
 from ferryman.relay.evaluation import Evaluation
-from ferryman.relay.gradient_slots import GradientSlots
-from ferryman.relay.held_weights import HeldWeights
 from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
 from ferryman.relay.parameter_server import ParameterServer
 from ferryman.relay.stash import DeviceStash, HostStash, Stash
 from ferryman.relay.step_state import Expectation, StepState, Visit, Work
-from ferryman.relay.weight_slots import UnitOnDevice, WeightSlots
+from ferryman.relay.weight_slots import UnitOnDevice
 from ferryman.runtime import shutdown
-from ferryman.runtime.rng import Randomness
 from ferryman.runtime.streams import Streams
 
 
-class Relay:
-    """Owns what is on the device: slots, residents, and what the last step has shown.
-
-    What belongs to one step is in its `StepState`.
-    """
+class Relay(CallHost):
+    """Owns what is on the device, and drives steps. What belongs to one step is in its `StepState`."""
 
     def __init__(self, plan: Plan, device: torch.device, server: ParameterServer, streams: Streams) -> None:
-        self.device = device
-        self.lanes, self.compute = streams.lanes, streams.compute
-        self._server = server
-        self.randomness = Randomness(device)
-        self.state = UserState()
-        self.buffers = Buffers()
-        self.checksums = Checksums(device)
-        self.escapes = Escapes()
-        self.autocast_devices = sorted({"cpu", device.type})
-        self.anchor = torch.zeros((), device=device, requires_grad=True)
-        self._residents = plan.residents
-        kind = HeldWeights if plan.held else WeightSlots
-        self.weights = kind(device, plan.weight_slots, server, streams.h2d, self._collect)
-        self.gradients = GradientSlots(device, plan.gradient_slots, plan.residents, server, streams.h2d, streams.d2h)
-        self._model = BoundModel(plan.residents, device, server, streams, self._collect, self._may_have_gradients)
+        super().__init__(plan, device, server, streams)
         self.evaluation = Evaluation(self._model, self.weights, streams)
         self._device_stash = DeviceStash()
         self._host_stash: HostStash | None = None
         if device.type != "cpu":
             self._host_stash = HostStash(device, streams.compute, streams.stash_in, streams.stash_out)
-        self._step: StepState | None = None  # the one that runs
-        # What the last step has shown, for the next.
-        self.order: list[Unit] = []  # of visits
-        self._turning_modules: set[nn.Module] = set()
-        self._called_in_backward: set[Unit] = set()  # by reentrant checkpointing
-        self._using_leaves: set[Unit] = set()  # units whose backwards reach leaves outside the model
-        self._edits_batch = False  # whether the user's code was seen to edit a batch in place
+        self.order: list[Unit] = []  # of the visits in the last step
         self.serve(plan)
 
     def serve(self, plan: Plan) -> None:
@@ -90,7 +58,6 @@ class Relay:
         self._called_in_backward.clear()
         self._training = {unit for unit in units if any(p.requires_grad for m in unit.modules for p in m.parameters())}
         self.has_unit_buffers = any(is_buffer(item) for unit in units for item in unit.items)
-        # The modules of each unit, in an order that stays.
         self.inside = {unit: list(dict.fromkeys(m for top in unit.modules for m in top.modules())) for unit in units}
         # The first guess at the visits to come; after a step it is known.
         self.order = [*units, *reversed(units)]
@@ -189,13 +156,6 @@ class Relay:
         assert self._host_stash is not None, "the host itself has no budget"
         return self._host_stash
 
-    def own_leaves(self) -> Iterator[torch.Tensor]:
-        """The model's parameters on host and device, to which the user's code may have a reference."""
-        on_host = (item.tensor for unit in (*self._units, self._residents) for item in unit.items)
-        tensors = itertools.chain(on_host, self.weights.all_tensors(), self._model.all_tensors())
-        yield from (tensor for tensor in tensors if isinstance(tensor, nn.Parameter))
-        yield self.anchor
-
     def recover(self) -> None:
         """After a failure, when no lane has work any more: what failed is not waited for."""
         self.weights.forget(everything=True)
@@ -209,130 +169,6 @@ class Relay:
         self.weights.close()
         self.gradients.close()
         self._model.close()
-
-    # For calls, in the threads of micro-batches.
-
-    @property
-    def step(self) -> StepState:
-        """The step that runs."""
-        assert self._step is not None, "there is a step while a micro-batch runs"
-        return self._step
-
-    @property
-    def running(self) -> MicroBatch | None:
-        """The micro-batch that runs."""
-        return None if self._step is None else self._step.running
-
-    def runs_here(self) -> bool:
-        """Whether the thread that calls is that of the micro-batch that runs."""
-        running = self.running
-        return running is not None and running.runs_here()
-
-    def refuse_other_threads(self) -> None:
-        """The model is called: while micro-batches run, only the one that runs may do that."""
-        step = self._step
-        if step is not None and step.micro_batches:
-            step.refuse_other_threads()
-
-    def adopt(self, tensors: Sequence[torch.Tensor], borrowed: Sequence[torch.Tensor]) -> None:
-        """The micro-batch that runs begins with these tensors, of which those that are `borrowed` are the user's."""
-        assert self.running is not None
-        self.step.stash.track(self.running, tensors)
-        self.step.batch_edits.note(borrowed, keep=self._is_checked or self._edits_batch)
-        if self.escapes.traced:
-            self.escapes.began(self.running.number, tensors)
-
-    def turns_at(self, module: nn.Module) -> bool:
-        """Whether the module's backward followed its forward at once, in the last step."""
-        return module in self._turning_modules
-
-    def trains(self, unit: Unit) -> bool:
-        """Whether any parameter that the unit's modules use requires a gradient, also a resident one."""
-        return unit in self._training
-
-    @contextlib.contextmanager
-    def bound(self, unit: Unit, *, adopt: bool) -> Iterator[None]:
-        """Within, the modules of the unit on visit have the device's tensors. `adopt`: tensors that they assign to
-        buffers are copied into these."""
-        visit = self.step.visit
-        assert visit is not None, "a unit's code runs only while the unit is on visit"
-        bind(visit.tensors)
-        try:
-            yield
-            if adopt:
-                self.buffers.adopt()
-        finally:
-            self._model.bind_placeholders(unit)
-            self._model.bind_resident_buffers(unit)
-
-    @property
-    def _is_checked(self) -> bool:
-        """Whether the step is a trial, or one in which second runs are compared."""
-        return not self.step.takes_effect or self.checksums.is_on
-
-    def note_leaves(self, unit: Unit | None, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """A backward from these is about to run, whose gradients of leaves outside the model may be undone. `unit`: in
-        which it runs. `inputs`: leaves of a call's own."""
-        if unit is not None and not self._is_checked and unit not in self._using_leaves:
-            return  # its graph is large, and steps that were checked have found no such leaves in it
-        step = self.step
-        bound = () if step.visit is None else step.visit.tensors
-        own = {id(tensor) for _, tensor in (*bound, *self._model.resident_tensors.items())}
-        if step.leaves.note(outputs, own | {id(tensor) for tensor in (*inputs, self.anchor)}) and unit is not None:
-            self._using_leaves.add(unit)
-
-    def goes_backward(self, call: Call, *, accumulate: bool) -> None:
-        """A call is about to run its backward. To `accumulate` gradients of parameters, the unit needs a slot."""
-        step, unit = self.step, call.unit
-        step.goes_backward(call)
-        if not accumulate:
-            return
-        visit = step.visit
-        assert visit is not None, "a unit's code runs only while the unit is on visit"
-        visit.is_last_backward = (
-            step.open_calls.count(unit) == 1 and step.has_turned() and unit not in self._called_in_backward
-        )
-        if unit.trained and not visit.has_gradient_slot:
-            visit.has_gradient_slot = True
-            self.compute.follow(*self.gradients.enter(unit))
-
-    def _check_call_in_backward(self, unit: Unit, running: MicroBatch) -> None:
-        """A unit that is called in the backward, by checkpointing with use_reentrant=True, may have gradients still to
-        come when all of its calls are over; so they must not be sent for an update before the end."""
-        if running.turned and unit not in self._called_in_backward:
-            if self.step.for_update:
-                raise ValueError(
-                    f"the unit {unit.name!r} is called in the backward, by torch.utils.checkpoint, and was not in the "
-                    "first step. The engine runs units again by itself: switch checkpointing off"
-                )
-            self._called_in_backward.add(unit)
-
-    def _may_have_gradients(self) -> bool:
-        """Whether parameters would have gradients in plain PyTorch, where the micro-batch that runs is now."""
-        running = self.running
-        return running is not None and (running.number > 0 or not self.gradients.are_empty)
-
-    def _collect(self, unit: Unit, item: Item, parameter: torch.Tensor) -> None:
-        """Takes a parameter's gradient of one call, after the hooks that the user has put on the parameter."""
-        step, batch, gradient = self.step, self.running, take_gradient(parameter)
-        assert gradient is not None, "autograd calls this when it has put a gradient there"
-        assert batch is not None
-        if unit is not self._residents:
-            self._sample_memory()  # the call's graph is there
-        if hooks := item.tensor._backward_hooks:
-            if (batch, item) in step.hooked:
-                raise ValueError(
-                    f"{item.name!r} has a hook on its gradient (register_hook) and is used by several calls in one "
-                    "backward. Plain PyTorch would run the hook once, on their sum, which is never there as a whole. "
-                    "Edit the gradient between engine.forward_backward() and engine.update()"
-                )
-            step.hooked.add((batch, item))
-            for hook in list(hooks.values()):
-                if (changed := hook(gradient)) is not None:
-                    gradient = changed
-        step.has_gradient(batch, item, gradient)
-        last = unit is not self._residents and step.visit is not None and step.visit.is_last_backward
-        self.gradients.add(unit, item, gradient, last=last)
 
     # The driver.
 
@@ -507,7 +343,3 @@ class Relay:
             total = functools.reduce(torch.add, (step.losses[number] for number in range(len(step.works))))
             self.gradients.complete_all()
         return total
-
-    def _sample_memory(self) -> None:
-        if self.lanes.trace is not None:
-            self.lanes.trace.sample_memory()

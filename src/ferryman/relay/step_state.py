@@ -21,7 +21,8 @@ from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.stash import Stash
 
 if TYPE_CHECKING:
-    from ferryman.relay.call import Call, Handle
+    from ferryman.relay.call import Call
+    from ferryman.relay.call_node import Handle
 
 Work = Callable[[], torch.Tensor]  # the forward of one micro-batch; returns its loss
 

@@ -20,7 +20,8 @@ from ferryman.model.blocks import Blocks
 from ferryman.model.patching import ModelPatch
 from ferryman.model.precision import Scale
 from ferryman.model.reads import Reads
-from ferryman.model.units import Unit, rename
+from ferryman.model.unit_discovery import rename
+from ferryman.model.units import Unit
 from ferryman.options import EngineOptions
 from ferryman.plan.fit import Trial
 from ferryman.plan.plan import Plan

@@ -12,7 +12,8 @@ from torch import nn
 from ferryman.distributed.ranks import Share
 from ferryman.model.blocks import Position
 from ferryman.model.precision import Scale, scale_for
-from ferryman.model.units import GRAIN, DtypeOf, Unit, find_units, master_dtype, trained_elements, units_of_block
+from ferryman.model.unit_discovery import find_units, units_of_block
+from ferryman.model.units import GRAIN, DtypeOf, Unit, master_dtype, trained_elements
 from ferryman.options import PlainOptions
 from ferryman.plan.plan import Need, Plan, make_plan
 from ferryman.plan.policy import Policy, parse_policy

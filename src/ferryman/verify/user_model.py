@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ferryman.model.loss import Loss, model_loss
-from ferryman.model.units import hint
+from ferryman.model.unit_discovery import hint
 from ferryman.plan.batch import samples_in
 
 _MAX_MICRO_BATCHES = 4

@@ -1,0 +1,100 @@
+"""The node of autograd's graph that stands for one call, and what the node keeps of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferryman.relay.stash import Stashed
+
+if TYPE_CHECKING:
+    from ferryman.relay.call import Call
+
+
+class SavedInputs:
+    """A call's inputs, as long as autograd may ask for its backward."""
+
+    def __init__(self, inputs: list[Stashed], released: Callable[[], None]) -> None:
+        self.inputs = inputs
+        self._released = released
+
+    def give_up(self) -> None:
+        """The step is over."""
+        self.inputs, self._released = [], _do_nothing
+
+    def __del__(self) -> None:
+        self._released()
+
+
+def _do_nothing() -> None:
+    pass
+
+
+class Handle:
+    """What autograd's node keeps of a call: the call itself, until its step is over.
+
+    Something may keep a tensor with its graph for longer, such as a list on a block. The node would then keep the call,
+    which refers to the relay and the model, and so to the list: a cycle through autograd's graph, which Python cannot
+    collect.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call: Call | None = call
+        self.unit = call.unit.name
+        self.number = call.batch.number
+
+    def end(self) -> None:
+        """The step is over."""
+        call, self.call = self.call, None
+        if call is not None and (stash := call.stash()) is not None:
+            stash.give_up()
+
+    def used(self, where: str) -> ValueError:
+        return ValueError(
+            f"what the unit {self.unit!r} has made for micro-batch {self.number} is used {where}. Something keeps "
+            "tensors with their graph from one micro-batch to the next (a list, a dict, an attribute): clear it at the "
+            "start of the loss, or detach what is kept"
+        )
+
+
+class CallNode(torch.autograd.Function):
+    """Hands forward and backward to the call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        handle: Handle,
+        anchor: torch.Tensor | None,
+        hooks: contextlib.ExitStack,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.handle, ctx.is_anchored = handle, anchor is not None
+        ctx.set_materialize_grads(False)
+        assert handle.call is not None
+        outputs, stash = handle.call.forward(tensors)
+        ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
+        # Autograd has the stash as it has tensors that it saves: until a backward that does not retain the graph, or
+        # until the graph is gone.
+        blank = torch.empty(0)
+        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: stash, lambda _: blank))
+        ctx.save_for_backward(blank)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        handle: Handle = ctx.handle
+        if all(gradient is None for gradient in gradients):
+            return tuple(None for _ in ctx.needs_input_grad)  # reached, but not used
+        if torch.is_grad_enabled():
+            raise ValueError(
+                f"a backward with create_graph=True goes through the unit {handle.unit!r}, whose own backward runs "
+                "the unit again and cannot be differentiated. Take the gradient without create_graph, or keep what is "
+                "differentiated twice outside the units (units=[...])"
+            )
+        if handle.call is None:
+            raise handle.used("outside of its step")
+        accumulate = ctx.is_anchored and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        return None, None, None, *handle.call.backward(gradients, accumulate=accumulate)
