@@ -141,11 +141,11 @@ def exchange(device: str, rounds: int) -> None:
         )
     roots = engines["in each block"]._preparation.first_steps.roots
     survey = Survey(*roots, thorough=False)
-    before = survey.look()
+    before = survey.capture()
     _, took = medians_of(
         {
             "make": lambda: Survey(*roots, thorough=False),
-            "look": survey.look,
+            "capture": survey.capture,
             "compare": lambda: survey.changed(before),
         },
         rounds=21,

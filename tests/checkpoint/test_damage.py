@@ -59,7 +59,7 @@ def check(run, saved, broken, name):
             run.engine.save(broken)
         run.engine.load(saved)
     else:
-        run.engine._parts.server.settle()
+        run.engine._parts.server.wait_for_updates()
     return str(told.value)
 
 

@@ -21,7 +21,7 @@ def model_with_tensors(number):
 def test_the_elements_that_a_survey_remembers_are_bounded_in_all():
     model = model_with_tensors(5)
     survey = Survey([(model, "model")], thorough=True, clones=3 * 4 * ELEMENTS)
-    before = survey.look()
+    before = survey.capture()
     clones = [seen.elements for seen in before if hasattr(seen, "elements") and seen.elements is not None]
     assert sum(clone.nbytes for clone in clones) == 3 * 4 * ELEMENTS
 
@@ -29,7 +29,7 @@ def test_the_elements_that_a_survey_remembers_are_bounded_in_all():
     survey.put_back(before)
     assert not model.state0.any()
 
-    before = survey.look()
+    before = survey.capture()
     model.state4.add_(1)  # found last: its version tells, but nobody remembers what it was
     assert [variable.name for variable in survey.changed(before)] == ["model.state4"]
     with pytest.raises(ValueError, match=r"model.state4 is edited in place .* too large to be put back"):
@@ -42,6 +42,6 @@ def test_a_survey_of_a_step_keeps_no_tensor_alive():
     gone = weakref.ref(model.state0)
     model.state0 = torch.ones(ELEMENTS)
     assert gone() is None
-    before = survey.look()
+    before = survey.capture()
     model.state0 = None
     assert [variable.name for variable in survey.changed(before)] == ["model.state0"]

@@ -147,7 +147,7 @@ def test_a_run_whose_figures_were_thinned_says_so(tmp_path, monkeypatch, capsys,
 
 def test_every_label_of_a_run_has_a_kind(run):
     kinds = {kind_of(span.label) for span in run[0].spans()}
-    assert kinds >= {"forward", "turn", "backward", "weights", "gradients", "stash", "update", "look"}
+    assert kinds >= {"forward", "turn", "backward", "weights", "gradients", "stash", "update", "check"}
     assert {span.label for span in run[0].spans() if kind_of(span.label) == "other"} <= {"loss", "add up losses"}
 
 

@@ -56,13 +56,13 @@ def save(contents: Contents, directory: Path, objects: Objects) -> None:
     ranks, doing = contents.ranks, f"saving to {directory}"
     parts: list[_RankPart] = []
 
-    def look() -> int:
+    def needed_bytes() -> int:
         directories.check_replaceable(directory)
         contents.check_whole()
         parts.append(_RankPart(contents, objects))
         return parts[0].nbytes
 
-    needs = sum(ranks.jointly(doing, look))
+    needs = sum(ranks.jointly(doing, needed_bytes))
     with contextlib.ExitStack() as stack:
 
         def begin() -> str | None:

@@ -131,9 +131,9 @@ def examine(device: str | None = None, *, quick: bool = False) -> Report:
         probes |= {"host rates": _host_rates, "compute": _compute}
         if here.type != "cpu":
             probes["link"] = _link
-    for name, look in probes.items():
+    for name, probe in probes.items():
         with report.probe(name):
-            look(report, here)
+            probe(report, here)
     return report
 
 

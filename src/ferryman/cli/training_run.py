@@ -78,12 +78,12 @@ class TrainingRun:
         """The first rank tokenizes text; the other ranks then find the tokens."""
         found: list[Corpus] = []
 
-        def look() -> None:
+        def read_data() -> None:
             found.append(open_corpus(self.options, self.description, self.run))
 
-        self._ranks.first("reading the data", look)
+        self._ranks.first("reading the data", read_data)
         if not found:
-            look()
+            read_data()
         return found[0]
 
     def train(self) -> None:

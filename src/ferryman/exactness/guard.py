@@ -36,7 +36,7 @@ class Guard:
         self._before: list[Any] | None = None
 
     def begin(self) -> None:
-        self._before = self.survey.look()
+        self._before = self.survey.capture()
 
     def check(self, losses: Mapping[int, torch.Tensor]) -> None:
         """A ValueError, or a NewStateError, if the step must not go on. Only its first call looks."""

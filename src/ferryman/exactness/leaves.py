@@ -71,7 +71,7 @@ class Leaf(Holder):
         self._keeps_gradient: bool | None = None
         self._last: Leaf._Seen | None = None
 
-    def look(self) -> Leaf._Seen | None:
+    def capture(self) -> Leaf._Seen | None:
         if (leaf := self._leaf()) is None:
             return None
         if self._last is None or self.changed(self._last):
@@ -128,7 +128,7 @@ class OptimizerState(Holder):
         self._thorough = thorough
         self._keeps: dict[int, bool] = {}
 
-    def look(self) -> OptimizerState._Seen:
+    def capture(self) -> OptimizerState._Seen:
         entries = [(key, dict(held) if isinstance(held, Mapping) else {}) for key, held in self._state.items()]
         tensors = [value for _, held in entries for value in held.values() if isinstance(value, torch.Tensor)]
         return self._Seen(entries, [(tensor, self._values(tensor)) for tensor in tensors])

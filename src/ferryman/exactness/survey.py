@@ -95,8 +95,8 @@ class Survey:
         self._queue.clear()
         self._kept.clear()
 
-    def look(self) -> list[Any]:
-        return [holder.look() for holder in self._holders]
+    def capture(self) -> list[Any]:
+        return [holder.capture() for holder in self._holders]
 
     def changed(self, before: list[Any]) -> list[Variable]:
         found: list[Variable] = []
@@ -231,7 +231,7 @@ class Survey:
                 self._own(cell)
                 holder = Cell(f"{variable!r} of {function.__qualname__}", cell)
                 self._holders.append(holder)
-                self._add(holder.look(), variable, depth + 1)
+                self._add(holder.capture(), variable, depth + 1)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._add(default, f"a default of {function.__qualname__}", depth + 1)
         if "site-packages" in function.__code__.co_filename:

@@ -96,7 +96,7 @@ class Holder:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def look(self) -> Any:
+    def capture(self) -> Any:
         raise NotImplementedError
 
     def changed(self, before: Any) -> list[Variable]:
@@ -123,13 +123,13 @@ class Namespace(Named):
         self._mapping = mapping
         self._only = only
 
-    def look(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         if self._only is None:
             return self._mapping.copy()
         return {name: self._mapping[name] for name in self._only if name in self._mapping}
 
     def changed(self, before: dict[str, Any]) -> list[Variable]:
-        now = self._mapping if self._only is None else self.look()
+        now = self._mapping if self._only is None else self.capture()
         try:
             if now == before:  # identical objects are equal at once; this is most of the time
                 return []
@@ -161,11 +161,11 @@ class Attributes(Named):
         super().__init__(name)
         self._owner = owner
 
-    def look(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         raise NotImplementedError
 
     def changed(self, before: dict[str, Any]) -> list[Variable]:
-        now = self.look()
+        now = self.capture()
         return [
             Variable(
                 f"{self.name}.{name}",
@@ -178,12 +178,12 @@ class Attributes(Named):
         ]
 
     def _get(self, name: str) -> Any:
-        return self.look().get(name, MISSING)
+        return self.capture().get(name, MISSING)
 
     def _put(self, name: str, value: Any) -> None:
         if value is not MISSING:
             self._set(name, value)
-        elif name in self.look():
+        elif name in self.capture():
             delattr(self._owner, name)
 
     def _set(self, name: str, value: Any) -> None:
@@ -191,12 +191,12 @@ class Attributes(Named):
 
 
 class ClassAttributes(Attributes):
-    def look(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self._owner).items() if not is_code(value)}
 
 
 class Slots(Attributes):
-    def look(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         return {name: getattr(self._owner, name) for name in slot_names(self._owner) if hasattr(self._owner, name)}
 
     def _set(self, name: str, value: Any) -> None:
@@ -211,7 +211,7 @@ class ArrayElements(Holder):
         self._array = array
         self._keeps = budget.take(array.nbytes if isinstance(array, np.ndarray) else memoryview(array).nbytes)
 
-    def look(self) -> Any:
+    def capture(self) -> Any:
         return copy.copy(self._array) if self._keeps else None
 
     def changed(self, before: Any) -> list[Variable]:
@@ -229,7 +229,7 @@ class Container(Holder):
         super().__init__(name)
         self.container = container
 
-    def look(self) -> Any:
+    def capture(self) -> Any:
         if len(self.container) > LARGE:
             return len(self.container)
         return dict(self.container) if isinstance(self.container, dict) else list(self.container)
@@ -237,7 +237,7 @@ class Container(Holder):
     def changed(self, before: Any) -> list[Variable]:
         if not before and not self.container:  # most of them are a module's hooks, of which there are none
             return []
-        now = self.look()
+        now = self.capture()
         if type(now) is not type(before):
             same = False
         elif isinstance(now, dict):
@@ -269,21 +269,21 @@ class Cell(Holder):
 
     @property
     def variable(self) -> Variable:
-        return Variable(self.name, self.cell, self.look, self.put_back)
+        return Variable(self.name, self.cell, self.capture, self.put_back)
 
-    def look(self) -> Any:
+    def capture(self) -> Any:
         try:
             return self.cell.cell_contents
         except ValueError:  # not set yet
             return MISSING
 
     def changed(self, before: Any) -> list[Variable]:
-        return [] if is_same([self.look()], [before]) else [self.variable]
+        return [] if is_same([self.capture()], [before]) else [self.variable]
 
     def put_back(self, before: Any) -> None:
         if before is not MISSING:
             self.cell.cell_contents = before
-        elif self.look() is not MISSING:
+        elif self.capture() is not MISSING:
             del self.cell.cell_contents
 
 
@@ -292,11 +292,11 @@ class GeneratorState(Holder):
         super().__init__(name)
         self._variable = Generator(name, generator, is_global=is_global)
 
-    def look(self) -> Any:
+    def capture(self) -> Any:
         return generator_state(self._variable.generator)
 
     def changed(self, before: Any) -> list[Variable]:
-        return [] if same_state(self.look(), before) else [self._variable]
+        return [] if same_state(self.capture(), before) else [self._variable]
 
     def put_back(self, before: Any) -> None:
         set_generator_state(self._variable.generator, before)
@@ -320,7 +320,7 @@ class TensorElements(Holder):
         self._tensor: Callable[[], torch.Tensor | None] = (lambda: tensor) if thorough else weakref.ref(tensor)
         self._keeps = budget.take(tensor.nbytes)
 
-    def look(self) -> TensorElements.Seen | None:
+    def capture(self) -> TensorElements.Seen | None:
         if (tensor := self._tensor()) is None:
             return None
         # On the host: on the device it would count against the budget.

@@ -76,7 +76,7 @@ class Relay(CallHost):
                 return Call(self, running, unit, module, forward, args, kwargs).run()
             if self.evaluation.runs:
                 return self.evaluation.call(unit, lambda: forward(*args, **kwargs))
-            self._server.settle()
+            self._server.wait_for_updates()
             return forward(*args, **kwargs)  # by itself, outside a step: on the host, with the host's weights
 
         return relayed

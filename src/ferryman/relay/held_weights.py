@@ -55,7 +55,7 @@ class HeldWeights(WeightSlots):
         slot = self._find(unit)
         return None if slot is None else slot.memory
 
-    def settle(self, unit: Unit) -> list[Mark]:
+    def updatable_after(self, unit: Unit) -> list[Mark]:
         slot = self._find(unit)
         if slot is None:
             return []

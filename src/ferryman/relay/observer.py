@@ -36,7 +36,7 @@ class Observer:
     def begin(self) -> None:
         """The model is on the device, and nothing has run."""
         self.survey = self._roots.survey(thorough=True)
-        self._before = self.survey.look()
+        self._before = self.survey.capture()
 
     def resumes(self, batch: MicroBatch) -> None:
         """The micro-batch is about to go on."""

@@ -47,5 +47,5 @@ class ParameterServer(Protocol):
     def send_loss(self, loss: torch.Tensor, after: Sequence[Mark]) -> None:
         """Takes the loss of one micro-batch, complete after the marks. A loss that is not finite stops the update."""
 
-    def settle(self) -> None:
+    def wait_for_updates(self) -> None:
         """Blocks until all updates are done."""

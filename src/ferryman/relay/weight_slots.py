@@ -159,7 +159,7 @@ class WeightSlots:
         """The memory of a unit whose weights stay on the device; here, of none."""
         return None
 
-    def settle(self, unit: Unit) -> list[Mark]:
+    def updatable_after(self, unit: Unit) -> list[Mark]:
         """The marks after which the device can update weights that stay there; here there are none."""
         return []
 

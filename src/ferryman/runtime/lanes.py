@@ -210,7 +210,7 @@ class Lane:
 
     def here(self) -> Mark:
         """A mark after everything that the caller has done on the lane so far."""
-        return Mark(self._group, self.name, "this point")._settle_at(None)
+        return Mark(self._group, self.name, "this point")._resolve_at(None)
 
     def follow(self, *marks: Mark) -> None:
         """Has the lane, while the caller occupies it, wait for `marks`."""
@@ -339,7 +339,7 @@ class DeviceLane(Lane):
         return not self._apart and all(mark._settled.is_set() for mark in job.after)
 
     def here(self) -> Mark:
-        return Mark(self._group, self.name, "this point")._settle_at(self.stream)
+        return Mark(self._group, self.name, "this point")._resolve_at(self.stream)
 
     def _come_after(self, mark: Mark) -> None:
         if mark._event is None:
@@ -409,7 +409,7 @@ class Lanes:
         """A mark after everything that the calling thread has launched so far, on its current stream of the device."""
         on_host = self._torch_device.type == "cpu"
         stream = None if on_host else torch.accelerator.current_stream(self._torch_device)
-        return Mark(self, "the caller's", "this point")._settle_at(stream)
+        return Mark(self, "the caller's", "this point")._resolve_at(stream)
 
     def wait(self) -> None:
         """Blocks until everything submitted so far to any lane is over; raises as `Lane.wait` does."""

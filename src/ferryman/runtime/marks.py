@@ -89,7 +89,7 @@ class Mark:
         else:
             torch.accelerator.current_stream(self._event.device).wait_event(self._event)
 
-    def _settle_at(self, stream: torch.Stream | None) -> Mark:
+    def _resolve_at(self, stream: torch.Stream | None) -> Mark:
         """Makes this the mark of all work launched on the stream so far; without a stream, of this moment."""
         if stream is not None:
             self._event = torch.Event(stream.device, blocking=True)

@@ -74,9 +74,9 @@ class Streams:
         return self.lanes.device("state out")
 
     @functools.cached_property
-    def look(self) -> Lane:
+    def norms(self) -> Lane:
         """Norms of gradients on the device, while `update` works on gradients that have been checked."""
-        return self.lanes.device("look", apart=True)
+        return self.lanes.device("norms", apart=True)
 
     @functools.cached_property
     def exchange(self) -> Lane:

@@ -64,7 +64,7 @@ class DeviceUpdates:
         self._device = device
         self._log = log
         self._in, self._update, self._out = streams.state_in, streams.update, streams.state_out
-        self._sums_lane = streams.look
+        self._sums_lane = streams.norms
         self._berths: list[Berth] = []  # subgroups pass through these
         self._own_berths: dict[Subgroup, Berth] = {}  # of subgroups whose state stays on the device
         self._turn = 0

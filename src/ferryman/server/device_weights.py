@@ -21,7 +21,7 @@ class DeviceWeights(Protocol):
     def forget(self) -> None:
         """Called when the user may have changed weights on the host: copies of changed weights are out of date."""
 
-    def settle(self, unit: Unit) -> list[Mark]:
+    def updatable_after(self, unit: Unit) -> list[Mark]:
         """The marks after which the unit may be updated: its copy on the device is current, and nothing reads it."""
 
     def refresh(self, unit: Unit, runs: Sequence[Span], after: Mark) -> Mark | None:

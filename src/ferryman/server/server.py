@@ -123,7 +123,7 @@ class Server:
 
     def copy_state_to_host(self) -> None:
         """Blocks until the host has all of the optimizer's state."""
-        self.settle()
+        self.wait_for_updates()
         if self._device_updates is not None:
             self._device_updates.copy_state_to_host()
 
@@ -197,7 +197,7 @@ class Server:
             source.record_stream(lane.stream)
         self._checks.expect_loss(target, lane.copy([(target, source)], after=after, label="loss"))
 
-    def settle(self) -> None:
+    def wait_for_updates(self) -> None:
         """Blocks until all updates are done."""
         self._streams.host.wait()
         if self._device_updates is not None:
@@ -305,7 +305,7 @@ class Server:
     @property
     def stats(self) -> Stats | None:
         """Statistics of the last step's updates; waits for them."""
-        self.settle()
+        self.wait_for_updates()
         return self._log.stats
 
     @property
@@ -320,7 +320,7 @@ class Server:
         waiting = self._log.step.waiting
         if not waiting:
             return self._norm
-        self.settle()
+        self.wait_for_updates()
         sums = list[float]()
         for unit, gradients in waiting.items():
             sums += squares(unit, gradients.flat, 0, gradients.items, self._options.host_threads).values()

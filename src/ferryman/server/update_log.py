@@ -107,10 +107,10 @@ class UpdateLog:
 
         Its last update may have been made elsewhere, and its weights may still be on their way to the device.
         """
-        settled = [] if self.weights is None else self.weights.settle(subgroup.unit)  # may fetch the unit
+        updatable = [] if self.weights is None else self.weights.updatable_after(subgroup.unit)  # may fetch the unit
         own = self._subgroups[subgroup]
         last = (own.update, own.returned, self._units[subgroup.unit].fetch)
-        return [*settled, *(mark for mark in last if mark is not None)]
+        return [*updatable, *(mark for mark in last if mark is not None)]
 
     # What was submitted.
 

@@ -76,8 +76,10 @@ class Assembly:
             self.store.close(together=ranks.alone)
             raise
         caller.runs_step_here = self.relay.runs_here
-        self.gradients = Gradients(self.relay, self.store, self.server.settle, wide=optimizer_view is not None)
-        self.reads = Reads(self.server.settle)
+        self.gradients = Gradients(
+            self.relay, self.store, self.server.wait_for_updates, wide=optimizer_view is not None
+        )
+        self.reads = Reads(self.server.wait_for_updates)
         self._patch = ModelPatch()
         self._take_over(plan.units)
         for block in blocks:

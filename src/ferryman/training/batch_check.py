@@ -52,7 +52,7 @@ _EPSILONS = 4  # the relative tolerance is at least this many epsilons of the lo
 def _undone(roots: Roots) -> Iterator[None]:
     """Context in which the user's code runs; its variables are restored on exit."""
     survey = roots.survey(thorough=True)
-    before = survey.look()
+    before = survey.capture()
     try:
         yield
     finally:
@@ -159,7 +159,7 @@ class BatchCheck:
             assembly.try_out([work], room, roots)
             return values[-1]
 
-        assembly.server.settle()
+        assembly.server.wait_for_updates()
         problems = list[Exception]()
         for way in (without_gradients, with_gradients):
             for trains in (True, False):

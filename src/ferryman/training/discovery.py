@@ -34,7 +34,7 @@ class Watcher(Observer):
         assert self.survey is not None
         changed = self.survey.changed(self._last)
         if changed:
-            self._last = self.survey.look()
+            self._last = self.survey.capture()
         self.found |= {variable.key: variable for variable in changed}
         return changed
 

@@ -118,7 +118,7 @@ class _ModelChecks:
         roots = [(plain.loss, "the loss"), *((kind, kind.__name__) for kind in kinds)]
         own = {id(part) for part in (*plain.model.modules(), *plain.model.parameters())}
         survey = Survey(roots, own=own, thorough=True)
-        before = survey.look()
+        before = survey.capture()
         try:
             theirs = _train_plainly(plain._replace(batch=made.batch), self._context.device)
         except torch.OutOfMemoryError:

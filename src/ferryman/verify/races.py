@@ -187,7 +187,7 @@ def _without_state(engine: Engine) -> contextlib.AbstractContextManager[None]:
 
     def copy(*args: Any, **how: Any) -> Mark:
         real(*args, **how)
-        return Mark(lane._group, lane.name, "nothing")._settle_at(None)
+        return Mark(lane._group, lane.name, "nothing")._resolve_at(None)
 
     return replaced(lane, "copy", copy)
 

@@ -20,7 +20,7 @@ RESOURCES = {
     "compute": ("compute",),
     "link in": ("h2d", "stash in", "state in"),
     "link out": ("d2h", "stash out", "state out"),
-    "device updates": ("update", "look"),
+    "device updates": ("update", "norms"),
     "host": ("host", "checks"),
     "other ranks": ("exchange", "share"),
 }
@@ -37,8 +37,7 @@ _KINDS = {
     "empty": "stash",
     "state": "state",
     "update": "update",
-    "look": "look",
-    "check": "look",
+    "check": "check",
     "land": "gradients",
     "send": "gradients",
     "exchange": "exchange",
@@ -53,7 +52,7 @@ _CLEARLY = 0.1
 
 
 def kind_of(label: str) -> str:
-    """The kind of work of a label: forward, turn, backward, weights, gradients, stash, state, update, look, exchange,
+    """The kind of work of a label: forward, turn, backward, weights, gradients, stash, state, update, check, exchange,
     share or other."""
     if label.startswith("visit "):
         return next((visit for visit in _VISITS if label.endswith(f"({visit})")), "forward")

@@ -7,13 +7,13 @@ const byId = (id) => document.getElementById(id);
 const KINDS = {
   forward: "forward", turn: "turn (forward and backward)", backward: "backward (with recomputation)",
   weights: "weights in", gradients: "gradients", stash: "stash", state: "optimizer state", update: "update",
-  look: "norms and checks", exchange: "gradient exchange (with waiting for other ranks)", share: "updated weights to all ranks",
+  check: "norms and checks", exchange: "gradient exchange (with waiting for other ranks)", share: "updated weights to all ranks",
   other: "other",
 };
 const LANES = {
   compute: "visits of units", h2d: "weights to the device", "stash in": "stash back to the device",
   "state in": "optimizer state to the device", d2h: "gradients to the host", "stash out": "stash to the host",
-  "state out": "updated state to the host", update: "updates on the device", look: "norms on the device",
+  "state out": "updated state to the host", update: "updates on the device", norms: "norms on the device",
   host: "updates and norms on the host", checks: "checks for inf and NaN",
   exchange: "gradients to the ranks that own them", share: "updated weights to all ranks",
 };

@@ -111,7 +111,7 @@ function legend(entries) {
 }
 if (account && highestPeak) {
   const inks = { "weight slots": "weights", "gradient slots": "gradients", residents: "stash", "update staging": "update",
-    "state on the device": "state", "gradients on the device": "look" };
+    "state on the device": "state", "gradients on the device": "check" };
   const parts = Object.entries(account).map(([name, bytes]) => [inks[name] || "other", name, bytes]).filter(([, , bytes]) => bytes);
   parts.push(["forward", "micro-batches at the peak", Math.max(0, highestPeak - fixed)]);
   const whole = Math.max(budget || 0, highestPeak);
@@ -158,7 +158,7 @@ function verdict(account) {
 function phases(account) {
   if (!account.phases.length) return "";
   const strip = make("div", { class: "strip" }), list = make("ul", { class: "legend", "aria-label": "Phases of the step" });
-  const inks = { forward: "forward", backward: "backward", finish: "look" };
+  const inks = { forward: "forward", backward: "backward", finish: "check" };
   for (const phase of account.phases) {
     const length = phase.end - phase.start, background = `var(--${inks[phase.name]})`;
     if (length <= 0) continue;
