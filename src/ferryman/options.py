@@ -148,7 +148,7 @@ class PlainOptions:
     ] = False
     host_threads: Annotated[
         int | None,
-        Setting(help="Threads for updates on the host.", default="all CPUs", check=_whole_number(1), is_local=True),
+        Setting(help="Threads for updates on the host.", default="most CPUs", check=_whole_number(1), is_local=True),
     ] = None
     units: Annotated[
         Sequence[str] | None,

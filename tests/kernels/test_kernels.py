@@ -208,3 +208,8 @@ def test_what_a_raw_pointer_cannot_take_is_refused():
         kernels.sum_of_squares(torch.ones(4), threads=0)
     with pytest.raises(ValueError, match="no path 'sse9'"):
         kernels.sum_of_squares(torch.ones(4), path="sse9")
+
+
+@pytest.mark.parametrize(("cpus", "left"), [(1, 0), (2, 0), (4, 1), (8, 1), (64, 8)])
+def test_updates_leave_cpus_to_the_lanes(cpus, left):
+    assert kernels.lane_cpus(cpus) == left

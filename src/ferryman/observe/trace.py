@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ferryman.runtime.files import replacing_file
-from ferryman.runtime.marks import covered
+from ferryman.runtime.marks import Event, covered, new_event
 
 # Sampling device memory may take at most this share of the time.
 _MAX_SAMPLING_SHARE = 0.02
@@ -98,8 +98,8 @@ class _DeviceSpan(NamedTuple):
     number: int  # in the order of issue
     lane: str
     label: str
-    begin: torch.Event
-    end: torch.Event
+    begin: Event
+    end: Event
     nbytes: int
 
 
@@ -144,7 +144,8 @@ class Trace:
         self._facts: dict[str, Any] = {}
         self._issued = 0
         self._unread: deque[_DeviceSpan] = deque()
-        self._anchors: dict[torch.device, tuple[torch.Event, float]] = {}
+        self._devices: dict[str, torch.device] = {}  # of lanes that are streams
+        self._anchors: dict[torch.device, tuple[Event, float]] = {}
         self._next_look = 0.0
         # The newest step that has ended still waits for its last spans; it counts as one of the kept steps.
         self._keep = math.inf if keep_steps is None else keep_steps - 1
@@ -168,8 +169,10 @@ class Trace:
         with self._lock:
             if name not in self._lanes:
                 self._lanes.append(name)
+            if stream is not None:
+                self._devices[name] = stream.device
             if stream is not None and stream.device not in self._anchors:
-                anchor = torch.Event(stream.device, enable_timing=True)
+                anchor = new_event(stream.device, timed=True)
                 anchor.record(stream)
                 anchor.synchronize()
                 self._anchors[stream.device] = (anchor, self.now())
@@ -208,7 +211,7 @@ class Trace:
         with self._lock:
             return dict(self._facts)
 
-    def add_device_span(self, lane: str, label: str, begin: torch.Event, end: torch.Event, nbytes: int) -> None:
+    def add_device_span(self, lane: str, label: str, begin: Event, end: Event, nbytes: int) -> None:
         """Adds a span of device work. The events have timing enabled, and belong to a lane added with its stream."""
         with self._lock:
             self._unread.append(_DeviceSpan(self._issued, lane, label, begin, end, nbytes))
@@ -286,7 +289,7 @@ class Trace:
             if not span.end.query():
                 self._unread.append(span)
                 continue
-            anchor, at = self._anchors[span.end.device]
+            anchor, at = self._anchors[self._devices[span.lane]]
             start, end = (at + anchor.elapsed_time(event) / 1e3 for event in (span.begin, span.end))
             self._recent.spans.append(TraceSpan(span.lane, span.label, start, end, span.nbytes))
 

@@ -44,7 +44,7 @@ from torch.autograd import profiler
 
 from ferryman.runtime import shutdown
 from ferryman.runtime.caller import Origin
-from ferryman.runtime.marks import Failure, LaneError, Mark
+from ferryman.runtime.marks import Failure, LaneError, Mark, new_event
 
 if TYPE_CHECKING:
     from ferryman.observe.trace import Trace
@@ -319,7 +319,7 @@ class DeviceLane(Lane):
 
     def __init__(self, group: Lanes, name: str, *, apart: bool = False) -> None:
         super().__init__(group, name)
-        self.stream = torch.Stream(group._torch_device)
+        self.stream = torch.Stream(group.torch_device)
         self._apart = apart
 
     @contextlib.contextmanager
@@ -345,14 +345,14 @@ class DeviceLane(Lane):
         if mark._event is None:
             self._group._witness.learn(mark._instant)
         else:
-            self.stream.wait_event(mark._event)
+            mark._event.wait(self.stream)
 
     @contextlib.contextmanager
     def _recorded(self, mark: Mark, nbytes: int) -> Iterator[None]:
         trace = self._group.trace
         timed = mark._timed or trace is not None
-        begin = torch.Event(self.stream.device, enable_timing=True) if timed else None
-        end = torch.Event(self.stream.device, enable_timing=timed, blocking=True)
+        begin = new_event(self.stream.device, timed=True) if timed else None
+        end = new_event(self.stream.device, timed=timed)
         with self.current():
             if begin is not None:
                 begin.record(self.stream)
@@ -373,8 +373,8 @@ class Lanes:
     """
 
     def __init__(self, device: torch.device | str, *, trace: Trace | None = None) -> None:
-        self._torch_device = torch.device(device)
-        self._witness = _witness_of(self._torch_device)
+        self.torch_device = torch.device(device)
+        self._witness = _witness_of(self.torch_device)
         self.origin = Origin()
         self._lock = threading.RLock()  # reentrant: a garbage collection may close the group anywhere
         self._failures: deque[Failure] = deque()  # not raised yet
@@ -399,7 +399,7 @@ class Lanes:
 
     def device(self, name: str, *, apart: bool = False) -> Lane:
         """A lane on the device: a stream, or a thread where the device is the host itself."""
-        on_host = self._torch_device.type == "cpu"
+        on_host = self.torch_device.type == "cpu"
         return self._add(HostLane(self, name) if on_host else DeviceLane(self, name, apart=apart))
 
     def __iter__(self) -> Iterator[Lane]:
@@ -407,8 +407,8 @@ class Lanes:
 
     def here(self) -> Mark:
         """A mark after everything that the calling thread has launched so far, on its current stream of the device."""
-        on_host = self._torch_device.type == "cpu"
-        stream = None if on_host else torch.accelerator.current_stream(self._torch_device)
+        on_host = self.torch_device.type == "cpu"
+        stream = None if on_host else torch.accelerator.current_stream(self.torch_device)
         return Mark(self, "the caller's", "this point")._resolve_at(stream)
 
     def wait(self) -> None:
@@ -425,7 +425,7 @@ class Lanes:
             if lane._last is not None:
                 lane._last._block()
             if isinstance(lane, DeviceLane):
-                lane.stream.synchronize()  # if the last work was cancelled, earlier work may still run
+                lane.here()._block()  # if the last work was cancelled, earlier work may still run
         with self._lock:
             while self._failures:
                 self._epoch += 1

@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import threading
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from ferryman.runtime.lanes import Lanes
+
+
+class Event(Protocol):
+    """What `torch.Event` and the event classes of devices' modules have in common."""
+
+    def record(self, stream: torch.Stream) -> None: ...
+    def wait(self, stream: torch.Stream) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end: Any) -> float: ...
+
+
+def new_event(device: torch.device, *, timed: bool = False) -> Event:
+    """An event for which threads of the host wait asleep, where the device offers such events.
+
+    `torch.Event` accepts `blocking=True` and ignores it: `synchronize` keeps a core busy. Only the event classes of
+    some devices' modules (CUDA's, among others) regard it.
+    """
+    return _event_class(device.type)(device, timed)
+
+
+@functools.cache
+def _event_class(device_type: str) -> Callable[[torch.device, bool], Event]:
+    kind = getattr(torch.get_device_module(device_type), "Event", None)
+    if kind is not None and "blocking" in inspect.signature(kind).parameters:
+        return lambda _, timed: kind(enable_timing=timed, blocking=True)  # of the device that it is recorded on
+    return lambda device, timed: torch.Event(device, enable_timing=timed)
 
 
 class LaneError(RuntimeError):
@@ -44,9 +73,9 @@ class Mark:
         self._group = group
         self._lane = lane
         self._timed = timed
-        self._span: tuple[torch.Event, torch.Event] | tuple[float, float] | None = None  # when its work began and ended
+        self._span: tuple[Event, Event] | tuple[float, float] | None = None  # when its work began and ended
         self._settled = threading.Event()  # host: the work is over; stream: it is issued, and `_event` follows it
-        self._event: torch.Event | None = None
+        self._event: Event | None = None
         self._failure: Failure | None = None
         self._instant: Any = None  # of the race detector, when the mark was settled
 
@@ -87,12 +116,12 @@ class Mark:
         if self._event is None:
             self._group._witness.learn(self._instant)
         else:
-            torch.accelerator.current_stream(self._event.device).wait_event(self._event)
+            self._event.wait(torch.accelerator.current_stream(self._group.torch_device))
 
     def _resolve_at(self, stream: torch.Stream | None) -> Mark:
         """Makes this the mark of all work launched on the stream so far; without a stream, of this moment."""
         if stream is not None:
-            self._event = torch.Event(stream.device, blocking=True)
+            self._event = new_event(stream.device)
             self._event.record(stream)
         self._instant = self._group._witness.now()
         self._settled.set()
@@ -113,11 +142,11 @@ def _spans(marks: Iterable[Mark]) -> list[tuple[float, float]]:
     spans: list[tuple[float, float]] = []
     for begin, end in found:
         first = found[0][0]
-        if isinstance(begin, torch.Event):
-            assert isinstance(first, torch.Event), "marks of one kind of lane"
-            spans.append((first.elapsed_time(begin) / 1e3, first.elapsed_time(end) / 1e3))  # type: ignore[arg-type]
-        else:
+        if isinstance(begin, float):
             spans.append((begin, end))  # type: ignore[arg-type]
+        else:
+            assert not isinstance(first, float), "marks of one kind of lane"
+            spans.append((first.elapsed_time(begin) / 1e3, first.elapsed_time(end) / 1e3))
     return sorted(spans)
 
 

@@ -44,10 +44,15 @@ def paths() -> tuple[str, ...]:
 
 
 def default_threads() -> int:
-    """The number of CPUs that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """The number of threads for updates: the CPUs that this process may run on, but for those that lanes need."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cpus - lane_cpus(cpus)
+
+
+def lane_cpus(cpus: int) -> int:
+    """How many of the CPUs are left to the threads that launch work and copy: an eighth. With fewer than four, none,
+    since an update would lose more than the lanes gain."""
+    return 0 if cpus < 4 else max(1, cpus // 8)
 
 
 def sum_of_squares(tensor: torch.Tensor, *, threads: int | None = None, path: str | None = None) -> float:
