@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ from ferryman.checkpoint.contents import Contents, Objects
 from ferryman.checkpoint.loaded import Loaded
 from ferryman.distributed.agreement import add_up, compare, errors_on_all_ranks
 from ferryman.distributed.ranks import Ranks, Share
-from ferryman.exactness.guard import NewStateError, NotRepeatableError
+from ferryman.exactness.guard import NewStateError, NotRepeatableError, too_late_to_follow
 from ferryman.model.blocks import Blocks, Position
 from ferryman.model.precision import dtype_of
 from ferryman.model.unit_discovery import hint
@@ -108,7 +106,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._closed = False
         self._loaded = Loaded(model)
         self.choice: Choice | None = None  # the number of micro-batches and the stash's place in the last step
-        self._parts, self._finalizer = self._assemble(self._planner.make())
+        self._parts = self._assemble(self._planner.make())
         self._preparation = self._make_preparation()
 
     @one_call_at_a_time
@@ -331,26 +329,21 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """Returns the model to its original state, with the trained weights. All ranks must call it."""
         self._end(together=True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
+        error = raised[1]
         # An error while closing must not hide the exception that is being raised.
         if error is None:
             self.close()
-            return
-        if not self._caller.origin.is_here:
-            return
-        self._ranks.fail(error)
-        with contextlib.suppress(Exception):
-            self._end(together=False)
+        elif self._caller.origin.is_here:
+            self._ranks.fail(error)
+            with contextlib.suppress(Exception):
+                self._end(together=False)
 
-    def _assemble(self, plan: Plan) -> tuple[Assembly, weakref.finalize[[], object]]:
-        """What the plan needs, and what closes it when the engine is dropped."""
+    def _assemble(self, plan: Plan) -> Assembly:
         view, scale = self._optimizer_view, self._planner.scale()
-        parts = Assembly(
+        return Assembly(
             self._model, self.device, plan, view, self._blocks, self._options, scale, self._ranks, self._caller
         )
-        return parts, parts.close_with(self)
 
     def _make_preparation(self) -> Preparation:
         """Creates the preparation of steps for the current plan; called whenever the plan changes."""
@@ -370,13 +363,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return self._optimizer_view
 
     def _check_open(self, *, loading: bool = False) -> None:
-        if self._closed:
-            raise ValueError("the engine is closed; make a new one to train the model further")
-        if self._ranks.has_failed:
-            raise ValueError(
-                "a rank has failed, and the ranks are no longer in the same state; make a new engine on all ranks, and "
-                "load the last checkpoint"
-            )
+        checks.usable(closed=self._closed, rank_has_failed=self._ranks.has_failed)
         if not loading:
             self._loaded.check()
 
@@ -421,10 +408,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 found = str(error)
             self._preparation.first_steps.forget()
             torch.set_rng_state(generator)
-        raise ValueError(
-            f"these changed in a step for the first time, when it was too late to follow them: {found}. No weight was "
-            "changed, and all gradients were dropped. Call the engine again: it will check them first"
-        )
+        raise too_late_to_follow(found)
 
     def _prepare(self, batch: Any, micro_batches: int | None) -> PreparedStep:
         """The step that all ranks agree on. If the plan leaves it too little room, a smaller one replaces the plan."""
@@ -444,9 +428,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _rebuild(self, plan: Plan) -> None:
         """Replaces the plan and everything made from it, before the first step."""
         steps, scale = self.steps, self._parts.server.scale.state()
-        self._finalizer.detach()
         self._parts.close()
-        self._parts, self._finalizer = self._assemble(plan)
+        self._parts = self._assemble(plan)
         self._preparation = self._make_preparation()
         contents = self._contents()
         self._ranks.jointly("loading again", lambda: self._loaded.load_again(contents))
@@ -518,7 +501,6 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         if together and not (self._closed or self._ranks.has_failed):
             self._ranks.tell("closing the engine")
         self._closed = True
-        self._finalizer.detach()
         together = together and not self._ranks.has_failed
         self._parts.close(together=together)
         if together:

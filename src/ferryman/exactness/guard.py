@@ -20,6 +20,14 @@ class NewStateError(Exception):
         super().__init__(", ".join(names))
 
 
+def too_late_to_follow(names: str) -> ValueError:
+    """For a step in which new variables have changed each time that it was made again."""
+    return ValueError(
+        f"these changed in a step for the first time, when it was too late to follow them: {names}. No weight was "
+        "changed, and all gradients were dropped. Call the engine again: it will check them first"
+    )
+
+
 class NotRepeatableError(ValueError):
     """A step does not give what its trial has given."""
 

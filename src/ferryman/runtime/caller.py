@@ -67,6 +67,14 @@ class Caller:
                 self._current = None
         del engine
 
+    def when_dropped(self, close: Callable[[], None]) -> weakref.finalize[[], object]:
+        """Calls `close` when the user has dropped the engine, unless the result is detached before."""
+        engine = self._engine()
+        assert engine is not None, "the engine makes its parts itself"
+        finalizer: weakref.finalize[[], object] = weakref.finalize(engine, close)
+        finalizer.atexit = False  # lanes are closed then, and nobody uses the model any more
+        return finalizer
+
     def is_inside(self) -> bool:
         """Whether the thread that asks makes the current call, or runs the user's code for it."""
         current = self._current

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -88,6 +87,7 @@ class Assembly:
         self._patch.watch(model.modules(), self.reads)
         if optimizer_view is not None:
             optimizer_view.watch(self._show_states)
+        self._when_dropped = caller.when_dropped(self._close_dropped)
 
     @property
     def all_units(self) -> tuple[Unit, ...]:
@@ -165,6 +165,7 @@ class Assembly:
 
         `together`: all ranks close at the same time.
         """
+        self._when_dropped.detach()
         try:
             try:
                 self.server.copy_state_to_host()
@@ -179,12 +180,6 @@ class Assembly:
             self.relay.close()
             self.server.close()
             self.store.close(together=together)
-
-    def close_with(self, engine: object) -> weakref.finalize[[], object]:
-        """It is closed when the engine is dropped, unless the result is detached before."""
-        finalizer: weakref.finalize[[], object] = weakref.finalize(engine, self._close_dropped)
-        finalizer.atexit = False  # lanes are closed then, and nobody uses the model any more
-        return finalizer
 
     def _close_dropped(self) -> None:
         """In whichever thread the garbage collector runs, which may be one that closing waits for."""

@@ -19,6 +19,17 @@ from ferryman.options import SETTINGS, EngineOptions, PlainOptions
 from ferryman.runtime.sizes import show_bytes
 
 
+def usable(*, closed: bool, rank_has_failed: bool) -> None:
+    """Checks that an engine can still be used."""
+    if closed:
+        raise ValueError("the engine is closed; make a new one to train the model further")
+    if rank_has_failed:
+        raise ValueError(
+            "a rank has failed, and the ranks are no longer in the same state; make a new engine on all ranks, and "
+            "load the last checkpoint"
+        )
+
+
 def model(model: Any) -> None:
     """Checks that this is a model whose modules can run one at a time."""
     if not isinstance(model, nn.Module):
