@@ -11,7 +11,7 @@ import torch
 from ferryman.distributed.ranks import RankError
 from ferryman.forecast.estimate import Machine, Training, estimate
 from ferryman.model.units import trained_elements, weight_itemsize
-from ferryman.plan.network import Crew
+from ferryman.plan.network import Cluster
 from ferryman.plan.rates import Rates
 from support import rank_jobs
 from support.devices import chosen, chosen_accelerator, whole
@@ -217,7 +217,7 @@ def test_ranks_that_share_no_memory(way, device, nodes):
     compare(nodes, "llama", device, (2, 1), **WAYS[way])
 
 
-CREWS = {"two": Crew(2, 1, loopback=1.0), "nodes": Crew(1, 2, network=1.0)}
+CREWS = {"two": Cluster(2, 1, loopback=1.0), "nodes": Cluster(1, 2, network=1.0)}
 
 
 def planned_for(crew, **options):

@@ -40,7 +40,7 @@ def test_calls_from_a_step(accelerator, monkeypatch, strategy, updates):
             def counted(*args, **how):
                 kind, unit = what(*args, **how)
                 if unit in units:  # residents take another way: they are flushed at the end of a step
-                    found.setdefault(kind, set()).add((*calls_from(Engine.step), function.__qualname__))
+                    found.setdefault(kind, set()).add((*calls_from(Engine.step.__wrapped__), function.__qualname__))
                 return function(*args, **how)
 
             monkeypatch.setattr(owner, name, counted)

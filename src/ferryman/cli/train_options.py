@@ -216,7 +216,8 @@ def _check_kind(name: str, value: Any) -> None:
         elif kind is float:
             fits = type(value) in (int, float)
         elif kind is Betas:
-            fits = isinstance(value, list) and [type(one) for one in value] in ([float, float], [int, float])
+            numbers = value if isinstance(value, list | tuple) else ()
+            fits = len(numbers) == 2 and all(type(one) in (int, float) for one in numbers)
         elif origin is not None:  # a list, or any other sequence
             fits = isinstance(value, list) and all(isinstance(one, str) for one in value)
         else:

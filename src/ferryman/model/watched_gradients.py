@@ -33,11 +33,11 @@ def watching_gradients(
         def __torch_function__(
             cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if Placeholder in types:
-                return NotImplemented  # which says what is wrong
             if function in GRADIENT_ACCESS and may_have_gradients():
                 raise gradient_is_elsewhere(by_id[id(args[0])][0])
             if function is torch.autograd.grad:
+                if Placeholder in types:
+                    return NotImplemented  # which says what is wrong
                 _refuse_those_in_units(kwargs["inputs"] if kwargs and "inputs" in kwargs else args[1], by_id)
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
