@@ -22,7 +22,10 @@ class Census:
     def __init__(self, device):
         gc.collect()
         self.threads = {*threading.enumerate()}
-        self.memory = 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
+        self.memory = 0
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)  # memory that several streams used returns when all have passed
+            self.memory = torch.accelerator.memory_allocated(device)
         self.objects = Counter(f"{type(found).__module__}.{type(found).__qualname__}" for found in gc.get_objects())
 
     def assert_nothing_more(self, device):
