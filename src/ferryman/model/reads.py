@@ -9,13 +9,19 @@ is done with them: a read first waits for the updates, then the parameters are g
 same objects, and only what says nothing about values (`_METADATA`) does not wait. Tensors that an earlier
 `state_dict()` returned share the parameters' memory, so they are watched as well for as long as somebody keeps them.
 Other aliases (a numpy view, an earlier `detach()`) cannot be noticed; they need `engine.wait()`.
+
+Note [Forked children]
+A forked child has neither the threads that make updates nor, on an accelerator, the memory of the weights
+(`runtime/pinned.py`). There, all tensors of the model are of that class for good, and using their values raises.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -68,11 +74,19 @@ _METADATA = frozenset(
 )
 
 
-class Reads:
-    """Has reads of weights wait for `settle`, from `begin` on until the first of them, or until `end`."""
+_open: weakref.WeakSet[Reads] = weakref.WeakSet()
 
-    def __init__(self, settle: Callable[[], None]) -> None:
+
+class Reads:
+    """Has reads of weights wait for `settle`, from `begin` on until the first of them, or until `end`.
+
+    `tensors` returns all tensors of the model that have the engine's memory, until `close`.
+    """
+
+    def __init__(self, settle: Callable[[], None], tensors: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
         self._settle = settle
+        self._tensors = tensors
+        self._in_child = False  # see Note [Forked children]
         self._lock = threading.Lock()  # other threads of the user's may read, too
         self._begun = 0  # how often
         self._refused: dict[int, str] = {}  # names of parameters, in a step
@@ -81,6 +95,7 @@ class Reads:
         self._many = 1000  # aliases, from which on those that are gone are forgotten
         self._watching = {kind: self._watching_class(kind) for kind in (nn.Parameter, torch.Tensor)}
         self._own = {watching: kind for kind, watching in self._watching.items()}
+        _open.add(self)
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
         """Updates of these parameters may be under way from now on."""
@@ -93,8 +108,14 @@ class Reads:
 
     def end(self) -> None:
         """The engine itself reads weights from now on, behind their updates; or there is nothing to wait for."""
+        self._check_process()
         with self._lock:
             self._end()
+
+    def close(self) -> None:
+        """The model gets its tensors back."""
+        self.end()
+        _open.discard(self)
 
     @contextlib.contextmanager
     def refused(self, names: Mapping[torch.Tensor, str]) -> Iterator[None]:
@@ -113,6 +134,7 @@ class Reads:
 
     def settle(self) -> None:
         """Blocks until all updates are done."""
+        self._check_process()
         begun = self._begun
         try:
             self._settle()
@@ -127,6 +149,20 @@ class Reads:
             self._aliases.append(TensorWeakRef(alias))
             if len(self._aliases) > self._many:
                 self._many = 1000 + 2 * len(self._living_aliases())
+
+    def forked(self) -> None:
+        """In a forked child: see Note [Forked children]."""
+        self._lock = threading.Lock()  # a thread that is not here may have held it
+        self._in_child = True
+        self._watch((*self._tensors(), *self._living_aliases()))
+
+    def _check_process(self) -> None:
+        if self._in_child:
+            raise ValueError(
+                "the model belongs to an engine of the parent process, and a forked child cannot use the engine or the "
+                "values of weights. Copy what the child needs before it is forked (a DataLoader forks its workers when "
+                "it is iterated), or start the child with 'spawn' and give it a copy"
+            )
 
     def _watch(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -181,3 +217,11 @@ class Reads:
 
         Watched.__name__, Watched.__qualname__, Watched.__module__ = kind.__name__, kind.__qualname__, kind.__module__
         return Watched
+
+
+def _after_fork() -> None:
+    for reads in list(_open):
+        reads.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

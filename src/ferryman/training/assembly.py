@@ -70,7 +70,7 @@ class Assembly:
             self.store.close(together=ranks.alone)
             raise
         self.gradients = Gradients(self.relay, self.store, self.server.settle, wide=optimizer_view is not None)
-        self.reads = Reads(self.server.settle)
+        self.reads = Reads(self.server.settle, lambda: [item.tensor for unit in self.all_units for item in unit.items])
         self._patch = ModelPatch()
         self._take_over(plan.units)
         for block in blocks:
@@ -163,7 +163,7 @@ class Assembly:
             finally:
                 self.lanes.close()
         finally:
-            self.reads.end()
+            self.reads.close()
             self._patch.end()
             if self._optimizer_view is not None:
                 self._optimizer_view.release()
