@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ferryman.engine import Engine
+from ferryman.runtime.caller import Caller
 from ferryman.runtime.lanes import Lanes
 from support.forks import in_a_fork
 from support.small_models import Model, batches, loss
@@ -76,7 +77,7 @@ def test_a_child_may_drop_the_engine(parts):
 
     def drop():
         dropped = Engine.__new__(Engine)  # as the parent's: nothing is known of it but its finalizer
-        engine._parts.close_with(dropped)
+        Caller(dropped).when_dropped(engine._parts._close_dropped)
         reference = weakref.ref(dropped)
         del dropped
         gc.collect()

@@ -237,7 +237,8 @@ def one_copy(device):
     model = build(CASES["llama"])
     with Engine(model, adamw(model)[0], device=device) as engine:
         store = engine._parts.store
-        own = sum(memory.bytes.nbytes for unit in engine._parts.all_units for memory in store.state(unit).memories)
+        states = [store.state(unit) for unit in engine._parts.all_units]
+        own = sum(array.nbytes for state in states for array in (state._masters, *state._states))
         shared = sum(store.weights(unit).nbytes for unit in engine.units)
         places = {item.tensor.data_ptr() for unit in engine.units for item in unit.items}
         maps = open("/proc/self/maps").read().splitlines()  # noqa: SIM115, PTH123
@@ -257,14 +258,14 @@ def what_is_taken(steps=2, **options):
             engine.step(CASES["llama"].batch(2, seed=seed), 1)
         engine.wait()
         store = engine._parts.store
-        states = [memory for state in store._states.values() for memory in state.memories]
+        states = [array for state in store._states.values() for array in (state._masters, *state._states)]
         taken = {
             "common": sum(memory.bytes.nbytes for unit, memory in store._weights.items() if unit.modules),
-            "own": sum(
+            "own": sum(array.nbytes for array in states)
+            + sum(
                 memory.bytes.nbytes
                 for memory in (
                     *(memory for unit, memory in store._weights.items() if not unit.modules),
-                    *states,
                     *store._gradients.values(),
                     *store._sums.values(),
                 )

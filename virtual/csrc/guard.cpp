@@ -88,7 +88,8 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  // Autograd asks, so that it looks for streams only on devices in use.
+  bool hasPrimaryContext(c10::DeviceIndex index) const override { return device_if_used(index) != nullptr; }
   c10::DeviceIndex deviceCount() const override { return device_count(); }
   void setCurrentDevice(c10::DeviceIndex index) const override { set_current_device(index); }
   c10::DeviceIndex getCurrentDevice() const override { return current_device(); }

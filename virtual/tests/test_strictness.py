@@ -201,6 +201,13 @@ def test_contexts_are_those_of_devices_in_use(run_python):
     assert done.stdout.splitlines() == ["[]", "[2]", "[2, 3]"], done.stderr
 
 
+def test_backward_opens_no_context_on_other_devices(run_python):
+    done = run_python(
+        "x = torch.ones(3, device='virtual:2', requires_grad=True); x.sum().backward(); print(torch_virtual.contexts())"
+    )
+    assert done.stdout.splitlines() == ["[2]"], done.stderr
+
+
 def test_streams_in_use_are_counted(run_python):
     done = run_python(
         "x = torch.ones(3, device='virtual'); print(torch_virtual.streams_in_use())\n"

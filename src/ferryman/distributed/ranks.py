@@ -256,6 +256,7 @@ class Ranks:
         memory = mmap.mmap(handle, max(nbytes, 1))
         self.tell("taking memory")  # a barrier: all ranks have opened it
         os.close(handle)
+        memory.madvise(mmap.MADV_DONTFORK)  # a forked child must not write to what others train
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
     # On lanes.

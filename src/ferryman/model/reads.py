@@ -9,19 +9,27 @@ them. The first read waits for the updates and gives the parameters their own cl
 only operations that do not depend on values (`_METADATA`) do not wait. Tensors from an earlier `state_dict()` share the
 parameters' memory, so they are watched as well while they exist. Reads through other aliases (a numpy view, an earlier
 `detach()`) cannot be detected; they need `engine.wait()`.
+
+Note [Forked children]
+A forked child has neither the threads that make updates nor, on an accelerator, the memory of the weights
+(`runtime/pinned.py`). There, all tensors of the model have that class for good, and using their values is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
+
+from ferryman.runtime.caller import Origin
 
 # Attributes and methods that do not wait: training loops use them between steps, and updates do not change them.
 _GOT = [
@@ -68,11 +76,21 @@ _METADATA = frozenset(
 )
 
 
-class Reads:
-    """Makes reads of weights call `wait_for_updates`, from `begin` until the first read or `end`."""
+_open: weakref.WeakSet[Reads] = weakref.WeakSet()
 
-    def __init__(self, wait_for_updates: Callable[[], None]) -> None:
+
+class Reads:
+    """Makes reads of weights call `wait_for_updates`, from `begin` until the first read or `end`.
+
+    `tensors` returns all tensors of the model that have the engine's memory, until `close`.
+    """
+
+    def __init__(
+        self, wait_for_updates: Callable[[], None], tensors: Callable[[], Iterable[torch.Tensor]] = tuple
+    ) -> None:
         self._wait_for_updates = wait_for_updates
+        self._tensors = tensors
+        self._origin = Origin()
         # Several threads of the user may read. Reentrant: a garbage collection may close the engine anywhere.
         self._lock = threading.RLock()
         self._begun = 0  # the number of calls of `begin`
@@ -82,6 +100,7 @@ class Reads:
         self._max_aliases = 1000  # with more, references to aliases that no longer exist are dropped
         self._watching = {kind: self._watching_class(kind) for kind in (nn.Parameter, torch.Tensor)}
         self._own = {watching: kind for kind, watching in self._watching.items()}
+        _open.add(self)
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
         """Begins to watch these parameters, whose updates may be pending."""
@@ -94,8 +113,14 @@ class Reads:
 
     def end(self) -> None:
         """Stops watching: the engine itself reads weights after their updates, or no updates are pending."""
+        self._origin.check()
         with self._lock:
             self._end()
+
+    def close(self) -> None:
+        """The model gets its tensors back."""
+        self.end()
+        _open.discard(self)
 
     @contextlib.contextmanager
     def refused(self, names: Mapping[torch.Tensor, str]) -> Iterator[None]:
@@ -114,6 +139,7 @@ class Reads:
 
     def wait(self) -> None:
         """Blocks until all updates are done."""
+        self._origin.check()
         begun = self._begun
         try:
             self._wait_for_updates()
@@ -128,6 +154,11 @@ class Reads:
             self._aliases.append(TensorWeakRef(alias))
             if len(self._aliases) > self._max_aliases:
                 self._max_aliases = 1000 + 2 * len(self._living_aliases())
+
+    def forked(self) -> None:
+        """In a forked child: see Note [Forked children]."""
+        self._lock = threading.RLock()  # a thread that is not here may have held it
+        self._watch((*self._tensors(), *self._living_aliases()))
 
     def _watch(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -182,3 +213,11 @@ class Reads:
 
         Watched.__name__, Watched.__qualname__, Watched.__module__ = kind.__name__, kind.__qualname__, kind.__module__
         return Watched
+
+
+def _after_fork() -> None:
+    for reads in list(_open):
+        reads.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

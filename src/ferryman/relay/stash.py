@@ -45,9 +45,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ferryman.plan.fit import IN_FLIGHT
 from ferryman.relay.micro_batch import MicroBatch
+from ferryman.runtime.arena import Allocation, Arena
 from ferryman.runtime.lanes import DeviceLane, Lane, Work
 from ferryman.runtime.marks import Mark
-from ferryman.runtime.pinned import PinnedMemory
 
 _SMALL = 64  # bytes; less is not worth a copy
 
@@ -172,20 +172,20 @@ class _Level:
 class _Copy:
     """The host's copy of a storage, as it was after so many edits. Its memory is used again when nobody needs it."""
 
-    def __init__(
-        self, memory: torch.Tensor, edits: int, spare: list[tuple[torch.Tensor, Mark | None]], level: _Level
-    ) -> None:
-        self.memory = memory
+    def __init__(self, piece: Allocation, edits: int, arena: Arena, level: _Level) -> None:
+        self.memory = piece.bytes
         self.edits = edits
         self.landed: Mark | None = None
         self.fetched: Mark | None = None  # the last fetch from it
-        self._spare = spare
+        self._piece = piece
+        self._arena = arena
         self._level = level
-        level.add(memory.numel())
+        level.add(self.memory.numel())
 
     def __del__(self) -> None:
         self._level.add(-self.memory.numel())
-        self._spare.append((self.memory, self.fetched or self.landed))
+        last = self.fetched or self.landed
+        self._arena.give(self._piece, () if last is None else (last,))
 
 
 class _TrackedStorage:
@@ -254,8 +254,7 @@ class HostStash:
         self._tracked: dict[MicroBatch, dict[int, _TrackedStorage]] = {}  # by owner and storage
         self._owners: dict[int, MicroBatch] = {}
         self._shared: dict[int, _TrackedStorage] = {}  # shared by several micro-batches
-        self._spare: dict[int, list[tuple[torch.Tensor, Mark | None]]] = {}  # pinned memory, by size
-        self._memory: list[PinnedMemory] = []  # all of it
+        self.arena = Arena(device)  # for the copies
         self._window: deque[_Leaving] = deque()  # see Note [The window]
         self._copied = _Level()
         self._checks = False  # whether bytes are compared where no edit was seen
@@ -370,10 +369,7 @@ class HostStash:
 
     def close(self) -> None:
         self.forget()
-        for memory in self._memory:
-            memory.close()
-        self._memory.clear()
-        self._spare.clear()
+        self.arena.close()
 
     def _drop(self, batch: MicroBatch, key: int) -> _TrackedStorage:
         del self._owners[key]
@@ -431,19 +427,12 @@ class HostStash:
                 self._check_unedited(tracked, tracked.copy)
             return tracked.copy
         tracked.nbytes = tracked.storage().nbytes()  # an edit may have resized it
-        spare = self._spare.setdefault(tracked.nbytes, [])
-        if spare:
-            memory, free = spare.pop()
-            if free is not None and free.failed():
-                free = None  # of a step that was given up: nothing uses the memory any more
-        else:
-            self._memory.append(PinnedMemory(tracked.nbytes, self._device))
-            memory, free = self._memory[-1].bytes, None
-        copy = tracked.copy = _Copy(memory, tracked.edits, spare, self._copied)
-        flat = tracked.flat()
+        piece = self.arena.take(tracked.nbytes)
+        copy = tracked.copy = _Copy(piece, tracked.edits, self.arena, self._copied)
+        memory, flat = piece.bytes, tracked.flat()
         copy.landed = self._d2h.submit(
             lambda: memory.copy_(flat, non_blocking=True),
-            after=[mark for mark in (self._compute.here(), free) if mark is not None],
+            after=[self._compute.here(), *piece.after],
             label="stow stash",
             nbytes=tracked.nbytes,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable
@@ -42,6 +43,9 @@ def _event_class(device_type: str) -> Callable[[torch.device, bool], Event]:
     return lambda device, timed: torch.Event(device, enable_timing=timed)
 
 
+_numbers = itertools.count()
+
+
 class LaneError(RuntimeError):
     """Work was not done, because other work had failed before it or its lane was closed."""
 
@@ -72,6 +76,7 @@ class Mark:
         self.label = label
         self._group = group
         self._lane = lane
+        self._number = next(_numbers)
         self._timed = timed
         self._span: tuple[Event, Event] | tuple[float, float] | None = None  # when its work began and ended
         self._settled = threading.Event()  # host: the work is over; stream: it is issued, and `_event` follows it
@@ -106,6 +111,10 @@ class Mark:
     def failed(self) -> bool:
         """Whether the work was not done, or not to its end."""
         return self._settled.is_set() and self._failure is not None
+
+    def follows(self, other: Mark) -> bool:
+        """Whether it is a later mark of the same lane: once it has passed, so has the other."""
+        return self._group is other._group and self._lane == other._lane and self._number > other._number
 
     def precede_caller(self) -> None:
         """Has the calling thread's current stream wait for this mark."""

@@ -1,15 +1,35 @@
-"""Host memory that copies can use asynchronously, allocated to the byte.
+"""Host memory that copies can use asynchronously: mappings of their own, registered with the device.
 
-PyTorch's own pinned allocator rounds up to a power of two, which can double a model's footprint. So memory is allocated
+PyTorch's own pinned allocator rounds up to a power of two, which can double a model's footprint. So memory is mapped
 exactly and then registered with the device, where the device can do that.
+
+Note [Registration]
+A driver pins whole pages and refuses a page that is pinned already. So each memory is a mapping of its own, which
+shares no page with anything else and is registered once. Small buffers are parts of larger memories (`arena.py`).
+Registration opens a context on the current device, so the right one is made current. A driver may refuse, since some of
+them limit what can be pinned (WSL2): the memory then stays pageable. Copies are slower, and nothing else changes.
+
+Note [Fork]
+The kernel copies pinned private pages at once when a process forks, so each worker of a DataLoader would take as much
+memory as the model and its state. Registered memory is therefore excluded from forks (`MADV_DONTFORK`). A forked child
+does not have these pages, and reads of weights there raise (`model/reads.py`). When the registration ends, the memory
+takes part in forks again, as the user's tensors may still have it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import mmap
+import os
 import weakref
 from collections.abc import Callable
 
 import torch
+
+from ferryman.runtime.sizes import show_bytes
+
+_logger = logging.getLogger("ferryman")
 
 
 class PinnedMemory:
@@ -19,32 +39,89 @@ class PinnedMemory:
     """
 
     def __init__(self, nbytes: int, device: torch.device, memory: torch.Tensor | None = None) -> None:
-        """`memory`: existing bytes to register, such as memory that several processes share."""
-        # Zeros touch the pages now: first-touch page faults cost three times as much as later accesses.
-        self.bytes = torch.zeros(nbytes, dtype=torch.uint8) if memory is None else memory
-        self._unregister: Callable[[], object] = lambda: None
+        """`memory`: existing bytes to register, on pages of their own, such as memory that several processes share."""
+        mapping = None
+        if memory is None:
+            mapping, memory = _map(nbytes)
+        self.bytes = memory
+        self.is_pinned = False
+        self._end: Callable[[], object] = lambda: None
         if device.type == "cpu" or nbytes == 0:
             return
-        if _register(self.bytes, device):
-            self._unregister = end = weakref.finalize(self, _unregister, self.bytes, device)
-            end.atexit = False
-        elif memory is None:  # shared memory cannot be moved: its copies are slower
-            self.bytes = self.bytes.pin_memory()
+        if not _can_register(device):
+            if mapping is not None:  # shared memory cannot be moved: its copies are slower
+                self.bytes = memory.pin_memory()
+                self.is_pinned = True
+            return
+        try:
+            with torch.accelerator.device_index(device.index):
+                _register(memory, device)
+        except RuntimeError as error:  # a limit; pages that are registered already are a ValueError
+            _warn(device, nbytes, error)
+            return
+        self.is_pinned = True
+        if mapping is not None:
+            mapping.madvise(mmap.MADV_DONTFORK)
+        self._end = end = weakref.finalize(self, _end_registration, memory, device, mapping, os.getpid())
+        end.atexit = False
 
     def close(self) -> None:
-        self._unregister()
+        self._end()
+        self.is_pinned = False
 
 
-def _register(memory: torch.Tensor, device: torch.device) -> bool:
-    """Pins memory in place; returns whether the device can do that."""
-    module = torch.get_device_module(device)
-    if device.type == "cuda":  # the one place that names it: `torch.accelerator` has no way to register memory
+def _map(nbytes: int) -> tuple[mmap.mmap | None, torch.Tensor]:
+    """A private mapping, and its bytes, which keep it alive."""
+    if nbytes == 0:
+        return None, torch.empty(0, dtype=torch.uint8)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Zeros touch the pages now: first-touch page faults cost three times as much as later accesses.
+    return mapping, torch.frombuffer(mapping, dtype=torch.uint8).zero_()
+
+
+_warned: set[torch.device] = set()
+
+
+def _warn(device: torch.device, nbytes: int, error: RuntimeError) -> None:
+    """Once for each device: where one memory is refused, others will be."""
+    if device not in _warned:
+        _warned.add(device)
+        _logger.warning(
+            "ferryman: the driver refuses to pin %s of host memory for %s (%s). Memory that it refuses stays pageable, "
+            "so copies are slower and do not overlap with compute. Drivers limit what can be pinned: raise the limit "
+            "(ulimit -l unlimited; for WSL2, memory= in .wslconfig)",
+            show_bytes(nbytes),
+            device,
+            str(error).partition("\n")[0],
+        )
+
+
+def _end_registration(memory: torch.Tensor, device: torch.device, mapping: mmap.mmap | None, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child has neither the memory nor the device
+    with torch.accelerator.device_index(device.index):
+        _unregister(memory, device)
+    if mapping is not None:
+        mapping.madvise(mmap.MADV_DOFORK)
+
+
+def _can_register(device: torch.device) -> bool:
+    return device.type == "cuda" or hasattr(torch.get_device_module(device), "register_host")
+
+
+def _register(memory: torch.Tensor, device: torch.device) -> None:
+    """Pins memory in place, for the current device. A RuntimeError says that the driver refuses."""
+    if device.type != "cuda":
+        torch.get_device_module(device).register_host(memory)
+        return
+    # The one place that names it: `torch.accelerator` has no way to register memory.
+    try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-        return True
-    if hasattr(module, "register_host"):
-        module.register_host(memory)
-        return True
-    return False
+    except RuntimeError:
+        # The runtime keeps the error for whoever launches the next kernel. A launch of our own takes it.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)
+        raise
 
 
 def _unregister(memory: torch.Tensor, device: torch.device) -> None:

@@ -32,6 +32,7 @@ from ferryman.model.units import (
     weight_itemsize,
 )
 from ferryman.plan.staging import Staging, gradient_berth_bytes, most_tensors
+from ferryman.runtime.arena import Allocation, Arena
 from ferryman.runtime.marks import Mark
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.runtime.streams import Streams
@@ -57,11 +58,18 @@ class DeviceUpdates:
     """The device's part of the optimizer."""
 
     def __init__(
-        self, store: RamStore, staging: Staging, streams: Streams, device: torch.device, log: UpdateLog
+        self,
+        store: RamStore,
+        staging: Staging,
+        streams: Streams,
+        device: torch.device,
+        arena: Arena,
+        log: UpdateLog,
     ) -> None:
         self._store = store
         self._staging = staging
         self._device = device
+        self._arena = arena
         self._log = log
         self._in, self._update, self._out = streams.state_in, streams.update, streams.state_out
         self._sums_lane = streams.norms
@@ -70,7 +78,7 @@ class DeviceUpdates:
         self._turn = 0
         self._scratch, self._sums_scratch = Scratch(0, device), Scratch(0, device)
         self._sums = torch.empty(0, dtype=torch.float64, device=device)  # of the subgroup whose squares are summed
-        self._sums_memory = PinnedMemory(0, device)
+        self._sums_memory: Allocation | None = None
         self._sums_on_host: dict[Subgroup, torch.Tensor] = {}
         self.gradient_berths: dict[Subgroup, Berth] = {}  # where gradients wait for the global norm
 
@@ -87,7 +95,7 @@ class DeviceUpdates:
         }
         self._sums = torch.empty(most_tensors(units), dtype=torch.float64, device=self._device)
         counts = {s: len(_parts_in(s, s.unit.trained)) for s in staging.subgroups(units)}
-        self._sums_memory = PinnedMemory(sum(counts.values()) * self._sums.itemsize, self._device)
+        self._sums_memory = self._arena.take(sum(counts.values()) * self._sums.itemsize)
         parts = self._sums_memory.bytes.view(torch.float64).split(list(counts.values())) if counts else ()
         self._sums_on_host = dict(zip(counts, parts, strict=True))
 
@@ -193,7 +201,9 @@ class DeviceUpdates:
     def release(self) -> None:
         """Frees all memory."""
         self._sums_on_host.clear()
-        self._sums_memory.close()
+        if self._sums_memory is not None:
+            self._arena.give(self._sums_memory)
+            self._sums_memory = None
         self._sums = torch.empty(0, dtype=torch.float64, device=self._device)
         self._scratch, self._sums_scratch = Scratch(0, self._device), Scratch(0, self._device)
         self._berths.clear()

@@ -20,7 +20,7 @@ class EagerUpdates(Strategy):
     def __init__(self, parts: UpdateParts, *, checks_losses: bool) -> None:
         super().__init__(parts, checks_losses=checks_losses)
         self._describe_changes = parts.describe_changes
-        self._landing = LandingBuffers(parts.device)
+        self._landing = LandingBuffers(parts.arena)
 
     def landing(self, subgroup: Subgroup, dtype: torch.dtype) -> Landing:
         return self._landing.landing(subgroup.size, dtype)

@@ -26,8 +26,8 @@ import torch
 from ferryman.distributed.ranks import Ranks
 from ferryman.model.precision import Scale
 from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, landing_dtype, overlap, trained_offsets
+from ferryman.runtime.arena import Arena
 from ferryman.runtime.marks import Mark
-from ferryman.runtime.pinned import PinnedMemory
 from ferryman.runtime.streams import Streams
 from ferryman.server.landing_buffers import Buffer, Landing, LandingBuffers
 from ferryman.server.optimizer_view import OptimizerView
@@ -166,19 +166,19 @@ class RankExchange(Exchange):
         self,
         ranks: Ranks,
         streams: Streams,
-        device: torch.device,
+        arena: Arena,
         store: RamStore,
         log: UpdateLog,
         optimizer_view: OptimizerView,
         scale: Scale,
         subgroups: Callable[[Unit], Sequence[Subgroup]],
     ) -> None:
-        self._ranks, self._device, self._store, self._log = ranks, device, store, log
+        self._ranks, self._store, self._log = ranks, store, log
         self._optimizer_view, self._scale, self._subgroups = optimizer_view, scale, subgroups
         self._host_lane, self._gradients_lane, self._weights_lane = streams.host, streams.exchange, streams.share
         self._turns: list[_Turn] = []
         self._cuts: weakref.WeakKeyDictionary[Unit, list[int]] = weakref.WeakKeyDictionary()
-        self._messages, self._sums = LandingBuffers(device), LandingBuffers(device)
+        self._messages, self._sums = LandingBuffers(arena), LandingBuffers(arena)
         self._gathered = torch.empty(0, dtype=torch.uint8)  # the messages of all ranks
 
     def begin(self, units: Sequence[Unit], *, left_for_user: bool) -> None:
@@ -195,9 +195,8 @@ class RankExchange(Exchange):
         room = nbytes + len(subgroup.unit.trained)
         # A unit that comes before its turn must not take the buffers of the one whose turn it is.
         is_next = turn is self._turns[0]
-        buffer = self._messages.next(room) if is_next else Buffer(PinnedMemory(room, self._device))
-        after = [] if buffer.free is None else [buffer.free]
-        return Landing(buffer.memory.bytes[:nbytes].view(turn.dtype), after, buffer)
+        buffer = self._messages.next(room) if is_next else self._messages.one_more(room)
+        return Landing(buffer.memory.bytes[:nbytes].view(turn.dtype), buffer.after, buffer)
 
     def send(self, subgroup: Subgroup, landing: Landing, items: Collection[Item], mark: Mark) -> Iterable[Arrival]:
         return self._send(subgroup, landing, items, [mark])
@@ -316,7 +315,7 @@ class RankExchange(Exchange):
             reads=[message],
             writes=[message] if total is None else [message, total.gradient],
         )
-        parcel.buffer.free = mark
+        self._messages.used(parcel.buffer, mark)
         if total is not None:
             yield Arrival(subgroup, total.gradient, found, mark, total.buffer, items_are_known=False)
 

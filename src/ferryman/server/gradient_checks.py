@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, overlap, trained_offsets
+from ferryman.runtime.arena import Allocation, Arena
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
-from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server import kernels
 from ferryman.server.device_updates import SquaredSums
 
@@ -33,11 +33,11 @@ class GradientChecks:
     are checked on a lane of their own: the host lane may be far behind.
     """
 
-    def __init__(self, host: Lane, checks: Lane, device: torch.device, threads: int | None) -> None:
+    def __init__(self, host: Lane, checks: Lane, arena: Arena, threads: int | None) -> None:
         self._host, self._checks = host, checks
-        self._device = device
+        self._arena = arena
         self._threads = threads
-        self._loss_memory: list[PinnedMemory] = []
+        self._loss_memory: list[Allocation] = []
         self._sums: dict[tuple[Item, int], float] = {}  # sums of squares, by tensor and start of the subgroup
         self._marks: list[Mark] = []
         self._losses: list[tuple[torch.Tensor, Mark]] = []
@@ -47,7 +47,7 @@ class GradientChecks:
         """Pinned memory for the next micro-batch's loss."""
         number = len(self._losses)
         if number == len(self._loss_memory):
-            self._loss_memory.append(PinnedMemory(GRADIENT.itemsize, self._device))
+            self._loss_memory.append(self._arena.take(GRADIENT.itemsize))
         return self._loss_memory[number].bytes.view(GRADIENT)
 
     def expect_loss(self, loss: torch.Tensor, mark: Mark) -> None:
@@ -132,10 +132,6 @@ class GradientChecks:
         self._marks.clear()
         self._losses.clear()
         self.losses_checked.clear()
-
-    def close(self) -> None:
-        for memory in self._loss_memory:
-            memory.close()
 
     def _add(self, subgroup: Subgroup, found: Mapping[Item, float], describe_changes: DescribeChanges | None) -> None:
         for item, total in found.items():

@@ -7,18 +7,23 @@ from typing import NamedTuple
 
 import torch
 
+from ferryman.runtime.arena import Allocation, Arena
 from ferryman.runtime.marks import Mark
-from ferryman.runtime.pinned import PinnedMemory
 
 _BUFFERS = 4  # in a ring: some are being filled while others are being used
 
 
-@dataclass
+@dataclass(eq=False)
 class Buffer:
     """Pinned memory, and the mark after which it may be overwritten."""
 
-    memory: PinnedMemory
-    free: Mark | None = None  # the end of its last use; None: nothing uses it
+    memory: Allocation
+    free: Mark | None = None  # the end of its last use; None: no use yet
+
+    @property
+    def after(self) -> list[Mark]:
+        """The marks after which it may be overwritten."""
+        return self.memory.after if self.free is None else [self.free]
 
 
 class Landing(NamedTuple):
@@ -32,34 +37,45 @@ class Landing(NamedTuple):
 class LandingBuffers:
     """A ring of buffers that grow to the largest size that was asked for."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._ring = [Buffer(PinnedMemory(0, device)) for _ in range(_BUFFERS)]
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._ring: list[Buffer | None] = [None] * _BUFFERS
         self._turn = 0
 
     def next(self, nbytes: int) -> Buffer:
         """The buffer whose last use is longest ago, with room for `nbytes`."""
         self._turn = (self._turn + 1) % _BUFFERS
         buffer = self._ring[self._turn]
-        if buffer.memory.bytes.nbytes < nbytes:
-            if buffer.free is not None:
-                buffer.free.wait()
-            buffer.memory.close()
-            buffer.memory = PinnedMemory(nbytes, self._device)
+        if buffer is None or buffer.memory.bytes.nbytes < nbytes:
+            if buffer is not None:
+                self._arena.give(buffer.memory, buffer.after)
+            buffer = self._ring[self._turn] = self.one_more(nbytes)
         return buffer
+
+    def one_more(self, nbytes: int) -> Buffer:
+        """A buffer beside those in the ring, for one use."""
+        return Buffer(self._arena.take(nbytes))
+
+    def used(self, buffer: Buffer, until: Mark) -> None:
+        """The buffer is in use until the mark."""
+        buffer.free = until
+        if buffer not in self._ring:
+            self._arena.give(buffer.memory, [until])
 
     def landing(self, count: int, dtype: torch.dtype) -> Landing:
         """Room for `count` elements in the next buffer."""
         nbytes = count * dtype.itemsize
         buffer = self.next(nbytes)
-        after = [] if buffer.free is None else [buffer.free]
-        return Landing(buffer.memory.bytes[:nbytes].view(dtype), after, buffer)
+        return Landing(buffer.memory.bytes[:nbytes].view(dtype), buffer.after, buffer)
 
     def recover(self) -> None:
         """After a failure, when no lane has work any more: no buffer is in use."""
-        for buffer in self._ring:
+        for buffer in filter(None, self._ring):
             buffer.free = None
+            buffer.memory.after.clear()
 
     def close(self) -> None:
-        for buffer in self._ring:
-            buffer.memory.close()
+        """Gives the memory back; no lane has work."""
+        for buffer in filter(None, self._ring):
+            self._arena.give(buffer.memory)
+        self._ring = [None] * _BUFFERS

@@ -23,6 +23,7 @@ from ferryman.model.precision import Scale
 from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, cut_into_subgroups, trained_elements
 from ferryman.options import PlainOptions
 from ferryman.plan.staging import Staging
+from ferryman.runtime.arena import Arena
 from ferryman.runtime.lanes import DeviceLane
 from ferryman.runtime.marks import Mark
 from ferryman.runtime.streams import Streams
@@ -60,7 +61,8 @@ class Server:
         self.store, self.scale = store, scale
         self._optimizer_view, self._options, self._staging, self._ranks = optimizer_view, options, staging, ranks
         self._streams, self._device = streams, device
-        self._checks = GradientChecks(streams.host, streams.checks, device, options.host_threads)
+        self._arena = Arena(device)
+        self._checks = GradientChecks(streams.host, streams.checks, self._arena, options.host_threads)
         self._log = UpdateLog(streams.lanes, staging)
         self._host_updates = HostUpdates(
             store, streams.host, self._log, options.host_threads, returns_weights=ranks.alone
@@ -69,7 +71,7 @@ class Server:
         self._exchange: Exchange = SingleRank()
         if not ranks.alone and optimizer_view is not None:
             self._exchange = RankExchange(
-                ranks, streams, device, store, self._log, optimizer_view, scale, self.subgroups
+                ranks, streams, self._arena, store, self._log, optimizer_view, scale, self.subgroups
             )
         self._units: Sequence[Unit] = ()  # in forward order
         self._last_requested = RequestedUpdates.none()  # of the last step, with gradients that had waited
@@ -85,7 +87,9 @@ class Server:
         self._log.serve(weights, staging)
         if self.has_optimizer and staging.on_device:
             if self._device_updates is None:
-                self._device_updates = DeviceUpdates(self.store, staging, self._streams, self._device, self._log)
+                self._device_updates = DeviceUpdates(
+                    self.store, staging, self._streams, self._device, self._arena, self._log
+                )
             self._device_updates.make_room_for(units, staging, held=held)
             if self._log.balancer.rates is None:
                 view, threads = self._optimizer_view, self._options.host_threads
@@ -102,7 +106,7 @@ class Server:
     def _make_strategy(self) -> Strategy:
         device_updates = self._device_updates if self._staging.on_device else None
         parts = UpdateParts(
-            self.store, self._log, self._checks, self._streams.host, self._host_updates, device_updates, self._device,
+            self.store, self._log, self._checks, self._streams.host, self._host_updates, device_updates, self._arena,
             self.scale, self.describe_changes,
         )  # fmt: skip
         raises = self._options.on_nonfinite == "raise" and not self.scale.moves
@@ -281,10 +285,10 @@ class Server:
         """Frees memory; no lane has work."""
         self._strategy.close()
         self._exchange.close()
-        self._checks.close()
         self._log.trace_last()
         if self._device_updates is not None:
             self._device_updates.release()
+        self._arena.close()
 
     # What others read.
 

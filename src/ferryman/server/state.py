@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from ferryman.server.optimizer_view import OptimizerView, for_constructor
 from ferryman.server.rules import STATE, Group, Numbers, Rule
 
 _CHUNK = 1 << 20  # elements
+_ALIGNMENT = 64  # bytes, of each array: a cache line
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,13 @@ class UnitState:
         self._optimizer_view = optimizer_view
         self._offsets = trained_offsets(unit)
         self.low, high = part(unit, optimizer_view, share)
-        self._masters = PinnedMemory((high - self.low) * master_itemsize(unit), device)
         count = state_itemsize(unit, optimizer_view) // STATE.itemsize
-        self._states = [PinnedMemory((high - self.low) * STATE.itemsize, device) for _ in range(count)]
+        sizes = [(high - self.low) * itemsize for itemsize in (master_itemsize(unit), *[STATE.itemsize] * count)]
+        ends = list(itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+        self._memory = PinnedMemory(ends[-1], device)  # one registration for all
+        starts = [0, *ends[:-1]]
+        parts = [_apart(self._memory.bytes[at : at + size]) for at, size in zip(starts, sizes, strict=True)]
+        self._masters, self._states = parts[0], parts[1:]
         self._parts: dict[Item, _Part] = {}
         for item, begin in self._offsets.items():
             shared = overlap(item, begin, self.low, high - self.low)
@@ -118,7 +124,7 @@ class UnitState:
         for item, mine in self._parts.items():
             dtype, at = master_dtype(item.dtype), mine.at * master_itemsize(unit)
             end = at if dtype is None else at + mine.size * dtype.itemsize
-            self._master[item] = None if dtype is None else self._masters.bytes[at:end].view(dtype)
+            self._master[item] = None if dtype is None else self._masters[at:end].view(dtype)
             self._start(item)
         self.take_states()
 
@@ -269,8 +275,8 @@ class UnitState:
         """The host memory of a subgroup that this rank owns; `weights` is the unit's flat memory."""
         lacking = master_itemsize(subgroup.unit)
         low, high = subgroup.start - self.low, subgroup.stop - self.low
-        rest = [self._masters.bytes[low * lacking : high * lacking]] if lacking else []
-        rest += [memory.bytes[low * STATE.itemsize : high * STATE.itemsize] for memory in self._states]
+        rest = [self._masters[low * lacking : high * lacking]] if lacking else []
+        rest += [state[low * STATE.itemsize : high * STATE.itemsize] for state in self._states]
         return SubgroupMemory(self.spans(subgroup, weights), rest)
 
     def spans(self, subgroup: Subgroup, weights: torch.Tensor) -> list[Span]:
@@ -336,18 +342,13 @@ class UnitState:
             for rule, pieces in ruled.values():
                 kernels.update(rule, pieces, threads=threads)
 
-    @property
-    def memories(self) -> list[PinnedMemory]:
-        return [self._masters, *self._states]
-
     def close(self) -> None:
-        for memory in self.memories:
-            memory.close()
+        self._memory.close()
 
     def _states_of(self, item: Item, rule: Rule) -> list[torch.Tensor]:
         mine = self._parts[item]
-        memories = self._states[: len(rule.states)]
-        return [memory.bytes.view(STATE)[mine.at : mine.at + mine.size] for memory in memories]
+        states = self._states[: len(rule.states)]
+        return [state.view(STATE)[mine.at : mine.at + mine.size] for state in states]
 
     def _update_by_torch(self, args: UpdateArgs, gradient: torch.Tensor, factor: float) -> None:
         """Has an optimizer of torch's own make the step, in float32, with the state that it keeps for the tensor."""
@@ -368,6 +369,11 @@ class UnitState:
         parameter.grad = None
         if item.dtype != torch.float32:
             self.take(item, values, item.tensor.data)
+
+
+def _apart(part: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor of its own: torch.save of a view would write all that it is a view of."""
+    return torch.from_numpy(part.numpy()) if part.numel() else torch.empty(0, dtype=part.dtype)
 
 
 def fill(values: torch.Tensor, weights: torch.Tensor, start: int) -> None:

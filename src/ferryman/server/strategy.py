@@ -15,6 +15,7 @@ import torch
 
 from ferryman.model.precision import Scale
 from ferryman.model.units import GRADIENT, Item, Subgroup, Unit
+from ferryman.runtime.arena import Arena
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
 from ferryman.server.device_updates import DeviceUpdates
@@ -46,7 +47,7 @@ class UpdateParts(NamedTuple):
     host_lane: Lane
     host_updates: HostUpdates
     device_updates: DeviceUpdates | None  # None: the device updates nothing
-    device: torch.device
+    arena: Arena  # for buffers
     scale: Scale
     describe_changes: Callable[[], str]  # which weights this step has changed, for an error
 

@@ -75,10 +75,11 @@ class Assembly:
             self.store.close(together=ranks.alone)
             raise
         caller.runs_step_here = self.relay.runs_here
-        self.gradients = Gradients(
-            self.relay, self.store, self.server.wait_for_updates, wide=optimizer_view is not None
+        wide = optimizer_view is not None
+        self.gradients = Gradients(self.relay, self.store, self.server.wait_for_updates, wide=wide)
+        self.reads = Reads(
+            self.server.wait_for_updates, lambda: [item.tensor for unit in self.all_units for item in unit.items]
         )
-        self.reads = Reads(self.server.wait_for_updates)
         self._patch = ModelPatch()
         self._take_over(plan.units)
         for block in blocks:
@@ -173,7 +174,7 @@ class Assembly:
             finally:
                 self.lanes.close()
         finally:
-            self.reads.end()
+            self.reads.close()
             self._patch.end()
             if self._optimizer_view is not None:
                 self._optimizer_view.release()
