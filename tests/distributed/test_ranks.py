@@ -217,18 +217,22 @@ def test_ranks_that_share_no_memory(way, device, nodes):
     compare(nodes, "llama", device, (2, 1), **WAYS[way])
 
 
-CREWS = {"two": Cluster(2, 1, loopback=1.0), "nodes": Cluster(1, 2, network=1.0)}
+CLUSTERS = {"two": Cluster(2, 1, loopback=1.0), "nodes": Cluster(1, 2, network=1.0)}
 
 
-def planned_for(crew, **options):
+def planned_for(cluster, **options):
     """At a byte a second for everything: times are bytes."""
     with torch.device("meta"):
         model = build(CASES["llama"])
     length = CASES["llama"].batch(1)["input_ids"].shape[1]
     optimizer, _ = adamw(model)
-    training = Training(2 * crew.size, length, **options)
+    training = Training(2 * cluster.size, length, **options)
     return estimate(
-        model, optimizer, training, Machine(Rates(1e9, math.inf, 1.0, 1.0), crew=crew), whole(chosen_accelerator())
+        model,
+        optimizer,
+        training,
+        Machine(Rates(1e9, math.inf, 1.0, 1.0), cluster=cluster),
+        whole(chosen_accelerator()),
     )
 
 
@@ -241,20 +245,20 @@ def planned_for(crew, **options):
         {"precision": "bf16", "updates": "host", "held": False},
     ],
 )
-@pytest.mark.parametrize("crew", CREWS)
-def test_what_ranks_take_and_move_is_what_was_planned(crew, options, request, accelerator):
-    ranks, crew = request.getfixturevalue(crew), CREWS[crew]
-    outlook = planned_for(crew, **options)
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_what_ranks_take_and_move_is_what_was_planned(cluster, options, request, accelerator):
+    ranks, cluster = request.getfixturevalue(cluster), CLUSTERS[cluster]
+    outlook = planned_for(cluster, **options)
     found = ranks.run(rank_jobs.what_is_taken, **options)
-    node = found[-crew.devices :]
+    node = found[-cluster.devices :]
     taken = node[0][2]["common"] + sum(of[2]["own"] for of in node)
     planned = {part: outlook.host[part] for part in found[0][0]}
     assert sum(planned.values()) == pytest.approx(taken, rel=0.02)
     for account, plan, *_ in found:
         assert plan == {part: outlook.device[part] for part in plan}
-        account["weights"] += (crew.devices - 1) * outlook.plan.residents.nbytes  # of each rank's own
+        account["weights"] += (cluster.devices - 1) * outlook.plan.residents.nbytes  # of each rank's own
         for part, nbytes in account.items():
-            share = planned[part] if part == "weights" else planned[part] / crew.devices
+            share = planned[part] if part == "weights" else planned[part] / cluster.devices
             assert nbytes == pytest.approx(share, rel=0.02), part
     forward, backward = outlook.forecast.forward.named, outlook.forecast.backward.named
     for _, _, _, moved in found:
@@ -264,15 +268,15 @@ def test_what_ranks_take_and_move_is_what_was_planned(crew, options, request, ac
         assert forward["link in"] + backward["link in"] == pytest.approx(link_in, rel=0.1)
         assert forward["link out"] + backward["link out"] == pytest.approx(link_out, rel=0.1)
     weights = [trained_elements(unit) * weight_itemsize(unit) for unit in outlook.plan.in_forward_order]
-    gone_round = 0 if outlook.plan.staging.deferred else weights[0] if crew.nodes == 1 else sum(weights)
-    crossed = backward["exchange"] if crew.nodes == 1 else 2 * backward["network"]
+    gone_round = 0 if outlook.plan.staging.deferred else weights[0] if cluster.nodes == 1 else sum(weights)
+    crossed = backward["exchange"] if cluster.nodes == 1 else 2 * backward["network"]
     assert crossed - gone_round == pytest.approx(found[0][3]["exchange"], rel=0.05)
 
 
-@pytest.mark.parametrize("crew", CREWS)
-def test_ranks_look_at_a_nodes_memory_together(crew, request, accelerator):
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_ranks_look_at_a_nodes_memory_together(cluster, request, accelerator):
     """Each would fit by itself, but not all of them: all refuse, or none."""
-    ranks, outlook = request.getfixturevalue(crew), planned_for(CREWS[crew], precision="fp32")
+    ranks, outlook = request.getfixturevalue(cluster), planned_for(CLUSTERS[cluster], precision="fp32")
     needed = sum(outlook.host[part] for part in ("weights", "optimizer state"))
     for refused in ranks.run(rank_jobs.with_host_memory, needed - 1, precision="fp32"):
         assert "the host cannot hold this" in refused

@@ -148,7 +148,7 @@ def test_an_overflow_in_float16_skips_the_step(updates, held, accelerator):
 def _without_arrival(real):
     def copy(self, copies, **how):
         mark = real(self, copies, **how)
-        return Mark(self._group, self.name, "nothing")._settle_at(None) if self.name == "state in" else mark
+        return Mark(self._group, self.name, "nothing")._resolve_at(None) if self.name == "state in" else mark
 
     return copy
 
