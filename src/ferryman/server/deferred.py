@@ -45,7 +45,7 @@ class DeferredUpdates(Strategy):
         waiting = berth.memory[: gradient.nbytes].view(gradient.dtype)
         self._log.step.waiting_on_device[subgroup] = DeviceGradient(waiting, berth)
         self._waiting(subgroup.unit, gradient.dtype, items)
-        return sums.landed
+        return sums.read
 
     def receive(self, arrival: Arrival) -> None:
         subgroup, gradient, items = arrival.subgroup, arrival.gradient, arrival.items

@@ -10,7 +10,8 @@ subgroups whose state stays on the device have berths of their own. A gradient o
 Note [Checks before updates]
 Gradients on the device are checked there too: their sums of squares are computed on a lane of their own and copied to
 the host. An eager update must not use a gradient that is not finite, so it waits for the host to check the sums. In the
-meantime the squares of other gradients are summed.
+meantime the squares of other gradients are summed. Sums are in float64. On a device that does not have it, the gradient
+is copied to the host, and the sums are computed there.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from ferryman.runtime.streams import Streams
 from ferryman.server import kernels
 from ferryman.server.berths import Berth, BerthAreas
 from ferryman.server.kernels import Piece, Scratch
+from ferryman.server.landing_buffers import LandingBuffers
 from ferryman.server.rules import TIMING_NUMBERS, Rule
 from ferryman.server.state import SubgroupMemory, UpdateArgs
 from ferryman.server.stats import DeviceUpdate
@@ -52,6 +54,7 @@ class SquaredSums(NamedTuple):
     items: list[Item]
     sums: torch.Tensor  # pinned, in double
     landed: Mark
+    read: Mark  # the gradient is not needed for them any more
 
 
 class DeviceUpdates:
@@ -72,12 +75,14 @@ class DeviceUpdates:
         self._arena = arena
         self._log = log
         self._in, self._update, self._out = streams.state_in, streams.update, streams.state_out
-        self._sums_lane = streams.norms
+        self._sums_lane, self._checks_lane = streams.norms, streams.checks
+        self._has_float64 = kernels.has_float64(device)
+        self._landing = LandingBuffers(arena)  # for gradients whose squares the host sums
         self._berths: list[Berth] = []  # subgroups pass through these
         self._own_berths: dict[Subgroup, Berth] = {}  # of subgroups whose state stays on the device
         self._turn = 0
         self._scratch, self._sums_scratch = Scratch(0, device), Scratch(0, device)
-        self._sums = torch.empty(0, dtype=torch.float64, device=device)  # of the subgroup whose squares are summed
+        self._sums = torch.empty(0, device=device)  # of the subgroup whose squares are summed, and one number more
         self._sums_memory: Allocation | None = None
         self._sums_on_host: dict[Subgroup, torch.Tensor] = {}
         self.gradient_berths: dict[Subgroup, Berth] = {}  # where gradients wait for the global norm
@@ -93,9 +98,10 @@ class DeviceUpdates:
         self.gradient_berths = {
             s: self._berth(gradient_berth_bytes(s)) for s in staging.with_gradient_berths(units, held=held)
         }
-        self._sums = torch.empty(most_tensors(units), dtype=torch.float64, device=self._device)
+        if self._has_float64:
+            self._sums = torch.empty(most_tensors(units) + 1, dtype=torch.float64, device=self._device)
         counts = {s: len(_parts_in(s, s.unit.trained)) for s in staging.subgroups(units)}
-        self._sums_memory = self._arena.take(sum(counts.values()) * self._sums.itemsize)
+        self._sums_memory = self._arena.take(sum(counts.values()) * torch.float64.itemsize)
         parts = self._sums_memory.bytes.view(torch.float64).split(list(counts.values())) if counts else ()
         self._sums_on_host = dict(zip(counts, parts, strict=True))
 
@@ -109,20 +115,35 @@ class DeviceUpdates:
     ) -> SquaredSums:
         """Sums of squares of a gradient on the device, by tensor. The gradient is also copied to a berth, if given."""
         parts = _parts_in(subgroup, items)
-        on_device = self._sums[: len(parts)]
         on_host = self._sums_on_host[subgroup][: len(parts)]
         copied = None if copy_to is None else copy_to.memory[: gradient.nbytes].view(gradient.dtype)
+        landing = None if self._has_float64 else self._landing.landing(gradient.numel(), gradient.dtype)
 
         def work() -> None:
-            on_device.zero_()
-            for number, (_, at) in enumerate(parts.values()):
-                kernels.add_squares_in_torch(gradient[at], on_device[number], self._sums_scratch)
-            on_host.copy_(on_device, non_blocking=True)
+            if landing is None:
+                on_device, number = self._sums[: len(parts)].zero_(), self._sums[-1]
+                for total, (_, at) in zip(on_device, parts.values(), strict=True):
+                    kernels.add_squares_in_torch(gradient[at], total, number, self._sums_scratch)
+                on_host.copy_(on_device, non_blocking=True)
+            else:
+                landing.gradient.copy_(gradient, non_blocking=True)
             if copied is not None:
                 copied.copy_(gradient)
 
-        mark = self._sums_lane.submit(work, after=after, label=f"check {subgroup.unit.name}")
-        return SquaredSums(list(parts), on_host, mark)
+        label, before = f"check {subgroup.unit.name}", [*after, *(() if landing is None else landing.after)]
+        mark = self._sums_lane.submit(work, after=before, label=label)
+        if landing is None:
+            return SquaredSums(list(parts), on_host, mark, mark)
+        assert landing.buffer is not None, "it landed in a buffer"
+        landed = landing.gradient
+
+        def sum_on_host() -> None:
+            for number, (_, at) in enumerate(parts.values()):
+                on_host[number] = kernels.sum_of_squares(landed[at])
+
+        summed = self._checks_lane.submit(sum_on_host, after=[mark], label=label, reads=[landed], writes=[on_host])
+        self._landing.used(landing.buffer, summed)
+        return SquaredSums(list(parts), on_host, summed, mark)
 
     def update(
         self,
@@ -195,6 +216,7 @@ class DeviceUpdates:
     def recover(self) -> None:
         """After a failure, when no lane has work any more. Updates that were made are copied to the host."""
         self.copy_state_to_host()
+        self._landing.recover()
         for berth in (*self._berths, *self._own_berths.values(), *self.gradient_berths.values()):
             berth.free = None
 
@@ -204,7 +226,8 @@ class DeviceUpdates:
         if self._sums_memory is not None:
             self._arena.give(self._sums_memory)
             self._sums_memory = None
-        self._sums = torch.empty(0, dtype=torch.float64, device=self._device)
+        self._sums = torch.empty(0, device=self._device)
+        self._landing.close()
         self._scratch, self._sums_scratch = Scratch(0, self._device), Scratch(0, self._device)
         self._berths.clear()
         self._own_berths.clear()

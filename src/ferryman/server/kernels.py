@@ -92,7 +92,6 @@ class Scratch:
     def __init__(self, length: int, device: torch.device | str = "cpu") -> None:
         self.length = length
         self._memory = torch.empty(3 * length, dtype=torch.float32, device=device)
-        self.number = torch.empty((), dtype=torch.float64, device=device)
 
     @staticmethod
     def nbytes(length: int) -> int:
@@ -189,11 +188,19 @@ def _update_stretch(rule: Rule, piece: Piece, at: slice, scratch: Scratch) -> No
         split(values, weights, master, second)
 
 
-def add_squares_in_torch(gradient: torch.Tensor, total: torch.Tensor, scratch: Scratch) -> None:
-    """Adds the sum of squares to `total`, in float64, on any device."""
+def has_float64(device: torch.device) -> bool:
+    """Whether the device computes in float64: some do not (MPS, some XPUs)."""
+    try:
+        return bool(torch.zeros(2, dtype=torch.float64, device=device).add_(1).sum().item() == 2)
+    except (TypeError, RuntimeError):
+        return False
+
+
+def add_squares_in_torch(gradient: torch.Tensor, total: torch.Tensor, number: torch.Tensor, scratch: Scratch) -> None:
+    """Adds the sum of squares to `total`, in float64, on any device that has it. `number`: temporary memory for one."""
     for stretch in gradient.split(scratch.length):
         wide = scratch.doubles(stretch.numel()).copy_(stretch)
-        total.add_(torch.sum(wide.square_(), dim=0, out=scratch.number))
+        total.add_(torch.sum(wide.square_(), dim=0, out=number))
 
 
 def _check_piece(rule: Rule, piece: Piece, threads: int | None, path: str | None) -> str:

@@ -239,7 +239,7 @@ class _Trial(Watcher):
         self.losses = [losses[number] for number in sorted(losses)]
         self._left = {v.name: _plain(_value(v)) for v in self._relay.state.variables}
         edited = self._relay.buffers.edited
-        self._left |= {item.name: item.tensor.detach().to(torch.float64, copy=True) for item in edited}
+        self._left |= {item.name: item.tensor.detach().to("cpu", copy=True).double() for item in edited}
         if left is not None:
             begun_with = contextvars.copy_context()
             context = {key: value for key, value in left.context.items() if begun_with.get(key) is not value}
@@ -305,7 +305,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if depth and isinstance(value, nn.Parameter):
         return id(value)  # in a container, such as an optimizer's groups: it is a variable of its own
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", torch.float64) if value.numel() < 2**16 else value.detach().sum().item()
+        return value.detach().cpu().double() if value.numel() < 2**16 else value.detach().sum().item()
     if isinstance(value, ARRAYS) and np.asarray(value).dtype.kind in "biuf":
         return torch.from_numpy(np.array(value, dtype=np.float64))
     if depth > 4 or value is None or isinstance(value, bool | int | float | str):
