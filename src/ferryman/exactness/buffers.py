@@ -1,8 +1,8 @@
-"""Buffers that a unit's own code edits, as running statistics do.
+"""Buffers that a unit's own code edits, such as running statistics.
 
-The unit runs twice. Its second run must see its buffers as the first did, and must leave them as they are; and what the
-first run and the backward have made of them must reach the host, since the slot will hold another unit. Which buffers a
-unit edits is found in the first step: until then all of them are treated so.
+The unit runs twice. Its second run must see the values that the first run saw, and must not change the buffers. Changes
+by the first run and by the backward must be copied to the host, because another unit will use the slot. The first step
+finds out which buffers a unit edits. Until then, all of its buffers are treated as edited.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from ferryman.model.binding import adopt_assigned, bind, is_assigned
 from ferryman.model.units import Item, Unit
 
 Bound = tuple[Item, torch.Tensor]  # a buffer, and the device's tensor for it
-Copies = dict[Item, torch.Tensor]  # buffers, as they were at some time
+Copies = dict[Item, torch.Tensor]  # copies of buffers at some point of a step
 
 
 class Buffers:
-    """Those of the unit on visit."""
+    """The buffers of the unit that is visited."""
 
     def __init__(self) -> None:
-        self.edited: set[Item] = set()  # known to be
-        self._edited_in_backward: set[Item] = set()  # those of them that hooks and autograd functions edit
+        self.edited: set[Item] = set()  # buffers that are known to be edited
+        self._edited_in_backward: set[Item] = set()  # edited by hooks and autograd functions
         self._learns = self._ignores = False
         self.bound: Sequence[Bound] = ()
         self._versions: list[int] = []
-        self._changed: dict[Item, torch.Tensor] = {}  # in this visit
-        self._originals: dict[Item, torch.Tensor] = {}  # the host's, before the step
+        self._changed: dict[Item, torch.Tensor] = {}  # edited in this visit
+        self._originals: dict[Item, torch.Tensor] = {}  # the host's values before the step
 
     def visit(self, bound: Sequence[Bound]) -> None:
-        """The unit's buffers are here from now on."""
+        """Begins a visit to the unit with these buffers."""
         self.bound = bound
         self._versions = [tensor._version for _, tensor in bound]
         self._changed = {}
 
     def leave(self) -> list[Bound]:
-        """The visit is over; returns what it has changed."""
+        """Ends the visit. Returns the buffers that it has changed."""
         changed, self.bound, self._changed = list(self._changed.items()), (), {}
         return changed
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
-        """Within, all buffers may be edited, and it is noted which are; afterwards the host's are as they were."""
+        """Context in which all buffers may be edited, and edits are recorded. On exit, the host's buffers are reset."""
         self._learns = True
         try:
             yield
@@ -53,19 +53,19 @@ class Buffers:
             self._learns = False
             self.undo()
 
-    def keep(self) -> None:
-        """The step is good."""
+    def commit(self) -> None:
+        """Drops the original values after a step that succeeded."""
         self._originals.clear()
 
     def undo(self) -> None:
-        """Gives the host's buffers the values that they had before the step."""
+        """Resets the host's buffers to their values before the step."""
         for item, original in self._originals.items():
             item.tensor.data.copy_(original)
         self._originals.clear()
 
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:
-        """Within, nothing is remembered of buffers, and nothing refused."""
+        """Context in which edits of buffers are neither recorded nor refused."""
         self._ignores = True
         try:
             yield
@@ -73,7 +73,7 @@ class Buffers:
             self._ignores = False
 
     def adopt(self) -> None:
-        """The unit's code has run: what it has assigned to its buffers counts."""
+        """Called after the unit's code: copies tensors that it has assigned to buffers into the device's tensors."""
         for item, tensor in self.bound:
             if self._ignores or not is_assigned(item, tensor):
                 continue
@@ -83,15 +83,15 @@ class Buffers:
             adopt_assigned(item, tensor)
 
     def copy(self) -> Copies | None:
-        """Of the buffers that a run may edit, as they are now."""
-        if self._learns:  # which is all of them: on the device they would count against the budget
+        """Copies of the buffers that a run may edit, with their current values."""
+        if self._learns:  # copy all buffers to the host: on the device they would count against the budget
             copies = {item: t.detach().to("cpu", copy=True) for item, t in self.bound}
         else:
             copies = {item: t.detach().clone() for item, t in self.bound if item in self.edited}
         return copies or None
 
     def ran(self, unit: Unit, before: Copies | None) -> Copies | None:
-        """The first run of a call is over; returns those of the copies that its second run will need."""
+        """Called after the first run of a call. Returns the copies from `before` that its second run will need."""
         if self._ignores:
             return None
         originals, needed = before or {}, Copies()
@@ -105,7 +105,7 @@ class Buffers:
                     )
             elif (
                 not self._learns
-                or item in self._edited_in_backward  # of another micro-batch, before the second run
+                or item in self._edited_in_backward  # a backward of another micro-batch may precede the second run
                 or not torch.equal(tensor.detach().cpu(), clone)
             ):
                 needed[item] = clone
@@ -117,22 +117,22 @@ class Buffers:
         return needed or None
 
     def values(self, items: Collection[Item] | None) -> Copies:
-        """Copies of these buffers, as they are now."""
+        """Copies of these buffers with their current values."""
         return {item: tensor.detach().clone() for item, tensor in self.bound if item in (items or ())}
 
     def put(self, copies: Copies | None) -> None:
-        """Gives buffers these values."""
-        for item, tensor in self.bound if copies else ():  # which may be in another slot by now
+        """Sets buffers to these values."""
+        for item, tensor in self.bound if copies else ():  # the tensor may be in another slot than the copied one
             if copies and item in copies:
-                tensor.data.copy_(copies[item])  # past the version: what autograd saved has these values again
+                tensor.data.copy_(copies[item])  # no new version: autograd saved the tensor with these values
         self._versions = [tensor._version for _, tensor in self.bound]
 
     @contextlib.contextmanager
     def in_backward(self, unit: Unit, now: Copies) -> Iterator[None]:
-        """Within, a unit's backward runs. Hooks and custom autograd functions may edit buffers, and that counts.
+        """Context of a unit's backward. Edits of buffers by hooks and custom autograd functions stay.
 
-        `now`: the values of buffers that a second run has just edited. The graph may need what that run has left in
-        them, so until the backward is over the module has these tensors for them.
+        `now`: the values, before the second run, of buffers that this run has edited. The graph may need the values
+        that the second run has left in the buffers, so during the backward the module is bound to the tensors in `now`.
         """
         if self._ignores:
             yield
@@ -159,7 +159,7 @@ class Buffers:
     def _is_edited_in_backward(
         self, unit: Unit, item: Item, current: torch.Tensor, before: torch.Tensor | None, *, edited: bool
     ) -> bool:
-        """Whether a backward has given this buffer, of which the module had the `current` tensor, another value."""
+        """Whether a backward has changed this buffer. `current`: the tensor that the module had for it."""
         if is_assigned(item, current):
             adopt_assigned(item, current)
             edited = True

@@ -219,7 +219,7 @@ class _DryCall(Call):
         return self._driver.once(self._likeness, compute)
 
     def _park(self, direction: Direction, needs: Sequence[torch.Tensor], compute: Callable[[], T]) -> T:
-        self._driver.parks(self.unit, direction, needs, has_graph=self._kept is not None)
+        self._driver.parks(self.unit, direction, needs, has_graph=self._graph_at_turn is not None)
         return super()._park(direction, needs, compute)
 
     def _input_gradients(
@@ -228,7 +228,7 @@ class _DryCall(Call):
         def compute() -> list[torch.Tensor | None]:
             return super(_DryCall, self)._input_gradients(stash, gradients, accumulate=accumulate)
 
-        if self._kept is not None:
+        if self._graph_at_turn is not None:
             return compute()
         self._driver.brings_back(self._recall(stash))
         shapes = [None if gradient is None else _Shape.of(gradient) for gradient in gradients]

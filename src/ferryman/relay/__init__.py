@@ -1,1 +1,1 @@
-"""The device's side of a step: micro-batches that meet at the units, and units that come and go."""
+"""The device's side of a step: runs micro-batches in lockstep, and moves units to and from the device."""

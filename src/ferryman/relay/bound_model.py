@@ -1,7 +1,7 @@
-"""Which tensors the modules of the user's model have: the host's, the device's, or placeholders.
+"""Binds tensors to the modules of the user's model: the host's, the device's, or placeholders.
 
-Outside of steps and evaluations modules have the host's tensors. Within, residents have the device's tensors, and units
-have placeholders, except while a unit's own code runs.
+Outside of steps and evaluations, modules have the host's tensors. During a step or an evaluation, residents have the
+device's tensors. Units have placeholders, except while their own code runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ferryman.runtime.streams import Streams
 
 
 class BoundModel:
-    """Puts tensors into the model's modules, and the host's back."""
+    """Puts the device's tensors into the model's modules, and puts the host's tensors back."""
 
     def __init__(
         self,
@@ -35,21 +35,21 @@ class BoundModel:
         may_have_gradients: Callable[[], bool],
     ) -> None:
         self.residents = residents
-        self.resident_tensors: dict[Item, torch.Tensor] = {}  # the device's; empty while the model is on the host
+        self.resident_tensors: dict[Item, torch.Tensor] = {}  # on the device; empty while the model is on the host
         self._device = device
         self._streams = streams
-        self._may_have_gradients = may_have_gradients  # parameters, as the user's code that runs would see them
+        self._may_have_gradients = may_have_gradients  # whether parameters could have gradients now, in plain PyTorch
         self._units: Sequence[Unit] = ()
         self._placeholders: dict[Unit, list[tuple[Item, Placeholder]]] = {}
-        self._resident_buffers: dict[Unit, list[Item]] = {}  # those that belong to modules of the unit
-        self._users: dict[Item, str] = {}  # units in whose modules residents are
+        self._resident_buffers: dict[Unit, list[Item]] = {}  # resident buffers in modules of the unit
+        self._users: dict[Item, str] = {}  # residents that a unit's modules use, and the unit's name
         self._weights = WeightSlots(device, 1, server, streams.h2d, collect)
         self._weights.make_room_for([residents])
 
     def serve(self, units: Sequence[Unit]) -> None:
-        """These are the model's units from now on."""
+        """Sets the model's units."""
         self._units = units
-        # A unit may have been renamed, so placeholders, whose messages have names, are made anew.
+        # Placeholders are made anew: a unit may have been renamed, and their messages contain its name.
         self._placeholders = {
             unit: [
                 (item, Placeholder(item.tensor, item.name, unit, self._device, self._may_have_gradients))
@@ -72,11 +72,11 @@ class BoundModel:
 
     @contextlib.contextmanager
     def on_device(self, *, watches_gradients: bool = False) -> Iterator[None]:
-        """For a step or an evaluation: binds the residents' tensors on the device, and placeholders for all units.
+        """Context of a step or an evaluation: residents are bound to the device, and units to placeholders.
 
-        `watches_gradients`: who reads or clears the gradient of a resident is refused, where it may have one.
+        `watches_gradients`: refuse code that reads or clears the gradient of a resident while it may have one.
 
-        Afterwards the model has the host's tensors again, and the host has what was changed in resident buffers.
+        On exit, the model has the host's tensors again, and changes of resident buffers are copied to the host.
         """
         compute = self._streams.compute
         self._weights.forget()
@@ -105,15 +105,15 @@ class BoundModel:
             self._weights.leave(slot, end)
 
     def all_tensors(self) -> Iterator[torch.Tensor]:
-        """The device's tensors of residents, so far."""
+        """All tensors that residents have on the device."""
         yield from self._weights.all_tensors()
 
     def bind_placeholders(self, unit: Unit) -> None:
-        """The unit's code has run: its tensors on the device may be overwritten from now on."""
+        """Binds placeholders after the unit's code has run: its slot on the device may be overwritten from now on."""
         bind(self._placeholders[unit])
 
     def bind_resident_buffers(self, unit: Unit) -> None:
-        """The unit's code has run, and may have assigned to resident buffers: they are bound again."""
+        """Binds resident buffers again after the unit's code has run, which may have assigned other tensors to them."""
         bind([(item, self.resident_tensors[item]) for item in self._resident_buffers[unit]])
 
     def buffers_of(self, unit: Unit, tensors: Sequence[tuple[Item, torch.Tensor]]) -> list[Bound]:
@@ -128,18 +128,18 @@ class BoundModel:
                 adopt_assigned(item, tensor)
 
     def write_back(self, edited: Sequence[tuple[Item, torch.Tensor]], end: Mark) -> None:
-        """Copies buffers that the user's code has changed on the device, before `end`, to the host; waits for it."""
+        """Copies buffers that the user's code changed on the device, before `end`, to the host, and waits."""
         for item, tensor in edited:
             if tensor.device.type == "cpu":
-                continue  # it is the host's own
+                continue  # the tensor is the host's own
             after = [end, self._streams.lanes.here()]  # evaluations run on the caller's own stream
             copies = [(item.tensor.data, tensor.detach())]
             self._streams.d2h.copy(copies, after=after, label=f"write back {item.name}").wait()
 
     def recover(self) -> None:
-        """After a failure: what is on the device is out of date."""
+        """After a failure: the tensors on the device are out of date."""
         self._weights.forget()
 
     def close(self) -> None:
-        """Gives the device's memory back."""
+        """Frees the device's memory."""
         self._weights.close()

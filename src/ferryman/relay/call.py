@@ -1,20 +1,19 @@
 """One execution of a unit's module for one micro-batch, as a node of autograd's graph.
 
-The node computes neither its forward nor its backward itself: it parks, and the driver computes when the unit is on the
-device. So both sweeps meet at the units, and everything between them is ordinary autograd in the micro-batch's own
-thread.
+The node computes neither its forward nor its backward itself. It parks, and the driver computes when the unit is on the
+device. Everything between units is ordinary autograd in the micro-batch's own thread.
 
-Forward runs the module without a graph and remembers its inputs (the stash). Backward runs it again with a graph, with
-the same inputs and random numbers, and backpropagates through that. Where the backward is known to follow the forward
-at once (the turn), the graph of the forward is kept and nothing runs twice.
+Forward runs the module without a graph and saves its inputs (the stash). Backward runs it again with a graph, with the
+same inputs and random numbers, and backpropagates through that graph. Where the backward is expected to follow the
+forward at once (the turn), the graph of the forward is kept and nothing runs twice.
 
 Note [What a unit reads and writes]
 The inputs of a call are the tensors in its arguments and in the user's variables that its code can reach
-(`user_state.py`, `reach.py`); its outputs are those that it returns and those that it leaves in arguments or variables.
-A loss that a block stores on itself has its gradient for that reason. The second run sees arguments, variables and
-buffers as the first run did, and what it does to them is undone before the backward begins: hooks and custom autograd
-functions see them there as in plain PyTorch, and what they change stays. A tensor that leaves a unit in any other way
-would lose its gradient; the trial of the first step refuses it (`escapes.py`).
+(`user_state.py`, `reach.py`). Its outputs are the tensors that it returns, and those that it leaves in arguments or
+variables. That is why a loss that a block stores on itself gets its gradient. The second run sees arguments, variables
+and buffers as the first run did, and its changes to them are undone before the backward begins. So hooks and custom
+autograd functions see the same values in the backward as in plain PyTorch, and their changes stay. A tensor that leaves
+a unit in any other way would lose its gradient; the trial of the first step refuses it (`escapes.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ T = TypeVar("T")
 
 
 class CallDriver(Protocol):
-    """What a call needs from whatever runs it: the relay in a step, or the dry run of `ferryman plan`."""
+    """The interface that a call uses. The relay implements it for steps, and the dry run for `ferryman plan`."""
 
     state: UserState
     buffers: Buffers
@@ -67,11 +66,11 @@ class CallDriver(Protocol):
 
     @property
     def step(self) -> StepState:
-        """The step that runs."""
+        """The current step."""
 
     @property
     def running(self) -> MicroBatch | None:
-        """The micro-batch whose code runs now."""
+        """The micro-batch whose code is running."""
 
     def trains(self, unit: Unit) -> bool:
         """Whether any parameter that the unit's modules use requires a gradient."""
@@ -80,28 +79,29 @@ class CallDriver(Protocol):
         """Whether the module's backward is expected to follow its forward at once."""
 
     def bound(self, unit: Unit, *, adopt: bool) -> contextlib.AbstractContextManager[None]:
-        """Within, the unit's modules have the device's tensors; `adopt`: buffers that they assign are kept."""
+        """Context in which the unit's modules have the device's tensors. `adopt`: keep buffers that they assign."""
 
     def goes_backward(self, call: Call, *, accumulate: bool) -> None:
-        """The call's backward is about to run; `accumulate`: it adds to the gradients of parameters."""
+        """Called before the call's backward. `accumulate`: the backward adds to the gradients of parameters."""
 
     def note_leaves(self, unit: Unit, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """A backward in the unit, from `outputs` to `inputs`, may add to the gradients of leaves outside the model."""
+        """Called before a backward in the unit, from `outputs` to `inputs`: saves the gradients of leaves outside the
+        model, which it may change."""
 
 
 class _Run(NamedTuple):
-    """What one run of the module has made."""
+    """The results of one run of the module."""
 
     result: Snapshot
     variables: list[Variable]
-    after: Snapshot | None  # of arguments and variables, if the run may have changed any
+    after: Snapshot | None  # arguments and variables after the run, if it may have changed any
     inputs: list[torch.Tensor]
-    constants: list[tuple[torch.Tensor, torch.Tensor]]  # in shared variables: without their graph, and as they were
-    outputs: list[torch.Tensor]  # those of the result, and others that it has left there; each once
+    constants: list[tuple[torch.Tensor, torch.Tensor]]  # tensors in shared variables: detached, and original
+    outputs: list[torch.Tensor]  # tensors in the result, and new ones in arguments and variables; no duplicates
 
 
 class Call:
-    """A unit's module, called by one micro-batch."""
+    """One call of a unit's module by one micro-batch."""
 
     def __init__(
         self,
@@ -125,13 +125,14 @@ class Call:
         if batch.context.get():
             self._private.append(batch.context)
         self._context = contextvars.copy_context()
-        self._given = args, tuple(kwargs.values())  # until it runs
+        self._given = args, tuple(kwargs.values())  # empty once the call has become a node
         self._before = relay.state.snapshot([*self._given, *(v.get() for v in self._private)])
         self._shared_before: Snapshot | None = None  # at the forward's start
         self._first: _Run | None = None  # between the node's forward and its return
-        self._random: State | None = None  # at the forward's start, if it drew any
-        self._buffers: Copies | None = None  # the unit's, at the forward's start, if its code edits them
-        self._kept: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # the forward's inputs and outputs
+        self._random: State | None = None  # at the forward's start, if the forward draws random numbers
+        self._buffers: Copies | None = None  # the unit's buffers at the forward's start, if its code edits them
+        # Inputs and outputs of the forward, with its graph, if it is kept for the turn.
+        self._graph_at_turn: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         self.wants: list[bool] = []
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.autocast_devices
@@ -141,7 +142,7 @@ class Call:
         self._stash: weakref.ref[SavedInputs] | None = None
 
     def run(self) -> Any:
-        """What the module's forward returns to the user's code."""
+        """Runs the module's forward, and returns its result for the user's code."""
         tensors = self._before.tensors
         trains = self._relay.trains(self.unit)
         if torch.is_grad_enabled() and (trains or any(t.requires_grad for t in tensors)):
@@ -161,17 +162,17 @@ class Call:
     def _run_as_node(self, tensors: list[torch.Tensor], *, trains: bool) -> Any:
         self._before.give_up_tensors()
         self._given = (), ()
-        # What was there before the micro-batch began has a graph that is gone.
+        # Tensors from before the micro-batch have a graph that was freed.
         given = [t.detach() if self._is_inherited(t) else t for t in tensors] if self._private else tensors
         hooks = contextlib.ExitStack()
         try:
-            # The anchor makes it a node also where no input requires a gradient.
+            # With the anchor, the call is a node of the graph even if no input requires a gradient.
             handle = Handle(self)
             self._relay.step.handles.append(weakref.ref(handle))
             made = CallNode.apply(handle, self._relay.anchor if trains else None, hooks, *given)  # type: ignore[no-untyped-call]
         finally:
             hooks.close()
-        run, self._first = self._first, None  # only the user's code holds its tensors from here on
+        run, self._first = self._first, None  # from here on, only the user's code refers to its tensors
         assert run is not None
         self._relay.step.stash.track(self.batch, made)
         outer = {id(inner): t for inner, t in zip(run.outputs, made, strict=True)}
@@ -191,7 +192,7 @@ class Call:
         return isinstance(tensor, nn.Parameter) or self._relay.state.is_history(tensor)
 
     def stash(self) -> SavedInputs | None:
-        """Its inputs, as long as autograd may ask for its backward."""
+        """The saved inputs, or None if autograd can no longer run the call's backward."""
         return None if self._stash is None else self._stash()
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], SavedInputs]:
@@ -207,13 +208,13 @@ class Call:
         step = relay.step
         stash = SavedInputs([step.stash.save(self.batch, t) for t in tensors], step.open_calls.open(self.unit))
         self._stash = weakref.ref(stash)
-        # What edits buffers does not keep its graph, which may need them as they were.
+        # A unit that edits buffers does not keep its graph: the graph may need their earlier values.
         keeps_graph = relay.turns_at(self.module) and not self._saves_through_hooks and self._buffers is None
         has_graph = keeps_graph or relay.escapes.traced
         inputs = self._detached(tensors) if has_graph else [t.detach() for t in tensors]
         if relay.escapes.traced:
             with torch.enable_grad():
-                inputs = [t.clone() for t in inputs]  # autograd forbids edits of leaves
+                inputs = [t.clone() for t in inputs]  # autograd forbids in-place edits of leaves
         first_node = relay.escapes.next_number()
         with torch.set_grad_enabled(has_graph), self._modes.on():
             run = self._first = self._execute(inputs, adopt=True)
@@ -225,7 +226,7 @@ class Call:
         if relay.escapes.traced:
             relay.escapes.ran(self.batch.number, self.unit, first_node)
         elif keeps_graph:
-            self._kept = inputs, run.outputs
+            self._graph_at_turn = inputs, run.outputs
         if not randomness.state().same_as(before):
             self._random = before
         if [version_of(t) for t in tensors] != versions:
@@ -240,8 +241,8 @@ class Call:
         stash = self.stash()
         if stash is None:
             raise RuntimeError(
-                f"the backward of the unit {self.unit.name!r} runs a second time, and its inputs were given up after "
-                "the first. Specify retain_graph=True where the graph is used first"
+                f"the backward of the unit {self.unit.name!r} runs a second time, but its inputs were freed after the "
+                "first. Specify retain_graph=True in the first backward"
             )
         needs = [g for g in gradients if g is not None]
         return self._park(Direction.BACKWARD, needs, lambda: self._compute_backward(stash, gradients, accumulate))
@@ -257,18 +258,18 @@ class Call:
     def _input_gradients(
         self, stash: SavedInputs, gradients: Sequence[torch.Tensor | None], *, accumulate: bool
     ) -> list[torch.Tensor | None]:
-        """Runs the module again, unless the forward's graph was kept, and backpropagates through it."""
+        """Backpropagates through the module, and runs it again first unless the forward's graph was kept."""
         with torch.enable_grad(), contextlib.ExitStack() as stack:
             buffers = self._relay.buffers
             now = buffers.values(self._buffers)
-            if self._kept is not None:
-                (inputs, outputs), self._kept = self._kept, None
+            if self._graph_at_turn is not None:
+                (inputs, outputs), self._graph_at_turn = self._graph_at_turn, None
             else:
                 inputs = self._detached(self._recall(stash))
                 outputs = self._replay(inputs, stack)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-            # The user's code runs here too: hooks, custom autograd functions, and checkpointing, which runs parts of
-            # the unit once more.
+            # The backward runs user code too: hooks, custom autograd functions, and checkpointing, which runs parts
+            # of the unit once more.
             with self._relay.bound(self.unit, adopt=False), buffers.in_backward(self.unit, now):
                 return self._backpropagate(pairs, inputs, accumulate=accumulate)
 
@@ -279,7 +280,7 @@ class Call:
         *,
         accumulate: bool,
     ) -> list[torch.Tensor | None]:
-        """The inputs' gradients; to `accumulate`, the parameters' are added up as well."""
+        """Returns the gradients of the inputs. `accumulate`: also add to the gradients of parameters."""
         if not pairs:
             return [None] * len(inputs)
         outputs, gradients = [o for o, _ in pairs], [g for _, g in pairs]
@@ -292,8 +293,8 @@ class Call:
         return [next(found) if t.requires_grad else None for t in inputs]
 
     def drop_graph(self) -> None:
-        """The backward did not follow at once: gives the memory back; the forward will run again."""
-        self._kept = None
+        """Drops the graph because the backward did not follow at once. The backward will run the module again."""
+        self._graph_at_turn = None
 
     def _park(self, direction: Direction, needs: Sequence[torch.Tensor], compute: Callable[[], T]) -> T:
         """Hands the computation to the driver, and returns its result once the unit is on the device."""
@@ -301,7 +302,7 @@ class Call:
         if running is not self.batch:
             raise Handle(self).used("outside of its step" if running is None else f"by micro-batch {running.number}")
         self._relay.step.refuse_other_threads(self.unit)
-        # Escapes are found by the numbers of autograd's nodes, which each thread counts for itself.
+        # Escapes are found by the sequence numbers of autograd's nodes, which are counted per thread.
         own = self._relay.escapes.traced
         return self.batch.park(
             self.unit, direction, needs, _without_modes(compute) if own else compute, in_own_thread=own
@@ -311,8 +312,9 @@ class Call:
         tensors = [stashed.recall() for stashed in stash.inputs]
         if any(tensor is None for tensor in tensors):
             raise ValueError(
-                f"an input of the unit {self.unit.name!r} was edited in place after the unit had used it, and its "
-                "backward needs it as it was. Use an operation that returns a new tensor (x = x + y, not x += y)"
+                f"an input of the unit {self.unit.name!r} was edited in place after the unit had used it, but the "
+                "unit's backward needs the original value. Use an operation that returns a new tensor (x = x + y, not "
+                "x += y)"
             )
         return [tensor for tensor in tensors if tensor is not None]
 
@@ -324,13 +326,13 @@ class Call:
             stack.enter_context(self._relay.bound(self.unit, adopt=adopt))
             for kind, dtype, enabled in self._autocast:
                 if not enabled and not torch.is_autocast_enabled(kind):
-                    continue  # to enter it would cost more than all else here
-                # As where it was called. Without autocast's cache, which would keep cast copies of every unit.
+                    continue  # entering autocast would cost more than everything else here
+                # Autocast is as it was at the call, but without its cache, which would keep cast copies of every unit.
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             return self._forward(*args, **dict(zip(self._names, values, strict=True)))
 
     def _execute(self, inputs: list[torch.Tensor], *, adopt: bool) -> _Run:
-        """Runs the module on these inputs, with arguments and variables as they were in the first run."""
+        """Runs the module on these inputs, with arguments and variables as they were before the first run."""
         args, values, *variables = self._before.restore(inputs)
         put_all(self._private, variables)
         constants: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -354,8 +356,8 @@ class Call:
         return _Run(result, changing, after, inputs, constants, list(outputs.values()))
 
     def _replay(self, inputs: list[torch.Tensor], stack: contextlib.ExitStack) -> list[torch.Tensor]:
-        """The outputs again, with a graph. What it does to variables is undone; buffers are left as it leaves them,
-        because the graph may need those values. The stack is closed when the backward is over."""
+        """Runs the module again with a graph, and returns the outputs. Changes of variables are undone. Changes of
+        buffers stay, because the graph may need the new values. The caller closes the stack after the backward."""
         relay = self._relay
         relay.buffers.put(self._buffers)
         stack.enter_context(self._modes.on())
@@ -365,7 +367,7 @@ class Call:
             relay.randomness.restore(self._random)
         try:
             with self._unchanged():
-                # In a copy of the context that the first run had: what it sets there is gone afterwards.
+                # Use a copy of the first run's context, so that context variables set here are dropped.
                 outputs = self._context.copy().run(self._execute, inputs, adopt=False).outputs
         finally:
             if now is not None:
@@ -375,7 +377,7 @@ class Call:
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Within, the arguments and variables may be changed; afterwards they are as they were."""
+        """Context in which arguments and variables may change. On exit, the changes are undone."""
         mutables, variables = self._before.mutables, (*self._private, *self._shared)
         if not mutables and not variables:
             yield
@@ -388,7 +390,7 @@ class Call:
 
 
 def _without_modes(compute: Callable[[], T]) -> Callable[[], T]:
-    """In the micro-batch's own thread, dispatch modes watch the code between units."""
+    """Wraps `compute` for the micro-batch's own thread, where dispatch modes watch the code between units."""
 
     def run() -> T:
         with _disable_current_modes():
@@ -403,22 +405,22 @@ def put_all(variables: Sequence[Variable], values: Sequence[Any]) -> None:
 
 
 def refuse_caches(unit: Unit, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A cache of keys and values belongs to generation; in a step it would only take memory."""
+    """Refuses arguments that are caches of keys and values: the second run in the backward would fill them again."""
     given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for key, value in given:
         if value is None or isinstance(value, torch.Tensor | bool | int | float | str):
-            continue  # what most arguments are
+            continue  # the common case
         for leaf in pytree.tree_leaves(value):
             if any("Cache" in base.__name__ for base in type(leaf).__mro__):
                 name = _argument_name(forward, key)
                 raise ValueError(
-                    f"the unit {unit.name!r} was given a {type(leaf).__name__} as {name!r}, which it would fill again "
-                    "when it runs again in the backward. Switch caching off in training (use_cache=False)"
+                    f"the unit {unit.name!r} was given a {type(leaf).__name__} as {name!r}, which it would fill a "
+                    "second time when it runs again in the backward. Switch caching off in training (use_cache=False)"
                 )
 
 
 def _argument_name(forward: Forward, key: int | str) -> str:
-    """Of an argument that was passed at a position or by its name. Reading a signature takes far longer than a call."""
+    """The name of an argument, given its position or name. For errors only: reading a signature is slow."""
     if isinstance(key, str):
         return key
     names = list(inspect.signature(forward).parameters)

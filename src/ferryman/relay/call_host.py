@@ -1,6 +1,6 @@
-"""What calls use while a step runs: the relay's side of `CallDriver` (`call.py`).
+"""The relay's implementation of `CallDriver` (`call.py`), which calls use during a step.
 
-Calls and gradient hooks come here from the user's code. What decides the order of visits is in `driver.py`.
+Calls and gradient hooks enter here from the user's code. `driver.py` decides the order of visits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ferryman.runtime.streams import Streams
 
 
 class CallHost:
-    """Serves the calls of micro-batches: binds weights, collects gradients, and notes what a step may have to undo."""
+    """Serves the calls of micro-batches: binds weights, collects gradients, and records changes that may be undone."""
 
     def __init__(self, plan: Plan, device: torch.device, server: ParameterServer, streams: Streams) -> None:
         self.device = device
@@ -46,44 +46,44 @@ class CallHost:
         self.escapes = Escapes()
         self.autocast_devices = sorted({"cpu", device.type})
         self.anchor = torch.zeros((), device=device, requires_grad=True)
-        self.inside: dict[Unit, list[nn.Module]] = {}  # the modules of each unit, in an order that stays
+        self.inside: dict[Unit, list[nn.Module]] = {}  # the modules of each unit, in a fixed order
         self._residents = plan.residents
         kind = HeldWeights if plan.held else WeightSlots
         self.weights = kind(device, plan.weight_slots, server, streams.h2d, self._collect)
         self.gradients = GradientSlots(device, plan.gradient_slots, plan.residents, server, streams.h2d, streams.d2h)
         self._model = BoundModel(plan.residents, device, server, streams, self._collect, self._may_have_gradients)
-        self._step: StepState | None = None  # the one that runs
-        self._training: set[Unit] = set()  # units that use a parameter that requires a gradient
-        # What earlier steps have shown.
+        self._step: StepState | None = None  # the current step
+        self._training: set[Unit] = set()  # units with a parameter that requires a gradient
+        # Learned from earlier steps:
         self._turning_modules: set[nn.Module] = set()
         self._called_in_backward: set[Unit] = set()  # by reentrant checkpointing
         self._using_leaves: set[Unit] = set()  # units whose backwards reach leaves outside the model
-        self._edits_batch = False  # whether the user's code was seen to edit a batch in place
+        self._edits_batch = False  # whether the user's code has edited a batch in place
 
     @property
     def step(self) -> StepState:
-        """The step that runs."""
+        """The current step."""
         assert self._step is not None, "there is a step while a micro-batch runs"
         return self._step
 
     @property
     def running(self) -> MicroBatch | None:
-        """The micro-batch that runs."""
+        """The micro-batch whose code is running."""
         return None if self._step is None else self._step.running
 
     def runs_here(self) -> bool:
-        """Whether the thread that calls is that of the micro-batch that runs."""
+        """Whether the calling thread runs the code of the current micro-batch."""
         running = self.running
         return running is not None and running.runs_here()
 
     def refuse_other_threads(self) -> None:
-        """The model is called: while micro-batches run, only the one that runs may do that."""
+        """Called when the model is called: during a step, only the current micro-batch's thread may call it."""
         step = self._step
         if step is not None and step.micro_batches:
             step.refuse_other_threads()
 
     def adopt(self, tensors: Sequence[torch.Tensor], borrowed: Sequence[torch.Tensor]) -> None:
-        """The micro-batch that runs begins with these tensors, of which those that are `borrowed` are the user's."""
+        """Registers the tensors that the current micro-batch begins with. Those in `borrowed` belong to the user."""
         assert self.running is not None
         self.step.stash.track(self.running, tensors)
         self.step.batch_edits.note(borrowed, keep=self._is_checked or self._edits_batch)
@@ -91,19 +91,19 @@ class CallHost:
             self.escapes.began(self.running.number, tensors)
 
     def turns_at(self, module: nn.Module) -> bool:
-        """Whether the module's backward followed its forward at once, in the last step."""
+        """Whether the module's backward followed its forward at once in the last step."""
         return module in self._turning_modules
 
     def trains(self, unit: Unit) -> bool:
-        """Whether any parameter that the unit's modules use requires a gradient, also a resident one."""
+        """Whether any parameter that the unit's modules use, residents included, requires a gradient."""
         return unit in self._training
 
     @contextlib.contextmanager
     def bound(self, unit: Unit, *, adopt: bool) -> Iterator[None]:
-        """Within, the modules of the unit on visit have the device's tensors. `adopt`: tensors that they assign to
-        buffers are copied into these."""
+        """Context in which the modules of the visited unit have the device's tensors. `adopt`: copy tensors that they
+        assign to buffers into the device's tensors for these buffers."""
         visit = self.step.visit
-        assert visit is not None, "a unit's code runs only while the unit is on visit"
+        assert visit is not None, "a unit's code runs only during a visit to the unit"
         bind(visit.tensors)
         try:
             yield
@@ -115,14 +115,16 @@ class CallHost:
 
     @property
     def _is_checked(self) -> bool:
-        """Whether the step is a trial, or one in which second runs are compared."""
+        """Whether the step is a trial, or compares second runs with first runs."""
         return not self.step.takes_effect or self.checksums.is_on
 
     def note_leaves(self, unit: Unit | None, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """A backward from these is about to run, whose gradients of leaves outside the model may be undone. `unit`: in
-        which it runs. `inputs`: leaves of a call's own."""
+        """Called before a backward from `outputs`: saves the gradients of leaves outside the model that it may change.
+
+        `unit`: the unit in which the backward runs, if any. `inputs`: the call's own leaves, which are not saved.
+        """
         if unit is not None and not self._is_checked and unit not in self._using_leaves:
-            return  # its graph is large, and steps that were checked have found no such leaves in it
+            return  # searching its graph is slow, and the checked steps found no such leaves in it
         step = self.step
         bound = () if step.visit is None else step.visit.tensors
         own = {id(tensor) for _, tensor in (*bound, *self._model.resident_tensors.items())}
@@ -130,13 +132,13 @@ class CallHost:
             self._using_leaves.add(unit)
 
     def goes_backward(self, call: Call, *, accumulate: bool) -> None:
-        """A call is about to run its backward. To `accumulate` gradients of parameters, the unit needs a slot."""
+        """Called before a call's backward. To `accumulate` gradients of parameters, the unit needs a gradient slot."""
         step, unit = self.step, call.unit
         step.goes_backward(call)
         if not accumulate:
             return
         visit = step.visit
-        assert visit is not None, "a unit's code runs only while the unit is on visit"
+        assert visit is not None, "a unit's code runs only during a visit to the unit"
         visit.is_last_backward = (
             step.open_calls.count(unit) == 1 and step.has_turned() and unit not in self._called_in_backward
         )
@@ -145,33 +147,36 @@ class CallHost:
             self.compute.follow(*self.gradients.enter(unit))
 
     def _check_call_in_backward(self, unit: Unit, running: MicroBatch) -> None:
-        """A unit that is called in the backward, by checkpointing with use_reentrant=True, may have gradients still to
-        come when all of its calls are over; so they must not be sent for an update before the end."""
+        """Handles a unit that is called in the backward, by checkpointing with use_reentrant=True.
+
+        More gradients may follow after all open calls of such a unit, so they are not sent for an update before the
+        end of the step.
+        """
         if running.turned and unit not in self._called_in_backward:
             if self.step.for_update:
                 raise ValueError(
-                    f"the unit {unit.name!r} is called in the backward, by torch.utils.checkpoint, and was not in the "
+                    f"the unit {unit.name!r} is called in the backward, by torch.utils.checkpoint, but was not in the "
                     "first step. The engine runs units again by itself: switch checkpointing off"
                 )
             self._called_in_backward.add(unit)
 
     def _may_have_gradients(self) -> bool:
-        """Whether parameters would have gradients in plain PyTorch, where the micro-batch that runs is now."""
+        """Whether parameters could have gradients at this point of the current micro-batch in plain PyTorch."""
         running = self.running
         return running is not None and (running.number > 0 or not self.gradients.are_empty)
 
     def _collect(self, unit: Unit, item: Item, parameter: torch.Tensor) -> None:
-        """Takes a parameter's gradient of one call, after the hooks that the user has put on the parameter."""
+        """Runs the user's hooks on the gradient that one call has made, and adds the result to the gradient slot."""
         step, batch, gradient = self.step, self.running, take_gradient(parameter)
-        assert gradient is not None, "autograd calls this when it has put a gradient there"
+        assert gradient is not None, "autograd calls this after it has set the gradient"
         assert batch is not None
         if unit is not self._residents:
-            self._sample_memory()  # the call's graph is there
+            self._sample_memory()  # while the call's graph exists
         if hooks := item.tensor._backward_hooks:
             if (batch, item) in step.hooked:
                 raise ValueError(
                     f"{item.name!r} has a hook on its gradient (register_hook) and is used by several calls in one "
-                    "backward. Plain PyTorch would run the hook once, on their sum, which is never there as a whole. "
+                    "backward. Plain PyTorch would run the hook once, on their sum, which the engine never computes. "
                     "Edit the gradient between engine.forward_backward() and engine.update()"
                 )
             step.hooked.add((batch, item))

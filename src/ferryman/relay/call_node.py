@@ -1,4 +1,4 @@
-"""The node of autograd's graph that stands for one call, and what the node keeps of it."""
+"""The node of autograd's graph that represents one call, and the objects that the node refers to."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class SavedInputs:
-    """A call's inputs, as long as autograd may ask for its backward."""
+    """A call's saved inputs. Autograd drops this object when it can no longer run the call's backward."""
 
     def __init__(self, inputs: list[Stashed], released: Callable[[], None]) -> None:
         self.inputs = inputs
         self._released = released
 
     def give_up(self) -> None:
-        """The step is over."""
+        """Frees the inputs at the end of the step."""
         self.inputs, self._released = [], _do_nothing
 
     def __del__(self) -> None:
@@ -34,11 +34,11 @@ def _do_nothing() -> None:
 
 
 class Handle:
-    """What autograd's node keeps of a call: the call itself, until its step is over.
+    """The reference from autograd's node to its call, which is cut when the step is over.
 
-    Something may keep a tensor with its graph for longer, such as a list on a block. The node would then keep the call,
-    which refers to the relay and the model, and so to the list: a cycle through autograd's graph, which Python cannot
-    collect.
+    The user's code may keep a tensor with its graph for longer, for example in a list on a block. If the node kept the
+    call, which refers to the relay, the model, and thus the list, that would be a cycle through autograd's graph.
+    Python cannot collect such a cycle.
     """
 
     def __init__(self, call: Call) -> None:
@@ -47,21 +47,21 @@ class Handle:
         self.number = call.batch.number
 
     def end(self) -> None:
-        """The step is over."""
+        """Drops the call and its inputs at the end of the step."""
         call, self.call = self.call, None
         if call is not None and (stash := call.stash()) is not None:
             stash.give_up()
 
     def used(self, where: str) -> ValueError:
         return ValueError(
-            f"what the unit {self.unit!r} has made for micro-batch {self.number} is used {where}. Something keeps "
+            f"an output of the unit {self.unit!r} for micro-batch {self.number} is used {where}. Something keeps "
             "tensors with their graph from one micro-batch to the next (a list, a dict, an attribute): clear it at the "
-            "start of the loss, or detach what is kept"
+            "start of the loss, or detach the tensors"
         )
 
 
 class CallNode(torch.autograd.Function):
-    """Hands forward and backward to the call."""
+    """Delegates forward and backward to the call."""
 
     @staticmethod
     def forward(
@@ -76,8 +76,8 @@ class CallNode(torch.autograd.Function):
         assert handle.call is not None
         outputs, stash = handle.call.forward(tensors)
         ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
-        # Autograd has the stash as it has tensors that it saves: until a backward that does not retain the graph, or
-        # until the graph is gone.
+        # Autograd keeps the stash like a saved tensor: until a backward that does not retain the graph, or until the
+        # graph is freed.
         blank = torch.empty(0)
         hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: stash, lambda _: blank))
         ctx.save_for_backward(blank)
@@ -87,12 +87,12 @@ class CallNode(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         handle: Handle = ctx.handle
         if all(gradient is None for gradient in gradients):
-            return tuple(None for _ in ctx.needs_input_grad)  # reached, but not used
+            return tuple(None for _ in ctx.needs_input_grad)  # the node is reached, but none of its outputs was used
         if torch.is_grad_enabled():
             raise ValueError(
                 f"a backward with create_graph=True goes through the unit {handle.unit!r}, whose own backward runs "
-                "the unit again and cannot be differentiated. Take the gradient without create_graph, or keep what is "
-                "differentiated twice outside the units (units=[...])"
+                "the unit again and cannot be differentiated. Compute the gradient without create_graph, or keep code "
+                "that is differentiated twice outside the units (units=[...])"
             )
         if handle.call is None:
             raise handle.used("outside of its step")

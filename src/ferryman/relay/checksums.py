@@ -1,9 +1,9 @@
-"""Checksums of the outputs of each call's two runs. They are computed on the device and compared once a step.
+"""Checksums of the outputs of each call's two runs, computed on the device and compared once per step.
 
-A unit that draws from something that the engine does not know (a clock, a file, a generator of its own in C++) gives
-other outputs when it runs again in the backward, and so gradients that belong to no forward. The sum of the outputs
-tells: where single elements differ by rounding, as they may with atomic additions, it moves by far less than the
-outputs' norm; where a mask was drawn anew, it moves by about as much.
+A unit that reads something that the engine does not know (a clock, a file, a C++ generator of its own) returns
+different outputs when it runs again in the backward, and its gradients belong to no forward. The sum of the outputs
+reveals this. If elements differ by rounding only, as they may with atomic additions, the sum changes by far less than
+the norm of the outputs. If a mask was drawn anew, the sum changes by about as much as the norm.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 if TYPE_CHECKING:
     from ferryman.relay.call import Call
 
-# How far the sums of an output may be apart, in norms of it: what rounding does to each element, by itself.
+# The largest difference between the two sums of an output, relative to its norm, that rounding can explain.
 _WIDE = (torch.float32, torch.float64)
 _TOLERANCE = 1e-5
 _NARROW_TOLERANCE = 3e-2
 
 
-_ROOM = 256  # numbers that are kept on the device; the calls of a larger step are checked in part, others each time
+_ROOM = 256  # numbers kept on the device; of a step with more calls, each step checks a different part
 
 
 class _Entry(NamedTuple):
-    """Where a call's numbers are: the sum of each output, the norm of each, and the sum of each in the second run."""
+    """Where a call's numbers are: the sums of all outputs, then their norms, then their sums in the second run."""
 
     unit: str
     start: int
-    tolerances: list[float]  # of each output
+    tolerances: list[float]  # one for each output
 
 
 class Checksums:
@@ -43,10 +43,10 @@ class Checksums:
         self._used = 0
         self._calls = 0  # so far in this step
         self._steps = 0
-        self._every = 1  # one call in so many is checked
+        self._every = 1  # about one call in this many is checked
         self._first: dict[Call, _Entry] = {}
         self._done: list[_Entry] = []
-        self._other: str | None = None  # a unit that returned another number of tensors
+        self._other: str | None = None  # a unit whose second run returned a different number of tensors
 
     @property
     def is_on(self) -> bool:
@@ -85,7 +85,7 @@ class Checksums:
         self._done.append(entry)
 
     def disagreement(self) -> str | None:
-        """The name of a unit whose second run gave other outputs, or None. Waits for the device; frees its memory."""
+        """The name of a unit whose second run returned different outputs, or None. Waits for the device."""
         numbers, self._numbers = self._numbers, None
         other, self._other = self._other, None
         self._first.clear()
@@ -96,7 +96,7 @@ class Checksums:
             count = len(tolerances)
             for at, tolerance in enumerate(tolerances, start):
                 first, norm, second = found[at], found[at + count], found[at + 2 * count]
-                # What is not finite shows in the loss and in the gradients.
+                # Values that are not finite are noticed in the loss and in the gradients.
                 if math.isfinite(first - second) and abs(first - second) > tolerance * norm:
                     return unit
         return None

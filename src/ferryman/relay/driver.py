@@ -1,9 +1,9 @@
 """The relay: runs micro-batches so that each unit, once on the device, serves all of them.
 
-When every live micro-batch is parked, the driver picks a unit: among parked forwards the earliest; if there are none,
-among parked backwards the latest. The unit serves every request for it, micro-batch by micro-batch, until there is none
-left, and makes room for the next. That one rule gives 2N-1 fetches a step at any number of micro-batches, and a turn in
-which the logits of two micro-batches never exist together.
+When every live micro-batch is parked, the driver picks a unit: the earliest unit for which a forward is parked or, if
+there is none, the latest unit for which a backward is parked. The unit serves its requests, one micro-batch after the
+other, until none is left. Then the next unit is picked. With this rule a step of N units takes 2N-1 fetches for any
+number of micro-batches, and the logits of two micro-batches never exist at the same time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ferryman.runtime.streams import Streams
 
 
 class Relay(CallHost):
-    """Owns what is on the device, and drives steps. What belongs to one step is in its `StepState`."""
+    """Owns the device memory, and drives steps. The state of a single step is in its `StepState`."""
 
     def __init__(self, plan: Plan, device: torch.device, server: ParameterServer, streams: Streams) -> None:
         super().__init__(plan, device, server, streams)
@@ -45,11 +45,11 @@ class Relay(CallHost):
         self._host_stash: HostStash | None = None
         if device.type != "cpu":
             self._host_stash = HostStash(device, streams.compute, streams.stash_in, streams.stash_out)
-        self.order: list[Unit] = []  # of the visits in the last step
+        self.order: list[Unit] = []  # the visits of the last step
         self.serve(plan)
 
     def serve(self, plan: Plan) -> None:
-        """The plan's units are in the model from now on, in this order; the residents are those there were."""
+        """Sets the model's units and their order. The residents do not change."""
         units = plan.units
         self.weights.make_room_for(units)
         self.gradients.make_room_for(units)
@@ -59,7 +59,7 @@ class Relay(CallHost):
         self._training = {unit for unit in units if any(p.requires_grad for m in unit.modules for p in m.parameters())}
         self.has_unit_buffers = any(is_buffer(item) for unit in units for item in unit.items)
         self.inside = {unit: list(dict.fromkeys(m for top in unit.modules for m in top.modules())) for unit in units}
-        # The first guess at the visits to come; after a step it is known.
+        # A first guess at the order of visits. The first step replaces it by the real order.
         self.order = [*units, *reversed(units)]
         self.evaluation.expect(units)
 
@@ -77,7 +77,7 @@ class Relay(CallHost):
             if self.evaluation.runs:
                 return self.evaluation.call(unit, lambda: forward(*args, **kwargs))
             self._server.wait_for_updates()
-            return forward(*args, **kwargs)  # by itself, outside a step: on the host, with the host's weights
+            return forward(*args, **kwargs)  # outside of steps and evaluations: on the host, with the host's weights
 
         return relayed
 
@@ -94,10 +94,10 @@ class Relay(CallHost):
         between_visits: Callable[[], None] = lambda: None,
         guard: Guard | None = None,
     ) -> StepState:
-        """A step of micro-batches, each of which returns its loss; `run` runs it.
+        """Makes a step; `run` runs it. Each of `works` runs one micro-batch's forward and returns its loss.
 
-        `for_update`: the server updates weights with the gradients; otherwise they are left for the user. `skipped`:
-        units that will not be called this time. `between_visits` may raise, to end the step.
+        `for_update`: the server updates weights with the gradients; otherwise the gradients are left for the user.
+        `skipped`: units that will not be called in this step. `between_visits` may raise an exception to end the step.
         """
         return StepState(
             works,
@@ -110,9 +110,9 @@ class Relay(CallHost):
         )
 
     def run(self, step: StepState) -> torch.Tensor:
-        """Forward and backward of all micro-batches; returns the sum of their losses.
+        """Runs forward and backward of all micro-batches, and returns the sum of their losses.
 
-        When it returns, the gradients are on their way to the host.
+        When it returns, the copies of gradients to the host have been submitted, but may not have ended.
         """
         with self._during(step):
             for group in step.groups():
@@ -127,7 +127,7 @@ class Relay(CallHost):
                     try:
                         finished = self._visit(unit, on_device, group)
                     finally:
-                        end = self.compute.here()  # also of a visit that failed: what it launched still uses the slots
+                        end = self.compute.here()  # kernels of a failed visit may still use the slots
                         self.weights.leave(on_device.slot, end)
                         self.gradients.leave(unit, end)
                     if finished:
@@ -145,7 +145,7 @@ class Relay(CallHost):
         return total
 
     def stash_for(self, *, on_host: bool) -> Stash:
-        """The host itself has no budget, and so no stash apart from it."""
+        """The stash for a step. If the device is the CPU, there is only one: its memory has no budget."""
         return self._host_stash if on_host and self._host_stash is not None else self._device_stash
 
     def expectation(self, skipped: Collection[Unit] = ()) -> Expectation:
@@ -153,17 +153,17 @@ class Relay(CallHost):
 
     @property
     def host_stash(self) -> HostStash:
-        assert self._host_stash is not None, "the host itself has no budget"
+        assert self._host_stash is not None, "the CPU as a device has no stash on the host"
         return self._host_stash
 
     def recover(self) -> None:
-        """After a failure, when no lane has work any more: what failed is not waited for."""
+        """Resets the slots after a failure, when all lanes are idle: marks of failed work are dropped."""
         self.weights.forget(everything=True)
         self._model.recover()
         self.gradients.forget_marks()
 
     def close(self) -> None:
-        """Gives the device's memory back."""
+        """Frees the device's memory."""
         if self._host_stash is not None:
             self._host_stash.close()
         self.weights.close()
@@ -174,7 +174,7 @@ class Relay(CallHost):
 
     @contextlib.contextmanager
     def _during(self, step: StepState) -> Iterator[None]:
-        """For a step: the model is on the device, and there are micro-batches, which are ended with it."""
+        """Context of a step: the model is on the device. On exit, all micro-batches have ended."""
         self._step = step
         try:
             self.weights.forget()
@@ -195,14 +195,14 @@ class Relay(CallHost):
                     stack.callback(batches[-1].abandon)
                 yield
                 if step.takes_effect and (left := batches[-1].thread_state) is not None:
-                    left.leave_behind(thread_locals)
+                    left.apply(thread_locals)
         finally:
             self._step = None
             step.close()
 
     @contextlib.contextmanager
     def _user_state(self, step: StepState) -> Iterator[None]:
-        """For a step: each micro-batch has its own copy of the user's variables."""
+        """Context of a step in which each micro-batch has its own copy of the user's variables."""
         try:
             with self.compute.current():
                 step.begin()
@@ -213,7 +213,7 @@ class Relay(CallHost):
             try:
                 yield
             except BaseException as error:
-                with self.compute.current():  # after what the step has launched
+                with self.compute.current():  # after the kernels that the step has launched
                     self.state.end(undo=True)
                     self.buffers.undo()
                     step.undo(error)
@@ -225,7 +225,7 @@ class Relay(CallHost):
                 self._model.adopt_assigned_residents()
                 step.succeeded()
                 if step.takes_effect:
-                    self.buffers.keep()
+                    self.buffers.commit()
                 else:
                     step.undo()
                     self._edits_batch |= step.batch_edits.found
@@ -235,18 +235,18 @@ class Relay(CallHost):
 
     @contextlib.contextmanager
     def _resident_gradients(self) -> Iterator[None]:
-        """For a step: residents have a slot for their gradients; afterwards all gradients are on their way."""
+        """Context of a step in which residents have a gradient slot. On exit, all gradients are flushed."""
         self.compute.follow(*self.gradients.enter(self._residents))
         try:
             yield
         except BaseException:
-            self.gradients.begin(for_update=False)  # what a step that failed has added up changes no weight
+            self.gradients.begin(for_update=False)  # the gradients of a failed step must not change weights
             raise
         finally:
             self.gradients.flush_all(self.compute.here())
 
     def _forward_backward(self, batch: MicroBatch) -> None:
-        """One micro-batch, in its own thread."""
+        """Runs one micro-batch in its own thread."""
         step = self.step
         batch.context = context_variables(contextvars.copy_context())
         modules = (module for inside in self.inside.values() for module in inside)
@@ -284,7 +284,7 @@ class Relay(CallHost):
             step.micro_batch_parked(batch)
 
     def _edits_host(self, step: StepState) -> bool:
-        """Whether a trial would edit the host's own weights."""
+        """Whether the step is a trial in which edits of weights would change the host's own weights."""
         return self.device.type == "cpu" and not step.takes_effect
 
     def _pick(self, live: Sequence[MicroBatch]) -> Unit:
@@ -295,7 +295,7 @@ class Relay(CallHost):
         return max((request.unit for request in requests), key=self._units.index)
 
     def _visit(self, unit: Unit, on_device: UnitOnDevice, batches: Sequence[MicroBatch]) -> bool:
-        """Serves all requests for the unit. Returns whether its backward is over, so that its gradients can cross."""
+        """Serves all requests for the unit. Returns whether its backward is over and its gradients can be flushed."""
         step = self.step
         try:
             backward = step.has_turned()
@@ -324,15 +324,15 @@ class Relay(CallHost):
         for batch, following in zip(waiting, [*waiting[1:], None], strict=True):
             stash.restore(batch)
             if following is not None:
-                stash.restore(following)  # beside the compute of this one
+                stash.restore(following)  # overlaps with the compute of this one
             while batch.requests(unit):
-                stash.restore(batch)  # for a second call: others may have left since the first
+                stash.restore(batch)  # a second call may need tensors that have been stowed since the first
                 stash.follow(batch)
                 self._resume(batch)
             stash.stow(batch)
 
     def _is_finished(self, unit: Unit) -> bool:
-        """Whether the unit's backward is over: for an update, no micro-batch may still call the unit."""
+        """Whether the unit's backward is over. Before an update, no micro-batch may call the unit any more."""
         step = self.step
         if step.open_calls.count(unit):
             return False

@@ -1,4 +1,4 @@
-"""The model outside steps, without gradients: units come to the device as the model calls them."""
+"""Evaluation: runs the model outside of steps, without gradients. Units are fetched as the model calls them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ferryman.runtime.streams import Streams
 
 
 class Evaluation:
-    """Runs on the caller's own stream: what the model returns or caches is used there."""
+    """Runs the model on the caller's own stream, because that is where its results and caches are used."""
 
     def __init__(self, model: BoundModel, weights: WeightSlots, streams: Streams) -> None:
         self._model, self._weights, self._streams = model, weights, streams
         self._visited: list[Unit] | None = None  # while an evaluation runs
-        self._expected: list[Unit] = []  # the visits of the last one
+        self._expected: list[Unit] = []  # the visits of the last evaluation
 
     @property
     def runs(self) -> bool:
         return self._visited is not None
 
     def expect(self, units: Sequence[Unit]) -> None:
-        """The first guess at the order of visits."""
+        """Sets a first guess at the order of visits."""
         self._expected = list(units)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Within, the model can be called."""
+        """Context in which the model can be called."""
         self._visited = []
         compute = self._streams.compute
         self._weights.forget()

@@ -1,4 +1,4 @@
-"""Slots for gradients: device memory where those of a unit are added up. All of it is allocated once."""
+"""Slots for gradients: device memory in which a unit's gradients are summed. All of it is allocated once."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ferryman.runtime.marks import Mark
 class GradientSlot:
     """Device memory for the gradients of one unit at a time."""
 
-    wide: torch.Tensor  # bytes; the sums in float32
-    narrow: torch.Tensor  # bytes; the sums in the dtype in which they cross, if that is not float32
+    wide: torch.Tensor  # bytes of the sums in float32
+    narrow: torch.Tensor  # bytes of the sums in the dtype in which they are sent, if that is not float32
     unit: Unit | None = None
-    wide_views: dict[Item, torch.Tensor] = field(default_factory=dict)  # of the unit's parameters
+    wide_views: dict[Item, torch.Tensor] = field(default_factory=dict)  # views for the unit's parameters
     narrow_views: dict[Item, torch.Tensor] = field(default_factory=dict)
-    free: list[Mark] = field(default_factory=list)  # after which it can be written: the ends of what used it last
-    used: Mark | None = None  # the end of the visit that added to it last
-    taken_at: int = 0  # how many flushes there had been when the unit took the slot
-    emptied_at: int = 0  # how many flushes there had been when the slot was emptied
+    free: list[Mark] = field(default_factory=list)  # the marks after which the slot can be written
+    used: Mark | None = None  # the end of the last visit that added to the slot
+    taken_at: int = 0  # the number of flushes before the unit took the slot
+    emptied_at: int = 0  # the number of flushes when the slot was emptied
 
     def take(self, unit: Unit, flushes: int) -> None:
         self.unit, self.taken_at = unit, flushes
@@ -39,11 +39,12 @@ class GradientSlot:
 
 
 class GradientSlots:
-    """Where the gradients of a unit's micro-batches are added up in float32, until they cross to the host.
+    """Sums the gradients of a unit over micro-batches in float32, and then sends them to the host.
 
-    In a step that ends with an update, gradients are sent to the server when the unit's backward is over, in the dtype
-    of the weights. Otherwise they cross in float32 and stay on the host, for the user; so do those of a unit whose slot
-    is needed for another one before its backward is over. When the unit is back, its sums are fetched from there.
+    In a step that ends with an update, a unit's gradients are sent to the server in the dtype of the weights when its
+    backward is over. In other steps they are copied to the host in float32 and left for the user. If another unit needs
+    the slot before the backward is over, the sums are also copied to the host in float32, and fetched again when the
+    unit is back.
 
     Residents have a slot of their own.
     """
@@ -59,30 +60,30 @@ class GradientSlots:
         self._flushes = 0
         self._for_update = False
         self._discards = False
-        self._on_host: dict[Unit, Mark] = {}  # units with sums on the host, and the ends of the copies there
-        self._added: set[Item] = set()  # tensors that have a gradient, from this sweep or an earlier one
-        self._narrowed: set[Item] = set()  # those of them whose sum is in `narrow` already
+        self._on_host: dict[Unit, Mark] = {}  # units with sums on the host, and the ends of the copies to the host
+        self._added: set[Item] = set()  # tensors that have a gradient, from this step or an earlier one
+        self._narrowed: set[Item] = set()  # tensors whose sum is in `narrow` already
 
     def make_room_for(self, units: Sequence[Unit]) -> None:
-        """Between steps: each slot can hold the gradients of any of these from now on."""
+        """Between steps: resizes the slots so that each can hold the gradients of any of these units."""
         assert all(slot.unit is None for slot in self._all_slots()), "between steps all gradients are on the host"
         wide = max(gradient_bytes(unit) for unit in units)
         narrow = max(self._narrow_bytes(unit) for unit in units)
         if any(slot.wide.nbytes != wide or slot.narrow.nbytes != narrow for slot in self._slots):
             count = len(self._slots)
-            self._slots.clear()  # gives the old memory back before the new is allocated
+            self._slots.clear()  # frees the old memory before new memory is allocated
             self._slots += [self._make_slot(wide, narrow) for _ in range(count)]
         there = {*units, self._residents}
         self._on_host = {unit: mark for unit, mark in self._on_host.items() if unit in there}
         self._added.intersection_update(item for unit in there for item in unit.items)
 
     def begin(self, *, for_update: bool) -> None:
-        """A step begins. `for_update`: it ends with an update, so gradients are sent to the server."""
+        """Begins a step. `for_update`: the step ends with an update, so gradients are sent to the server."""
         self._for_update = for_update
 
     @contextlib.contextmanager
     def discarding(self) -> Iterator[None]:
-        """Within, gradients are added up as usual and then dropped; those from before are left alone."""
+        """Context in which gradients are summed as usual and then dropped. Earlier gradients do not change."""
         added, self._added, self._discards = self._added, set(), True
         try:
             yield
@@ -96,16 +97,16 @@ class GradientSlots:
         slot = self._slot_of(unit)
         if slot is None:
             slot = self._take_slot(unit)
-            if unit in self._on_host and not self._discards:  # go on from there
+            if unit in self._on_host and not self._discards:  # continue from these sums
                 source, target = self._server.gradient_buffer(unit), slot.wide[: gradient_bytes(unit)]
                 after, label = [*slot.free, self._on_host.pop(unit)], f"fetch gradients of {unit.name}"
                 slot.free = [self._h2d.copy([(target, source)], after=after, label=label)]
         return slot.free
 
     def add(self, unit: Unit, item: Item, gradient: torch.Tensor, *, last: bool) -> None:
-        """Adds one call's gradient. The first is copied and the others are added, as AccumulateGrad does, in float32.
+        """Adds one call's gradient in float32. As in AccumulateGrad, the first is copied and the others are added.
 
-        The `last` one of a step that ends with an update is added directly into the memory that will cross.
+        The `last` one in a step that ends with an update is written directly to the memory that will be sent.
         """
         slot = self._slot_of(unit)
         assert slot is not None, "a call enters the unit's slot before its backward"
@@ -130,9 +131,9 @@ class GradientSlots:
             into.add_(gradient)
 
     def complete(self, unit: Unit) -> None:
-        """The unit's backward is over: converts the sums that are not yet in the dtype in which they cross.
+        """At the end of the unit's backward: converts the remaining sums to the dtype in which they are sent.
 
-        The kernels are launched on the lane of the caller.
+        The kernels are launched on the caller's lane.
         """
         slot = self._slot_of(unit)
         if slot is None or not self._sends(unit):
@@ -148,15 +149,16 @@ class GradientSlots:
                 self.complete(slot.unit)
 
     def leave(self, unit: Unit, end: Mark) -> None:
-        """A visit that may have added to the unit's gradients ends with this mark."""
+        """Records the end of a visit that may have added to the unit's gradients."""
         slot = self._slot_of(unit)
         if slot is not None:
             slot.used = end
 
     def flush(self, unit: Unit, *, for_update: bool | None = None) -> None:
-        """Begins to empty the unit's slot, if it has one: its gradients cross to the server, or to the host in float32.
+        """Starts to empty the unit's slot, if it has one.
 
-        `for_update`: which of both; by default what the step began with.
+        `for_update`: send the gradients to the server for an update; otherwise copy them to the host in float32. The
+        default is the argument of `begin`.
         """
         slot = self._slot_of(unit)
         if slot is None:
@@ -179,7 +181,7 @@ class GradientSlots:
         slot.drop()
 
     def flush_all(self, end: Mark) -> None:
-        """At the end of a step: flushes residents, and units of which some calls had no backward."""
+        """At the end of a step: flushes residents, and units with calls that had no backward."""
         for slot in self._all_slots():
             if slot.unit is not None:
                 slot.used = end
@@ -192,7 +194,7 @@ class GradientSlots:
 
     @property
     def on_host(self) -> dict[Unit, list[Item]]:
-        """Units whose sums are on the host in float32, and which of their tensors have a gradient."""
+        """Units whose sums are on the host in float32, each with its tensors that have a gradient."""
         return {unit: [item for item in unit.trained if item in self._added] for unit in self._on_host}
 
     @property
@@ -204,17 +206,17 @@ class GradientSlots:
         return item in self._added
 
     def adopt(self, unit: Unit, item: Item, mark: Mark) -> None:
-        """The user has put a gradient into the host's buffer, before the mark. Later ones are added to it."""
+        """Registers a gradient that the user put into the host's buffer before the mark. Later ones are added to it."""
         self._added.add(item)
         self._on_host.setdefault(unit, mark)
 
     def clear_of(self, items: Sequence[Item]) -> None:
-        """The gradients of these tensors start from zero again."""
+        """Clears the gradients of these tensors."""
         self._added.difference_update(items)
         self._on_host = {u: mark for u, mark in self._on_host.items() if any(item in self._added for item in u.trained)}
 
     def clear(self) -> None:
-        """All gradients start from zero again."""
+        """Clears all gradients."""
         self._added.clear()
         self._narrowed.clear()
         self._on_host.clear()
@@ -222,14 +224,14 @@ class GradientSlots:
             slot.drop()
 
     def forget_marks(self) -> None:
-        """No lane has work any more: there is nothing to wait for, and gradients that have not arrived are lost."""
+        """After a failure, when all lanes are idle: drops all marks, and gradients that did not arrive on the host."""
         self._on_host = {unit: mark for unit, mark in self._on_host.items() if not mark.failed()}
         self._added.intersection_update(item for unit in self._on_host for item in unit.items)
         for slot in self._all_slots():
             slot.free, slot.used = [], None
 
     def close(self) -> None:
-        """Gives the device's memory back."""
+        """Frees the device's memory."""
         self.clear()
         self._slots.clear()
         self._resident_slot = self._make_slot(0, 0)
@@ -262,11 +264,11 @@ class GradientSlots:
                 longest = min(taken, key=lambda slot: slot.taken_at)
                 assert longest.unit is not None
                 self.flush(longest.unit, for_update=False)
-            # The one that was flushed first: the others' flushes may still be under way.
+            # Take the slot that was flushed first: the flushes of the others may still be running.
             slot = min((s for s in self._slots if s.unit is None), key=lambda slot: slot.emptied_at)
         slot.take(unit, self._flushes)
         return slot
 
     def _sends(self, unit: Unit) -> bool:
-        """Whether the unit's gradients cross in another dtype than float32, for an update."""
+        """Whether the unit's gradients are sent for an update in a dtype other than float32."""
         return self._for_update and not self._discards and narrow_bytes(unit) > 0

@@ -1,7 +1,7 @@
-"""Weights that all fit on the device, and stay there: only gradients and the optimizer's state are on the host.
+"""Held weights: all weights fit on the device and stay there; gradients and optimizer state are on the host.
 
-Weights that the device updates are there already. Weights that the host updates are copied to the device subgroup by
-subgroup, as soon as each is updated. A unit of which the user has changed a tensor in place is copied as a whole.
+Weights that the device updates need no copy to the device. Weights that the host updates are copied to the device
+subgroup by subgroup, as soon as each is updated. If the user has changed a tensor in place, its whole unit is copied.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ferryman.model.units import Unit
 from ferryman.relay.weight_slots import WeightSlot, WeightSlots
 from ferryman.runtime.marks import Mark
 
-_AHEAD = 2  # units that are fetched before they are needed, if they must be fetched
+_AHEAD = 2  # units to fetch ahead of time, if they are out of date
 
 
 @dataclass(eq=False)
 class HeldSlot(WeightSlot):
-    """Device memory that belongs to one unit. Besides fetches of the whole unit, updates write to it."""
+    """Device memory that belongs to one unit. Fetches of the whole unit and updates write to it."""
 
     versions: list[int] | None = None  # of the host's tensors when they were fetched; None: the slot is out of date
     updated: Mark | None = None  # the end of the last update on the device
@@ -35,12 +35,12 @@ class HeldSlot(WeightSlot):
 
 
 class HeldWeights(WeightSlots):
-    """A slot for each unit, of its size."""
+    """One slot for each unit, of the unit's size."""
 
     _slots: Sequence[HeldSlot]
 
     def make_room_for(self, units: Sequence[Unit]) -> None:
-        self._slots = []  # gives the old memory back before the new is allocated
+        self._slots = []  # frees the old memory before new memory is allocated
         self._slots = [
             HeldSlot(torch.empty(unit.nbytes, dtype=torch.uint8, device=self._device), unit) for unit in units
         ]
@@ -59,7 +59,7 @@ class HeldWeights(WeightSlots):
         slot = self._find(unit)
         if slot is None:
             return []
-        self.enter(unit, ())  # the user may have changed the weights since their backward
+        self.enter(unit, ())  # fetches weights that the user has changed since the backward
         return [] if slot.released is None else [slot.released]
 
     def refresh(self, unit: Unit, runs: Sequence[Span], after: Mark) -> Mark | None:
@@ -94,5 +94,5 @@ class HeldWeights(WeightSlots):
 
 
 def _versions(unit: Unit) -> list[int]:
-    """Versions of the host's tensors, which count the user's edits and not the server's updates."""
+    """Versions of the host's tensors. They count the user's edits, but not the server's updates."""
     return [item.tensor._version for item in unit.items]

@@ -1,4 +1,4 @@
-"""Micro-batches in threads of their own, of which one runs at a time.
+"""Micro-batches: each has a thread of its own, and only one of them runs at a time.
 
 A micro-batch runs the user's code until it needs a unit. There it parks with a request, and the driver continues. When
 the unit is on the device, the driver computes what was requested, on its own thread, and lets the micro-batch continue
@@ -8,9 +8,9 @@ moment.
 Note [Units compute on the driver's thread]
 The driver's thread is the one that called `engine.step`. On an accelerator, each thread that runs a matrix product has
 a library handle and a workspace of its own, so device memory would grow with the number of micro-batches if each
-computed in its own thread. Also, a profiler that the caller has started sees the units' operators. The user's code must
-not notice on which thread it runs: context variables and thread-local variables travel with the request
-(`ThreadState`), and so do torch's modes (`modes.py`).
+computed in its own thread. Another reason: a profiler that the caller has started sees the units' operators. The user's
+code must not notice on which thread it runs: context variables and thread-local variables are sent with the request
+(`ThreadState`), and so are torch's modes (`modes.py`).
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ class Direction(Enum):
 
 
 class ThreadState(NamedTuple):
-    """What the user's code keeps per thread: context variables, and what is in objects of `threading.local`."""
+    """The user's per-thread state: context variables, and the contents of `threading.local` objects."""
 
     context: contextvars.Context
-    held: Sequence[dict[str, Any]]
+    thread_locals: Sequence[dict[str, Any]]
 
     @staticmethod
     def here(thread_locals: Sequence[threading.local]) -> ThreadState:
-        """That of the thread which calls."""
+        """The state of the calling thread."""
         return ThreadState(contextvars.copy_context(), [dict(local.__dict__) for local in thread_locals])
 
-    def leave_behind(self, thread_locals: Sequence[threading.local]) -> None:
-        """Makes it the calling thread's."""
+    def apply(self, thread_locals: Sequence[threading.local]) -> None:
+        """Sets this state in the calling thread."""
         set_context(self.context.items())
         self.put_locals(thread_locals)
 
     @contextlib.contextmanager
     def borrowed(self, thread_locals: Sequence[threading.local]) -> Iterator[None]:
-        """Within, the calling thread has these thread-local variables; what it does to them is remembered here."""
+        """Context in which the calling thread has these thread-local variables. Its changes are stored here."""
         if not thread_locals:
             yield
             return
@@ -67,19 +67,19 @@ class ThreadState(NamedTuple):
         try:
             yield
         finally:
-            for local, held in zip(thread_locals, self.held, strict=True):
-                held.clear()
-                held.update(local.__dict__)
+            for local, values in zip(thread_locals, self.thread_locals, strict=True):
+                values.clear()
+                values.update(local.__dict__)
             own.put_locals(thread_locals)
 
     def put_locals(self, thread_locals: Sequence[threading.local]) -> None:
-        for local, held in zip(thread_locals, self.held, strict=True):
+        for local, values in zip(thread_locals, self.thread_locals, strict=True):
             local.__dict__.clear()
-            local.__dict__.update(held)
+            local.__dict__.update(values)
 
 
 class Request(NamedTuple):
-    """What a parked micro-batch waits for: a result that needs the unit's weights on the device."""
+    """The computation that a parked micro-batch waits for. It needs the unit's weights on the device."""
 
     unit: Unit
     direction: Direction
@@ -89,14 +89,14 @@ class Request(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What a request has given: a result, or an exception that the micro-batch's code raises."""
+    """The outcome of a request: a result, or an exception to raise in the micro-batch's thread."""
 
     result: Any = None
     error: BaseException | None = None
 
 
 class Abandoned(BaseException):
-    """Ends a parked micro-batch whose step was given up. Not an Exception: user code should not catch it."""
+    """Ends a parked micro-batch when its step has failed. Not an Exception: user code should not catch it."""
 
 
 def _held_lock() -> threading.Lock:
@@ -106,8 +106,11 @@ def _held_lock() -> threading.Lock:
 
 
 class MicroBatch:
-    """One micro-batch of a step: `work` is its forward and backward. It begins with the thread state that the one
-    `before` it has left, or, if that has not ended yet, with the caller's."""
+    """One micro-batch of a step. `work` runs its forward and backward.
+
+    It begins with the thread state at the end of the micro-batch `before` it or, if that has not ended yet, with the
+    caller's thread state.
+    """
 
     def __init__(
         self,
@@ -118,22 +121,22 @@ class MicroBatch:
     ) -> None:
         self.number = number
         self.request: Request | None = None
-        self.inherited: dict[int, torch.Tensor] = {}  # what calls can reach beyond variables, when it begins
-        self.context = context_variables(contextvars.Context())  # those that it has set
-        self.turned = False  # its loss is there, and it goes backward from now on
+        self.inherited: dict[int, torch.Tensor] = {}  # tensors that calls can reach beyond variables, at the start
+        self.context = context_variables(contextvars.Context())  # the context variables that it has set
+        self.turned = False  # its loss is computed, and its backward begins
         self.done = False
         self._error: BaseException | None = None
         self._answer = _Answer()  # to its last request
-        self._served_by: threading.Thread | None = None  # the driver's, while it computes for the micro-batch
+        self._served_by: threading.Thread | None = None  # the driver's thread, while it computes for the micro-batch
         self._abandoned = False
-        # Each is released by one side to let the other one run. Plain locks: a semaphore takes four times as long.
+        # Each side releases the other's lock to let it run. A semaphore would take four times as long as a plain lock.
         self._mine, self._drivers = _held_lock(), _held_lock()
         self._surroundings = surroundings
         self._random = surroundings.random_state(number)
         self._work = work
         self._before = before
         self._thread: threading.Thread | None = None
-        self.thread_state: ThreadState | None = None  # in which it has ended
+        self.thread_state: ThreadState | None = None  # at its end
 
     def _start(self) -> None:
         before = self._before if self._before is not None and self._before.done else None
@@ -155,7 +158,7 @@ class MicroBatch:
             pass
         except sqlite3.ProgrammingError as error:
             self._error = _explained(error, self._surroundings.thread_locals)
-        except BaseException as error:  # the driver raises it, where the user called
+        except BaseException as error:  # the driver raises it in the caller's thread
             self._error = error
         finally:
             self.request = None
@@ -163,12 +166,12 @@ class MicroBatch:
             self._drivers.release()
 
     def runs_here(self) -> bool:
-        """Whether the thread that calls runs code of this micro-batch."""
+        """Whether the calling thread runs code of this micro-batch."""
         return threading.current_thread() in (self._thread, self._served_by)
 
     @property
     def is_served(self) -> bool:
-        """Whether the driver computes for it now."""
+        """Whether the driver is computing for this micro-batch."""
         return self._served_by is not None
 
     def requests(self, unit: Unit) -> bool:
@@ -186,8 +189,8 @@ class MicroBatch:
     ) -> T:
         """Called by the micro-batch: waits until the driver has computed the result, and returns it.
 
-        `needs`: tensors that `compute` uses. `in_own_thread`: the driver only puts the unit and what is needed in
-        place, and the micro-batch computes.
+        `needs`: tensors that `compute` uses. `in_own_thread`: the driver only brings the unit and the needed tensors
+        to the device, and the micro-batch computes.
         """
         state = ThreadState.here(self._surroundings.thread_locals)
         self.request = Request(unit, direction, needs, None if in_own_thread else compute, state)
@@ -197,19 +200,19 @@ class MicroBatch:
             raise Abandoned
         if in_own_thread:
             return compute()
-        state.leave_behind(self._surroundings.thread_locals)
+        state.apply(self._surroundings.thread_locals)
         answer, self._answer = self._answer, _Answer()
         if answer.error is not None:
             try:
                 raise answer.error
             finally:
-                del answer  # else this frame and the error keep each other, and the device's tensors, alive
+                del answer  # otherwise this frame and the error keep each other and the device's tensors alive
         result: T = answer.result
         return result
 
     def resume(self) -> None:
-        """Called by the driver: computes what the micro-batch has requested, and lets it continue until it parks again
-        or ends; raises what its code raised."""
+        """Called by the driver: computes the micro-batch's request, and lets it continue until it parks again or ends.
+        Raises the exception that its code raised, if any."""
         randomness = self._surroundings.randomness
         randomness.restore(self._random)
         request, self.request = self.request, None
@@ -227,21 +230,24 @@ class MicroBatch:
         try:
             raise error
         finally:
-            del error, interrupt  # else this frame and the error keep each other, and the device's tensors, alive
+            del error, interrupt  # otherwise this frame and the error keep each other and the device's tensors alive
 
     def _serve(self, compute: Callable[[], Any], state: ThreadState) -> _Answer:
-        """Computes on the driver's thread. See Note [Units compute on the driver's thread]"""
+        """Computes on the driver's thread. See Note [Units compute on the driver's thread]."""
         self._served_by = threading.current_thread()
         try:
             with self._surroundings.computing(), state.borrowed(self._surroundings.thread_locals):
                 return _Answer(result=state.context.run(compute))
-        except BaseException as error:  # the micro-batch raises it, where the user's code called the unit
+        except BaseException as error:  # raised in the micro-batch, where the user's code called the unit
             return _Answer(error=error)
         finally:
             self._served_by = None
 
     def _await_parking(self) -> BaseException | None:
-        """A KeyboardInterrupt waits, too: nothing may be taken down beside a micro-batch that runs on."""
+        """Waits until the micro-batch has parked or ended. Returns an exception that arrived meanwhile.
+
+        A KeyboardInterrupt must wait too: the step must not be torn down while a micro-batch still runs.
+        """
         interrupt: BaseException | None = None
         while True:
             try:
@@ -252,7 +258,7 @@ class MicroBatch:
                 return interrupt
 
     def abandon(self) -> None:
-        """Called by the driver: ends the micro-batch wherever it is parked."""
+        """Called by the driver: ends the micro-batch if it is parked, and joins its thread."""
         if self._thread is None:
             return
         if not self.done:
@@ -262,7 +268,7 @@ class MicroBatch:
 
 
 def _explained(error: sqlite3.ProgrammingError, thread_locals: Sequence[threading.local]) -> Exception:
-    """SQLite objects refuse to be used outside of the thread that made them, which is the caller's."""
+    """Explains why SQLite refuses: its objects can be used only in the thread that made them, the caller's thread."""
     if "thread" not in str(error):
         return error
     names = [name for local in thread_locals for name, value in vars(local).items() if _is_of_sqlite(value)]
@@ -283,7 +289,7 @@ def _is_of_sqlite(value: Any) -> bool:
 
 
 class Surroundings:
-    """State of the calling thread that a micro-batch's thread must have too: stream, autocast, random numbers."""
+    """The caller's thread state that each micro-batch's thread needs too: stream, autocast, random numbers."""
 
     def __init__(
         self,
@@ -307,16 +313,16 @@ class Surroundings:
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
-        """Within, a micro-batch's thread has this state."""
+        """Context in which a micro-batch's thread has this state."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._lane.current())
             for kind, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             stack.enter_context(self._modes.on())
-            # Backward stays on this thread: the parked node would else block autograd's thread for the device.
+            # Backward stays on this thread: a parked node would otherwise block autograd's thread for the device.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """Within, the driver's thread computes for a micro-batch; hooks on gradients must run on the same thread."""
+        """Context in which the driver computes for a micro-batch. Gradient hooks must run on the same thread."""
         return torch.autograd.set_multithreading_enabled(False)

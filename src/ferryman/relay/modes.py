@@ -1,4 +1,4 @@
-"""What of torch's modes is on where the user's code is called, to be on again in another thread or in a second run."""
+"""Captures torch's modes where the user's code is called, and enables them in another thread or in a second run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _CHECKPOINT = "torch.utils.checkpoint"
-_KNOWN = ("ferryman.", _CHECKPOINT)  # modules whose dispatch modes are off while a unit runs, as they should be
+_KNOWN = ("ferryman.", _CHECKPOINT)  # modules whose dispatch modes may be off while a unit runs
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class Modes(NamedTuple):
-    """Of the thread that calls `here`. Other modes hold in all threads (default dtype, deterministic algorithms,
-    detection of anomalies), or change no results."""
+    """The per-thread modes of the thread that calls `here`. Other modes hold in all threads (default dtype,
+    deterministic algorithms, anomaly detection), or do not change results."""
 
-    functions: list[TorchFunctionMode]  # such as that of torch.set_default_device
-    saving: Hooks | None  # for tensors that autograd saves, as of torch.autograd.graph.saved_tensors_hooks
+    functions: list[TorchFunctionMode]  # such as the mode of torch.set_default_device
+    saving: Hooks | None  # hooks for tensors that autograd saves (torch.autograd.graph.saved_tensors_hooks)
 
     @staticmethod
     def here() -> Modes:
@@ -30,18 +30,18 @@ class Modes(NamedTuple):
             if not kind.__module__.startswith(_KNOWN):
                 raise ValueError(
                     f"the TorchDispatchMode {kind.__module__}.{kind.__qualname__} is on around a step or a unit. Units "
-                    "run twice, and in threads of the engine, so that the mode would see other operations than in "
-                    "plain PyTorch. Enter it inside a unit's forward, or leave it for the time of engine.step()"
+                    "run twice, and in threads of the engine, so the mode would see different operations than in plain "
+                    "PyTorch. Enter the mode inside a unit's forward, or exit it before engine.step()"
                 )
         hooks = saving_hooks()
         if hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT:
-            hooks = None  # which belong to one run
+            hooks = None  # checkpointing enters its own hooks in each run
         return Modes(_get_current_function_mode_stack(), hooks)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """Within, these function modes are on, and no others. A mode is off while it handles a function, such as
-        `backward`."""
+        """Context in which exactly these modes are on. Torch switches a function mode off while it handles a function
+        such as `backward`."""
         before = _get_current_function_mode_stack()
         with contextlib.ExitStack() as stack:
             if before != self.functions:
@@ -53,13 +53,13 @@ class Modes(NamedTuple):
 
 
 def saving_hooks() -> Hooks | None:
-    """What autograd saves goes through these, such as those of torch.utils.checkpoint."""
+    """The hooks for tensors that autograd saves, such as those of torch.utils.checkpoint, if any are on."""
     found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
 
 
 def _exchange(modes: list[TorchFunctionMode]) -> None:
-    """Not by entering them anew, which they may refuse."""
+    """Replaces the stack of function modes. It does not enter them, because a mode may refuse to be entered twice."""
     while torch._C._len_torch_function_stack():
         torch._C._pop_torch_function_stack()
     for mode in modes:

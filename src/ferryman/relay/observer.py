@@ -1,4 +1,4 @@
-"""Observers of trials: the relay calls them at certain points of a trial, while no micro-batch runs."""
+"""Observers of trials: the relay calls them at fixed points of a trial, while no micro-batch runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ferryman.relay.micro_batch import MicroBatch, ThreadState
 
 
 class Roots(NamedTuple):
-    """Where the user's code starts from."""
+    """Objects from which the search for the user's variables starts."""
 
     values: Sequence[tuple[Any, str]]  # with their names
     inside: Collection[nn.Module]  # the modules of units; the relay takes care of their buffers
-    own: Callable[[], Collection[int]]  # the identities of the engine's modules and parameters, as they are now
+    own: Callable[[], Collection[int]]  # the current ids of the engine's modules and parameters
 
     def survey(self, *, thorough: bool, edited: Collection[int] = ()) -> Survey:
         return Survey([*self.values, *context_roots()], self.inside, self.own(), edited, thorough=thorough)
 
 
 class Observer:
-    """Undoes what a trial did to the user's variables. Subclasses also record what happens in it."""
+    """Undoes a trial's changes of the user's variables. Subclasses also record events of the trial."""
 
     def __init__(self, roots: Roots) -> None:
         self._roots = roots
@@ -34,26 +34,26 @@ class Observer:
         self._before: list[Any] = []
 
     def begin(self) -> None:
-        """The model is on the device, and nothing has run."""
+        """Called when the model is on the device, before any micro-batch runs."""
         self.survey = self._roots.survey(thorough=True)
         self._before = self.survey.capture()
 
     def resumes(self, batch: MicroBatch) -> None:
-        """The micro-batch is about to go on."""
+        """Called before the micro-batch continues."""
 
     def parked(self, batch: MicroBatch) -> None:
-        """The micro-batch has parked again, or has ended."""
+        """Called when the micro-batch has parked again or has ended."""
 
     def gradient(self, batch: MicroBatch, item: Item, gradient: torch.Tensor) -> None:
-        """One call's gradient of a parameter."""
+        """Called with each call's gradient of a parameter."""
 
     def end(self, losses: dict[int, torch.Tensor], left: ThreadState | None) -> None:
-        """All micro-batches are done, and their effects are still there.
+        """Called when all micro-batches are done, before their effects are undone.
 
-        `left`: the thread-local state that the last micro-batch has ended with.
+        `left`: the thread state at the end of the last micro-batch.
         """
 
     def undo(self) -> None:
-        """Called last, also after an exception; the model is still on the device."""
+        """Called last, also after an exception, while the model is still on the device."""
         if self.survey is not None:
             self.survey.put_back(self._before)

@@ -1,4 +1,4 @@
-"""What the relay needs of the parameter server. The relay imports nothing else of the host's side."""
+"""The relay's interface to the parameter server. The relay imports nothing else from the host's side."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class ParameterServer(Protocol):
 
     @property
     def loss_scale(self) -> float:
-        """The factor that losses, and so gradients, are multiplied by; 1.0 except in float16."""
+        """The factor by which losses, and therefore gradients, are multiplied; 1.0 except in float16."""
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether there can be updates. Otherwise gradients are only left for the user, in float32."""
+        """Whether there can be updates. Otherwise, all gradients are left for the user in float32."""
 
     def weights(self, unit: Unit) -> torch.Tensor:
-        """The unit's weights on the host, in the dtype that they have on the device, as flat bytes."""
+        """The unit's weights on the host, as flat bytes, in the dtypes that they have on the device."""
 
     def weights_ready(self, unit: Unit) -> list[Mark]:
         """The marks after which the unit's weights on the host include its last update."""
 
     def record_fetch(self, unit: Unit, mark: Mark, nbytes: int) -> None:
-        """Reports a copy of the unit's weights to the device: they must not be changed before the mark."""
+        """Reports a copy of the unit's weights to the device. The server must not change them before the mark."""
 
     def gradient_buffer(self, unit: Unit) -> torch.Tensor:
         """Host memory, as flat bytes, for float32 gradients of the unit that are left for the user."""
@@ -37,15 +37,15 @@ class ParameterServer(Protocol):
     def send_gradients(
         self, unit: Unit, gradients: torch.Tensor, items: Collection[Item], after: Sequence[Mark]
     ) -> list[Mark]:
-        """Takes the gradients of a unit whose backward is over, for an update.
+        """Receives the gradients of a unit whose backward is over, for an update.
 
-        `gradients` is flat, on the device, in the unit's landing dtype, and complete after the marks; only `items` have
-        one. The server decides for each subgroup whether it is used on the device or crosses to the host. Returns the
-        marks after which the memory may be overwritten.
+        `gradients` is a flat tensor on the device, in the unit's landing dtype, and complete after the marks. Only
+        `items` have a gradient. The server decides for each subgroup whether the device or the host updates it.
+        Returns the marks after which the memory may be overwritten.
         """
 
     def send_loss(self, loss: torch.Tensor, after: Sequence[Mark]) -> None:
-        """Takes the loss of one micro-batch, complete after the marks. A loss that is not finite stops the update."""
+        """Receives a micro-batch's loss, complete after the marks. A loss that is not finite stops the update."""
 
     def wait_for_updates(self) -> None:
         """Blocks until all updates are done."""

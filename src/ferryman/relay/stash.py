@@ -1,34 +1,34 @@
 """The stash: inputs that calls save for their backward, and tensors of micro-batches that wait.
 
-On the device (`DeviceStash`) it stays where it is: fastest, and it grows with depth and the number of micro-batches.
+`DeviceStash` leaves tensors on the device. It is the fastest, but grows with depth and the number of micro-batches.
 
-On the host (`HostStash`) nothing of a parked micro-batch is left on the device: its boundary tensors are *stowed*, that
-is, copied to pinned memory and their device memory given back, and *restored* before it runs again. Then device memory
-depends neither on depth nor on the number of micro-batches. What the call needs that it waits for comes back ahead of
-time; other things, such as what autograd has saved between units, when an operator asks for them.
+`HostStash` leaves no tensors of a parked micro-batch on the device. Its boundary tensors are *stowed*: copied to pinned
+memory, and their device memory freed. They are *restored* before it runs again. Device memory then depends neither on
+depth nor on the number of micro-batches. Tensors that the requested call needs are restored ahead of time. Others, such
+as those that autograd has saved between units, are restored when an operator uses them.
 
 Note [Emptied storages]
-The user's code holds tensors while its micro-batch is parked, and they must be the same tensors when it goes on. So
-it is their storage that is emptied and filled again, in place: every tensor, view and saved variable that shares it is
-stowed and restored with it. A micro-batch owns the storages that came to be in its run: its content, what calls return,
-and the results of operators between calls, which a dispatch mode sees. The mode also sees what those operators use, so
-a tensor that one micro-batch has made and another one uses (a table that a module has cached) comes back in time, and
-is left alone from then on. Within units the mode is off: it costs microseconds an operator.
+The user's code holds tensors while its micro-batch is parked, and they must be the same tensors when it continues. So
+their storage is emptied and filled again in place: every tensor, view and saved variable that shares the storage is
+stowed and restored with it. A micro-batch owns the storages that are created while it runs: its batch, the results of
+calls, and the results of operators between calls, which a dispatch mode sees. The mode also sees the arguments of these
+operators. If one micro-batch has made a tensor and another one uses it (a table that a module has cached), it is
+restored in time, and not stowed again. Within units the mode is off, because it costs microseconds per operator.
 
 Note [Edits in place]
-A storage that was copied to the host and then edited must be copied again. Version counters of tensors do not tell of
-all edits: a tensor that the dispatch mode makes has a counter of its own, an edit through `.data` counts nowhere, and
-inference tensors have no counter. So each storage has its own count, which rises with every operator that writes to
-any tensor in the storage. The mode sees these operators between calls. Where it is off, in units, `Call` reports the
-tensors whose versions have changed. An edit that neither of them sees is refused in the trial, which compares the bytes
-(`checking`).
+A storage that was copied to the host and then edited must be copied again. The version counters of tensors miss some
+edits: a tensor that the dispatch mode makes has a counter of its own, an edit through `.data` is not counted, and
+inference tensors have no counter. So each storage has its own count, which increases with every operator that writes to
+any tensor in the storage. The mode sees these operators between calls. In units, where the mode is off, `Call` reports
+the tensors whose versions have changed. An edit that neither of them sees is refused in the trial, which compares the
+bytes (`checking`).
 
 Note [The window]
-A storage can be emptied only when its copy to the host has ended, and a slow link ends copies late. Were storages
-emptied whenever their copies happen to end, the peak of device memory would depend on the link. So at most `IN_FLIGHT`
+A storage can be emptied only when its copy to the host has ended, and copies over a slow link end late. If storages
+were emptied as soon as their copies end, the peak of device memory would depend on the link. So at most `IN_FLIGHT`
 copies are in the *window*, in the order in which they were submitted, and a storage is emptied when its copy leaves the
-window, never before. What is on the device is then a function of the program alone: a trial measures what every later
-step needs.
+window, never before. Device memory is then a function of the program alone, and a trial measures what every later step
+needs.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _SMALL = 64  # bytes; less is not worth a copy
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Rises with edits of the tensor in place; None if they are not counted (inference tensors)."""
+    """A counter that increases with in-place edits; None if they are not counted (inference tensors)."""
     return None if tensor.is_inference() else tensor._version
 
 
 def edited_since(tensors: Sequence[torch.Tensor], versions: Sequence[int | None]) -> list[torch.Tensor]:
-    """Those that were edited since they had these versions, or may have been."""
+    """The tensors that were, or may have been, edited since they had these versions."""
     now = [version_of(tensor) for tensor in tensors]
     return [t for t, new, old in zip(tensors, now, versions, strict=True) if new is None or new != old]
 
@@ -67,44 +67,44 @@ class Stashed(Protocol):
     """An input that a call will need again."""
 
     def recall(self) -> torch.Tensor | None:
-        """The tensor, without history, on the device; None if it was edited since."""
+        """The detached tensor on the device; None if it was edited since it was saved."""
 
 
 class Stash(Protocol):
-    """What the relay asks of a stash; a stash is told which micro-batch runs and which ones wait."""
+    """The relay's interface to a stash."""
 
     def track(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
-        """These tensors belong to the micro-batch from now on."""
+        """Registers tensors that belong to the micro-batch."""
 
     def save(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
-        """Saves a call's input, with its present value."""
+        """Saves a call's input with its current value."""
 
     def watch(self, batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
-        """Within, the micro-batch runs: what it makes belongs to it."""
+        """Context in which the micro-batch runs. Tensors that it makes belong to it."""
 
     def stow(self, batch: MicroBatch) -> None:
-        """The micro-batch is parked, and others run now."""
+        """Called when the micro-batch is parked, before others run."""
 
     def restore(self, batch: MicroBatch) -> None:
-        """The micro-batch will run soon: begins to bring back what its call needs."""
+        """Called ahead of the micro-batch's next run: starts to restore the tensors that its call needs."""
 
     def follow(self, batch: MicroBatch) -> None:
-        """The micro-batch runs now: compute comes after what is being brought back."""
+        """Called before the micro-batch runs: makes compute wait for tensors that are being restored."""
 
     def use(self, batch: MicroBatch, tensor: torch.Tensor) -> None:
-        """The micro-batch is about to use a tensor, which may be on the host, or another one's."""
+        """Called before the micro-batch uses a tensor, which may be stowed or belong to another micro-batch."""
 
     def edited(self, tensors: Sequence[torch.Tensor]) -> None:
-        """A unit has edited these tensors in place."""
+        """Called when a unit has edited these tensors in place."""
 
     def checking(self) -> contextlib.AbstractContextManager[None]:
-        """Within, a ValueError tells of edits in place that were not seen."""
+        """Context in which in-place edits that the stash has not seen raise a ValueError."""
 
     def bring_back(self) -> None:
-        """The step is over: what the user still holds is on the device again."""
+        """Restores all tensors that the user still holds at the end of the step."""
 
     def forget(self) -> None:
-        """Nothing of the step is needed any more."""
+        """Drops everything that belongs to the step."""
 
     def close(self) -> None: ...
 
@@ -118,13 +118,13 @@ class _OnDevice(NamedTuple):
 
 
 class DeviceStash:
-    """Leaves everything where it is."""
+    """Leaves all tensors on the device."""
 
     def track(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
         pass
 
     def save(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
-        alias = tensor.detach()  # shares the version counter, which tells of edits
+        alias = tensor.detach()  # shares the version counter, which reveals edits
         return _OnDevice(alias, version_of(alias))
 
     def watch(self, batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
@@ -159,7 +159,7 @@ class DeviceStash:
 
 
 class _Level:
-    """An amount that rises and falls, and the most it was."""
+    """An amount and its peak."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -170,7 +170,7 @@ class _Level:
 
 
 class _Copy:
-    """The host's copy of a storage, as it was after so many edits. Its memory is used again when nobody needs it."""
+    """The host's copy of a storage after a certain number of edits. Returns its memory to the arena when dropped."""
 
     def __init__(self, piece: Allocation, edits: int, arena: Arena, level: _Level) -> None:
         self.memory = piece.bytes
@@ -192,7 +192,7 @@ class _TrackedStorage:
     """One storage of a micro-batch, on the device or emptied."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.alias = tensor.detach()  # shares the storage, and no version counter
+        self.alias = tensor.detach()  # shares the storage, but not the version counter
         self.nbytes = self.storage().nbytes()
         self.edits = 0  # see Note [Edits in place]
         self.on_device = True
@@ -213,7 +213,7 @@ class _TrackedStorage:
 
 
 class _Leaving(NamedTuple):
-    """A copy in the window. The reference to the storage keeps its device memory until the copy has ended."""
+    """A copy in the window. The reference to the storage keeps its device memory alive until the copy has ended."""
 
     tracked: _TrackedStorage
     copy: _Copy
@@ -243,7 +243,7 @@ class _OnHost(NamedTuple):
 
 
 class HostStash:
-    """Keeps what belongs to parked micro-batches on the host."""
+    """Keeps the tensors of parked micro-batches on the host."""
 
     def __init__(self, device: torch.device, compute: Lane, h2d: Lane, d2h: Lane) -> None:
         assert isinstance(compute, DeviceLane)
@@ -251,17 +251,17 @@ class HostStash:
         assert isinstance(d2h, DeviceLane)
         self._device = device
         self._compute, self._h2d, self._d2h = compute, h2d, d2h
-        self._tracked: dict[MicroBatch, dict[int, _TrackedStorage]] = {}  # by owner and storage
+        self._tracked: dict[MicroBatch, dict[int, _TrackedStorage]] = {}  # by owner and by storage
         self._owners: dict[int, MicroBatch] = {}
         self._shared: dict[int, _TrackedStorage] = {}  # shared by several micro-batches
         self.arena = Arena(device)  # for the copies
         self._window: deque[_Leaving] = deque()  # see Note [The window]
         self._copied = _Level()
-        self._checks = False  # whether bytes are compared where no edit was seen
+        self._checks = False  # whether to compare bytes if no edit was seen
 
     @property
     def peak(self) -> int:
-        """The most bytes that copies have held at once, since the peak was reset."""
+        """The peak of bytes in copies since `reset_peak`."""
         return self._copied.peak
 
     def reset_peak(self) -> None:
@@ -273,7 +273,7 @@ class HostStash:
                 continue
             storage = tensor.untyped_storage()
             if storage.nbytes() >= _SMALL and storage._cdata not in self._owners and storage._cdata not in self._shared:
-                tracked = _TrackedStorage(tensor)  # an operator, which is watched too
+                tracked = _TrackedStorage(tensor)  # runs an operator, which the watch sees too
                 self._tracked.setdefault(batch, {})[storage._cdata] = tracked
                 self._owners[storage._cdata] = batch
 
@@ -288,7 +288,7 @@ class HostStash:
                 return
         else:
             tracked = self._drop(owner, key)
-            self._shared[key] = tracked  # for the rest of the step nobody's
+            self._shared[key] = tracked  # it has no owner for the rest of the step
         if not tracked.on_device:
             self._fill(tracked)
         if tracked.ready is not None:
@@ -296,7 +296,7 @@ class HostStash:
             tracked.ready = None
 
     def edit(self, tensor: torch.Tensor) -> None:
-        """The micro-batch is about to edit a tensor in place, which a copy to the host may still be reading."""
+        """Called before the micro-batch edits a tensor in place. A copy to the host may still be reading it."""
         key = tensor.untyped_storage()._cdata
         self._count_edit(key)
         for tracked, copy in self._window:
@@ -321,7 +321,7 @@ class HostStash:
 
     def save(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
         tracked = self._tracked.get(batch, {}).get(tensor.untyped_storage()._cdata)
-        if tracked is None:  # small, or on another device
+        if tracked is None:  # the tensor is small, or on another device
             alias = tensor.detach()
             return _OnDevice(alias, version_of(alias))
         return _OnHost(self, self._copy_of(tracked), _Geometry.of(tensor))
@@ -360,7 +360,7 @@ class HostStash:
                 tracked.ready = None
 
     def forget(self) -> None:
-        for leaving in self._window:  # the step is over, so here the allocator may wait for the copies' ends
+        for leaving in self._window:  # the step is over, so the allocator may wait for the ends of copies here
             leaving.tracked.alias.record_stream(self._d2h.stream)
         self._window.clear()
         self._tracked.clear()
@@ -376,7 +376,7 @@ class HostStash:
         return self._tracked[batch].pop(key)
 
     def fetch(self, copy: _Copy) -> torch.Tensor:
-        """A copy's bytes, in new device memory, in time for compute."""
+        """The bytes of a copy in new device memory. Compute waits for them."""
         made: list[torch.Tensor] = []
 
         def work() -> None:
@@ -389,9 +389,9 @@ class HostStash:
 
     def _fill(self, tracked: _TrackedStorage) -> None:
         copy = tracked.copy
-        assert copy is not None, "what was stowed was copied before"
+        assert copy is not None, "a stowed storage has a copy"
         tracked.on_device = True
-        if self._is_leaving(copy):  # the bytes are still there
+        if self._is_leaving(copy):  # the bytes are still on the device
             tracked.ready = copy.landed
             return
 
@@ -399,7 +399,7 @@ class HostStash:
             tracked.storage().resize_(tracked.nbytes)
             flat = tracked.flat()
             flat.copy_(copy.memory, non_blocking=True)
-            flat.record_stream(self._compute.stream)  # the user's code may let go of it at any time
+            flat.record_stream(self._compute.stream)  # the user's code may drop it at any time
 
         tracked.ready = self._fetch(copy, work)
 
@@ -413,7 +413,7 @@ class HostStash:
         return any(leaving.copy is copy for leaving in self._window)
 
     def _leave_window(self, leaving: _Leaving) -> None:
-        """The copy leaves the window: waits for its end, and empties the storage if the micro-batch is still parked."""
+        """Waits for a copy that leaves the window, and empties the storage if the micro-batch is still parked."""
         tracked, copy = leaving
         assert copy.landed is not None
         copy.landed.wait()
@@ -421,7 +421,7 @@ class HostStash:
             tracked.storage().resize_(0)
 
     def _copy_of(self, tracked: _TrackedStorage) -> _Copy:
-        """The host's copy of what the storage has now."""
+        """The host's copy of the storage's current contents, which is made if there is none."""
         if tracked.copy is not None and tracked.copy.edits == tracked.edits:
             if self._checks:
                 self._check_unedited(tracked, tracked.copy)
@@ -456,7 +456,7 @@ class HostStash:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operator that the micro-batch runs between calls, forward and backward."""
+    """Sees every operator that the micro-batch runs between calls, in forward and backward."""
 
     def __init__(self, stash: HostStash, batch: MicroBatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -486,6 +486,6 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 @functools.cache
 def _written_arguments(function: Any) -> list[tuple[int, str]]:
-    """Their positions and names."""
+    """Positions and names of the arguments that the operator writes to."""
     arguments = enumerate(function._schema.arguments)
     return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]

@@ -1,4 +1,4 @@
-"""All that belongs to one step: made when the step begins, and dropped when it is over."""
+"""The state of one step: created when the step begins, and dropped when it is over."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ Work = Callable[[], torch.Tensor]  # the forward of one micro-batch; returns its
 
 
 class OpenCalls:
-    """How many calls of each unit still have their backward to come.
+    """Counts, for each unit, the calls whose backward may still run.
 
-    Autograd's graph has a reference to this, and may outlive the step: so it is apart from the rest of the step.
+    A separate object, because autograd's graph refers to it and may outlive the step.
     """
 
     def __init__(self) -> None:
         self._counts: Counter[Unit] = Counter()
 
     def open(self, unit: Unit) -> Callable[[], None]:
-        """The backward of a call may come from now on. The function that is returned says that it cannot any more."""
+        """Counts a call of the unit. Call the returned function when the call's backward can no longer run."""
         self._counts[unit] += 1
 
         def close() -> None:
@@ -50,7 +50,7 @@ class OpenCalls:
 
 
 class Visit:
-    """A unit that is being served: its tensors on the device, and what is known about the call that runs."""
+    """A visit to a unit: the unit's tensors on the device, and the state of the current call."""
 
     def __init__(self, unit: Unit, tensors: Sequence[tuple[Item, torch.Tensor]]) -> None:
         self.unit = unit
@@ -60,18 +60,18 @@ class Visit:
 
 
 class Expectation(NamedTuple):
-    """What the last step has shown, for the next."""
+    """The expected course of a step, learned from the last one."""
 
     visits: Sequence[Unit]  # the order of visits
-    skipped: Collection[Unit] = ()  # units that are not called in this step
+    skipped: Collection[Unit] = ()  # units that will not be called in this step
 
 
 class StepState:
-    """One step. Trials (`trial.py`) override what is done at certain points of it."""
+    """One step. Trials (`trial.py`) override some of its methods."""
 
-    interleaved = True  # micro-batches take turns; otherwise one begins when the one before it is done
+    interleaved = True  # micro-batches take turns; otherwise they run one after the other
     runs_backward = True
-    takes_effect = True  # what the user's code leaves behind in buffers and thread-local variables stays
+    takes_effect = True  # changes of buffers and thread-local variables by the user's code stay
 
     def __init__(
         self,
@@ -87,22 +87,22 @@ class StepState:
         self.works, self.seed = works, seed
         self.stash = stash
         self.for_update = for_update  # gradients are sent to the server; otherwise they are left for the user
-        self.between_visits = between_visits  # may raise, to end the step
+        self.between_visits = between_visits  # may raise an exception to end the step
         self.skips_units = bool(expected.skipped)
         self.micro_batches: list[MicroBatch] = []
         self.running: MicroBatch | None = None
-        self._refusal = ""  # of a call in another thread, whose error the user's code may not hand on
+        self._refusal = ""  # the error of a call in another thread, which the user's code may not pass on
         self.losses: dict[int, torch.Tensor] = {}  # by micro-batch
         self.visited: list[Unit] = []  # the order of visits so far
-        self.visit: Visit | None = None  # the one that is under way
+        self.visit: Visit | None = None  # the current visit
         self.open_calls = OpenCalls()
-        self.turning_modules: set[nn.Module] = set()  # those whose backward followed their forward at once
+        self.turning_modules: set[nn.Module] = set()  # modules whose backward followed their forward at once
         self.hooked: set[tuple[MicroBatch, Item]] = set()  # parameters whose gradient hooks have run
-        self.handles: list[weakref.ref[Handle]] = []  # of calls that autograd may still refer to
+        self.handles: list[weakref.ref[Handle]] = []  # calls that autograd may still refer to
         self.resident_edits = WeightEdits((), by_bytes=False)
         self.leaves = OutsideLeaves()
         self.batch_edits = BatchEdits()
-        self._latest_call: Call | None = None  # the last to go forward; it may keep its graph
+        self._latest_call: Call | None = None  # the last call that ran its forward; it may keep its graph
         self._guard = guard
         self._expected = [unit for unit in expected.visits if unit not in expected.skipped]
 
@@ -114,38 +114,39 @@ class StepState:
         return None if self._guard is None else self._guard.survey
 
     def begin(self) -> None:
-        """The model is on the device, and nothing has run."""
+        """Called when the model is on the device, before any micro-batch runs."""
         if self._guard is not None:
             self._guard.begin()
 
     def micro_batch_resumes(self, batch: MicroBatch) -> None:
-        """The micro-batch is about to go on."""
+        """Called before the micro-batch continues."""
 
     def micro_batch_parked(self, batch: MicroBatch) -> None:
-        """The micro-batch has parked again, or is done."""
+        """Called when the micro-batch has parked again or is done."""
 
     def has_gradient(self, batch: MicroBatch, item: Item, gradient: torch.Tensor) -> None:
-        """One call has made this gradient of a parameter."""
+        """Called with each call's gradient of a parameter."""
 
     def succeeded(self) -> None:
-        """All micro-batches are done, and the user's variables are as they have left them."""
+        """Called when all micro-batches are done. The user's variables have their final values."""
 
     def ended(self) -> None:
-        """The step is over, with or without an exception; the model is still on the device."""
+        """Called at the end, with or without an exception, while the model is still on the device."""
 
-    # What all steps have in common.
+    # Common to all steps.
 
     def groups(self) -> list[list[MicroBatch]]:
-        """Micro-batches that run together, in the order of groups."""
+        """Groups of micro-batches, in the order in which they run. The micro-batches of a group run interleaved."""
         return [self.micro_batches] if self.interleaved else [[batch] for batch in self.micro_batches]
 
     def upcoming(self) -> Sequence[Unit]:
-        """The visits to expect after the one that has just begun."""
+        """The visits that are expected after the current one."""
         return upcoming(self._expected, self.visited) if self.interleaved else ()
 
     def refuse_other_threads(self, unit: Unit | None = None) -> None:
-        """A unit, or the model, is called only in the thread of the micro-batch that runs: stream, autocast, random
-        numbers and the watch of the stash belong to that thread. While a unit computes, no other unit can be called."""
+        """Refuses calls of a unit, or of the model, outside the thread of the current micro-batch: stream, autocast,
+        random numbers and the stash's dispatch mode belong to that thread. Also refuses calls of a unit inside another
+        unit."""
         if self.running is None or not self.running.runs_here():
             self.refuse_thread("the model" if unit is None else f"the unit {unit.name!r}")
         if unit is not None and self.running.is_served and self.visit is not None:
@@ -155,7 +156,7 @@ class StepState:
             )
 
     def refuse_thread(self, what: str) -> NoReturn:
-        """The thread that calls is not the micro-batch's, and uses what it must not use there."""
+        """Raises a ValueError because the calling thread, which is not the micro-batch's, uses `what`."""
         self._refusal = (
             f"{what} is used in the thread {threading.current_thread().name!r}, and not in the thread that calls the "
             "loss. In a step, forward and backward of a micro-batch must run in that thread: call the model and "
@@ -164,57 +165,58 @@ class StepState:
         raise ValueError(self._refusal)
 
     def check_refusal(self, error: BaseException | None = None) -> None:
-        """Raises again what was refused in another thread; `error` is what followed from it."""
+        """Raises the error of another thread again, if there was one. `error`: a consequence of it in this thread."""
         if self._refusal:
             raise ValueError(self._refusal) from error
 
     def has_turned(self) -> bool:
-        """Whether no micro-batch will go forward any more."""
+        """Whether the forwards of all micro-batches are over."""
         return all(batch.turned or batch.done for batch in self.micro_batches)
 
     def went_forward(self, call: Call) -> None:
-        """A call has run its forward. It may have kept its graph: those of earlier calls are dropped."""
+        """Called after a call's forward. The call may have kept its graph; the graph of an earlier call is dropped."""
         self.drop_graph()
         self._latest_call = call
 
     def goes_backward(self, call: Call) -> None:
-        """A call is about to run its backward."""
+        """Called before a call's backward."""
         if self._latest_call is call:
             self.turning_modules.add(call.module)
 
     def drop_graph(self) -> None:
-        """The latest call gives up the graph of its forward, if it still has it."""
+        """Drops the graph of the latest call's forward, if there is one."""
         if self._latest_call is not None:
             self._latest_call.drop_graph()
             self._latest_call = None
 
     def check_before_update(self) -> None:
-        """The first weights are about to change, or gradients to be left for the user: raises if they must not."""
+        """Called before weights change and before gradients are left for the user: raises if the step is not valid."""
         if self._guard is not None and self.has_turned():
             self._guard.check(self.losses)
             self.resident_edits.check()
 
     def undo(self, error: BaseException | None = None) -> None:
-        """Puts back what the step has changed outside the model, as far as that was noted.
+        """Undoes the recorded changes that the step has made outside the model.
 
-        `error` has ended the step. After a NewStateError the step is made again: a ValueError says if it cannot be.
+        `error`: the exception that has ended the step. After a NewStateError the step is run again; if that is
+        impossible, a NotRepeatableError is raised.
         """
         if isinstance(error, NewStateError):
-            self.stash.bring_back()  # the step is made again, with all that was there before
+            self.stash.bring_back()  # the step runs again and needs these tensors
         self.leaves.put_back()
         lost = self.batch_edits.put_back()
         if isinstance(error, NewStateError) and self._guard is not None:
-            self._guard.put_back(error)  # last: leaves were noted when their first backward began
+            self._guard.put_back(error)  # last, because leaves were saved later: before their first backward
             if lost:
                 raise NotRepeatableError(
-                    f"these changed in a step for the first time: {error}. The engine would undo the step and make it "
+                    f"these changed in a step for the first time: {error}. The engine would undo the step and run it "
                     "again, but cannot, because the model or the loss has edited the batch in place, which it did not "
-                    "do when the engine tried the step. No weight was changed: call the engine with a new batch, or "
-                    "edit a copy (x = x.clone())"
+                    "do in the engine's trial run. No weight was changed: call the engine with a new batch, or edit a "
+                    "copy (x = x.clone())"
                 ) from error
 
     def close(self) -> None:
-        """Lets go of everything: a traceback may keep this object alive."""
+        """Drops all references, because a traceback may keep this object alive."""
         for batch in self.micro_batches:
             batch.thread_state, batch.inherited = None, {}
         while self.handles:
@@ -231,10 +233,10 @@ class StepState:
 
 
 def upcoming(order: Sequence[Unit], visited: Sequence[Unit]) -> Sequence[Unit]:
-    """The visits that followed, last time, the point that this time has reached."""
+    """The rest of the expected `order` of visits after those that this step has `visited`."""
     at = len(visited)
     if at > len(order) or order[at - 1] is not visited[-1]:
-        # The order is not that of last time: go on from the next visit to this unit, if there is one.
+        # The order differs from the last step's: continue from the next visit to this unit, if there is one.
         later = [i for i in range(at - 1, len(order)) if order[i] is visited[-1]]
         at = later[0] + 1 if later else len(order)
     return order[at:]

@@ -1,4 +1,4 @@
-"""Trials: runs of micro-batches that leave nothing behind, on host or device, except what was learned from them."""
+"""Trials: runs of micro-batches whose effects on host and device are undone. Only their findings remain."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def run_trial(
 ) -> None:
     """Runs forward and backward of all micro-batches, reports to the observer, and undoes everything.
 
-    `in_turn`: one micro-batch after the other, as in plain gradient accumulation. `forward_only`: each ends with its
-    loss. `check`: the second run of each call is compared with the first, edits in place that the
-    stash has not seen are refused, and it is noted which buffers are edited.
+    `in_turn`: run one micro-batch after the other, as in plain gradient accumulation. `forward_only`: end each
+    micro-batch with its loss. `check`: compare the second run of each call with the first, refuse in-place edits that
+    the stash has not seen, and record which buffers are edited.
     """
     stash = relay.stash_for(on_host=stash_on_host)
     step = TrialStep(works, seed, stash, relay.expectation(), observer, in_turn, forward_only)
@@ -91,10 +91,10 @@ class TrialStep(StepState):
 
 @contextlib.contextmanager
 def _undone(relay: Relay, *, check: bool) -> Iterator[None]:
-    """Within, a run leaves no gradients, buffers or trace behind. See `run_trial` for `check`."""
+    """Context in which a run leaves no gradients, changes of buffers, or trace. See `run_trial` for `check`."""
     lanes, weights, checksums = relay.lanes, relay.weights, relay.checksums
     trace, lanes.trace, fetches = lanes.trace, None, weights.fetches
-    checksums.begin(on=True)  # also where nobody reads them: a trial that measures memory must count theirs
+    checksums.begin(on=True)  # even if they are not read: a trial that measures memory must count theirs
     buffers = relay.buffers.learning() if check else relay.buffers.ignoring()
     try:
         with relay.gradients.discarding(), buffers:

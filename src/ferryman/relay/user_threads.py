@@ -1,13 +1,13 @@
-"""Threads that the user's code starts in a step, and that use the device.
+"""Detects threads that the user's code starts in a step and that use the device.
 
-A micro-batch runs on the relay's stream, and the stash watches the operators of its thread. Other threads have neither:
-they would compute on another stream, with tensors that may have been moved to the host. Trials refuse that.
+A micro-batch runs on the relay's stream, and the stash watches the operators of its thread. Neither holds for other
+threads: they would compute on another stream, with tensors that may have been moved to the host. Trials refuse them.
 
-Note [Why Thread.start is exchanged]
-A dispatch mode belongs to one thread, so something has to run in each new one. `threading.setprofile` and `settrace`
-can do that, but they take the place of a profiler, a debugger or a coverage tool, and do not tell which thread has
-started another: a data loader's threads, which may use the device, would be refused. What runs on the device does not
-know its Python thread. So `Thread.start` is another function while a trial runs, and only then.
+Note [Why Thread.start is replaced]
+A dispatch mode belongs to one thread, so some code must run in each new thread. `threading.setprofile` and `settrace`
+could do that, but they would replace those of a profiler, a debugger or a coverage tool. They also do not say which
+thread has started another, so a data loader's threads, which may use the device, would be refused. The device does not
+know which Python thread has launched an operator. So `Thread.start` is replaced, only while a trial runs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ferryman.relay.step_state import StepState
 
 @contextlib.contextmanager
 def refusing_user_threads(step: StepState, device: torch.device) -> Iterator[None]:
-    """Within, a thread that a micro-batch starts is refused when it uses a tensor on the device."""
-    if device.type == "cpu":  # no streams, and nothing is moved
+    """Context in which a thread started by a micro-batch gets a ValueError if it uses a tensor on the device."""
+    if device.type == "cpu":  # the CPU has no streams, and no tensor is moved
         yield
         return
     start, watches = threading.Thread.start, list[_ThreadWatch]()

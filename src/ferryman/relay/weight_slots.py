@@ -1,6 +1,6 @@
-"""Slots for weights: device memory that units pass through. All of it is allocated once.
+"""Slots for weights: device memory that units are fetched into. All of it is allocated once.
 
-Which unit goes into which slot is decided by a pure function of what the slots hold and what is needed next.
+A pure function of the slots' contents and the upcoming visits decides which unit is fetched into which slot.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ferryman.runtime.marks import Mark
 
 T = TypeVar("T")
 
-Collect = Callable[[Unit, Item, torch.Tensor], None]  # takes the gradient of a unit's parameter as soon as it is there
+Collect = Callable[[Unit, Item, torch.Tensor], None]  # receives each gradient of a unit's parameters
 
 _LOOK_AHEAD = 64  # visits
 
 
 def next_use(unit: T | None, upcoming: Sequence[T]) -> int:
-    """How many visits from now; more than any if it is not among them."""
+    """The number of visits before the next one to the unit; `len(upcoming)` if there is none."""
     try:
         return upcoming.index(unit)
     except ValueError:
@@ -34,11 +34,11 @@ def next_use(unit: T | None, upcoming: Sequence[T]) -> int:
 
 
 def choose_fetch(loaded: Sequence[T | None], busy: Collection[int], upcoming: Sequence[T]) -> tuple[T, int] | None:
-    """The next unit to fetch, and the slot to put it in; None while it is too early for any.
+    """The next unit to fetch, and its slot; None if it is too early to fetch any.
 
-    The unit is the first needed that no slot has. Its slot is the one whose unit, at the time it comes, is needed
-    last (Belady's rule), other than that of the visit before it; it is fetched as soon as that slot is free, that is,
-    neither in `busy` nor needed once more until then.
+    The unit is the first of `upcoming` that is in no slot. Its slot is the one whose unit is needed last after that
+    visit (Belady's rule), except the slot of the visit before it. The fetch can begin when that slot is free: it is not
+    in `busy`, and its unit is not needed before the visit.
     """
     for distance, unit in enumerate(upcoming):
         if unit in loaded:
@@ -53,7 +53,7 @@ def choose_fetch(loaded: Sequence[T | None], busy: Collection[int], upcoming: Se
 
 
 def fetched_visits(order: Sequence[T], slots: int) -> list[int]:
-    """The visits of a step of this order for which their unit is fetched, with empty slots at its start."""
+    """Indices of the visits in `order` whose unit must be fetched, if all slots are empty at the start."""
     loaded: list[T | None] = [None] * slots
     found: list[int] = []
     for at, unit in enumerate(order):
@@ -70,7 +70,7 @@ def fetched_visits(order: Sequence[T], slots: int) -> list[int]:
 
 
 def count_fetches(order: Sequence[T], slots: int) -> int:
-    """How many fetches a step of this order takes."""
+    """The number of fetches in a step with this order of visits."""
     return len(fetched_visits(order, slots))
 
 
@@ -79,8 +79,8 @@ class WeightSlot:
     """Device memory for the weights of one unit at a time."""
 
     memory: torch.Tensor  # bytes
-    unit: Unit | None = None  # whose weights it has, or is about to have
-    fetched: Mark | None = None  # the end of the copy that brings them
+    unit: Unit | None = None  # the unit whose weights are in the slot, or are being fetched
+    fetched: Mark | None = None  # the end of the fetch
     released: Mark | None = None  # the end of the last visit that used the slot
     tensors: dict[Unit, list[tuple[Item, torch.Tensor]]] = field(default_factory=dict)  # views of `memory`, made once
 
@@ -101,7 +101,7 @@ class UnitOnDevice(NamedTuple):
 
 
 class WeightSlots:
-    """Weights on the device. Where the device is the host itself, units are used where they are."""
+    """Weights on the device. If the device is the CPU, units are used in place, without copies."""
 
     def __init__(self, device: torch.device, count: int, server: ParameterServer, h2d: Lane, collect: Collect) -> None:
         self.fetches = 0
@@ -110,21 +110,21 @@ class WeightSlots:
         self._in_place = device.type == "cpu"
         self._server = server
         self._h2d = h2d
-        # In place one slot, without memory of its own, has the tensors of all units.
+        # In place, one slot without memory of its own has the tensors of all units.
         self._slots: Sequence[WeightSlot] = [self._make_slot(0) for _ in range(1 if self._in_place else count)]
 
     def make_room_for(self, units: Sequence[Unit]) -> None:
-        """Between steps: each slot can take any of these units from now on. Tensors of other units are dropped."""
+        """Between steps: resizes the slots so that each can take any of these units. Drops tensors of other units."""
         largest = 0 if self._in_place else max(unit.nbytes for unit in units)
         if any(slot.memory.nbytes != largest for slot in self._slots):
-            count, self._slots = len(self._slots), []  # gives the old memory back before the new is allocated
+            count, self._slots = len(self._slots), []  # frees the old memory before new memory is allocated
             self._slots = [self._make_slot(largest) for _ in range(count)]
         for slot in self._slots:
             slot.tensors = {unit: tensors for unit, tensors in slot.tensors.items() if unit in units}
         self.forget()
 
     def enter(self, unit: Unit, upcoming: Sequence[Unit]) -> UnitOnDevice:
-        """Begins to fetch the unit, if no slot has it, and those of the `upcoming` units for which there is room."""
+        """Starts to fetch the unit, if it is in no slot, and those of the `upcoming` units for which there is room."""
         while (needed := self._next_fetch(unit, upcoming)) is not None:
             coming, slot = needed
             source, target = self._server.weights(coming), slot.memory[: coming.nbytes]
@@ -138,53 +138,53 @@ class WeightSlots:
         return UnitOnDevice(slot, self._tensors(unit, slot), ready)
 
     def leave(self, slot: WeightSlot, end: Mark) -> None:
-        """The visit that used the slot ends with this mark."""
+        """Records the end of the visit that used the slot."""
         slot.released = end
 
     def forget(self, *, everything: bool = False) -> None:
-        """The host's weights may have changed: what the slots have is out of date.
+        """Marks the slots as out of date, because the host's weights may have changed.
 
-        `everything` is for weights that stay on the device: also those of which no change is known.
+        `everything` matters only for weights that stay on the device: include those with no known change.
         """
         for slot in self._slots:
             slot.unit = None
 
     def all_tensors(self) -> Iterator[torch.Tensor]:
-        """Those that units have had in the slots so far."""
+        """All tensors that units have had in the slots so far."""
         for slot in self._slots:
             for tensors in slot.tensors.values():
                 yield from (tensor for _, tensor in tensors)
 
     def memory(self, unit: Unit) -> torch.Tensor | None:
-        """The memory of a unit whose weights stay on the device; here, of none."""
+        """The device memory of a unit whose weights stay on the device; None here, where none do."""
         return None
 
     def updatable_after(self, unit: Unit) -> list[Mark]:
-        """The marks after which the device can update weights that stay there; here there are none."""
+        """The marks after which the device can update a unit's weights that stay there; none here."""
         return []
 
     def refresh(self, unit: Unit, runs: Sequence[Span], after: Mark) -> Mark | None:
-        """The host has updated a part of a unit. It is fetched when it is needed, and not before."""
+        """Called when the host has updated a part of a unit. Here the unit is fetched only when it is needed."""
         return None
 
     def updated(self, unit: Unit, mark: Mark) -> None:
-        """The device has updated a part of a unit and copied it to the host. It is fetched when it is needed."""
+        """Called when the device has updated a part of a unit and copied it to the host. Does nothing here."""
 
     def renew(self, unit: Unit) -> None:
-        """Other ranks have updated parts of a unit: it must be fetched again."""
+        """Marks a unit as out of date because other ranks have updated parts of it."""
         for slot in self._slots:
             if slot.unit is unit:
                 slot.unit = None
 
     def close(self) -> None:
-        """Gives the device's memory back."""
+        """Frees the device's memory."""
         self._slots = []
 
     def _make_slot(self, nbytes: int) -> WeightSlot:
         return WeightSlot(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def _next_fetch(self, unit: Unit, upcoming: Sequence[Unit]) -> tuple[Unit, WeightSlot] | None:
-        """What to fetch next, and into which slot: first the unit itself, if need be."""
+        """The next unit to fetch, and its slot. If `unit` itself must be fetched, it comes first."""
         if self._in_place:
             return None
         loaded = [slot.unit for slot in self._slots]
@@ -199,10 +199,10 @@ class WeightSlots:
         return self._slots[0] if self._in_place else next(slot for slot in self._slots if slot.unit is unit)
 
     def _tensors(self, unit: Unit, slot: WeightSlot) -> list[tuple[Item, torch.Tensor]]:
-        """The unit's tensors in a slot: parameters are of that type, so that autograd and modules accept them."""
+        """The unit's tensors in a slot. Parameters are instances of `nn.Parameter`, as modules require."""
         if unit not in slot.tensors:
             flat = self._server.weights(unit) if self._in_place else slot.memory
-            with torch.inference_mode(False):  # they outlive the evaluation that they may be made in
+            with torch.inference_mode(False):  # they may be made in an evaluation, and outlive it
                 slot.tensors[unit] = [(item, self._as_member(unit, item, item.view(flat).data)) for item in unit.items]
         return slot.tensors[unit]
 
@@ -211,6 +211,6 @@ class WeightSlots:
             return view
         parameter = nn.Parameter(view, requires_grad=item.trains)
         if item.trains:
-            # Taken as soon as it is there: otherwise a unit's gradients would be in memory twice.
+            # Collect each gradient as soon as it exists: otherwise all gradients of a unit would be in memory twice.
             parameter.register_post_accumulate_grad_hook(lambda p: self._collect(unit, item, p))
         return parameter

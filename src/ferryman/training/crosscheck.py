@@ -244,7 +244,7 @@ class _Trial(Watcher):
             begun_with = contextvars.copy_context()
             context = {key: value for key, value in left.context.items() if begun_with.get(key) is not value}
             self._left |= {f"context variable {key.name!r}": _plain(value) for key, value in context.items()}
-            self._left["thread-local variables"] = _plain(list(left.held))
+            self._left["thread-local variables"] = _plain(list(left.thread_locals))
 
     def _known(self) -> dict[Any, Snapshot]:
         return {v.key: Snapshot([v.get()]) for v in self._relay.state.variables}
