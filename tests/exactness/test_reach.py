@@ -470,7 +470,7 @@ REFUSED = {
     "a teacher through .data": (
         Teacher, lambda: loss, {"resident": ["teacher.*"]}, r"'teacher\.weight' is edited in place",
     ),
-    "a stream": (Model, Drawing, {}, r"the loss of micro-batch 0 is .* cannot put back, such as an iterator"),
+    "a stream": (Model, Drawing, {}, r"the loss of micro-batch 0 is .* cannot restore, such as an iterator"),
 }  # fmt: skip
 
 

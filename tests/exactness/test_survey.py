@@ -32,7 +32,7 @@ def test_the_elements_that_a_survey_remembers_are_bounded_in_all():
     before = survey.capture()
     model.state4.add_(1)  # found last: its version tells, but nobody remembers what it was
     assert [variable.name for variable in survey.changed(before)] == ["model.state4"]
-    with pytest.raises(ValueError, match=r"model.state4 is edited in place .* too large to be put back"):
+    with pytest.raises(ValueError, match=r"model.state4 is edited in place .* too large to be restored"):
         survey.put_back(before)
 
 

@@ -1,1 +1,1 @@
-"""The user's own state in Python: what each micro-batch sees of it, and what is checked."""
+"""The user's own Python state: gives each micro-batch its view of it, and checks changes of it."""

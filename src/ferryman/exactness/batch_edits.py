@@ -1,7 +1,7 @@
-"""Edits of a batch by user code, such as masks written into it. Those of trials and of failed steps are undone.
+"""Edits of a batch by user code, such as masks written into it. Edits by trials and failed steps are undone.
 
-On a device, micro-batches are copies of the user's tensors; where these are on the device already, as they always are
-with device="cpu", they are the tensors themselves.
+Micro-batches on a device are usually copies of the user's tensors. If the user's tensors are on the device already, as
+they always are with device="cpu", the micro-batches are these tensors themselves.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ class _Noted(NamedTuple):
 
 
 class BatchEdits:
-    """Of one step: the user's tensors in its micro-batches, as they were before."""
+    """The original values of the user's tensors in the micro-batches of one step."""
 
     def __init__(self) -> None:
         self._before: dict[int, _Noted] = {}
-        self.found = False  # whether there were any
+        self.found = False  # whether there were any edits
 
     def note(self, tensors: Sequence[torch.Tensor], *, keep: bool) -> None:
-        """A micro-batch begins with these. To `keep` their values takes time: else they cannot be put back."""
+        """Registers a micro-batch's tensors before it runs. `keep`: copy their values, so that edits can be undone."""
         for tensor in tensors:
             if id(tensor) not in self._before:
-                # On the host: on the device it would count against the budget.
+                # Copy to the host: a copy on the device would count against the budget.
                 values = tensor.detach().to("cpu", copy=True) if keep else None
                 self._before[id(tensor)] = _Noted(tensor, tensor._version, values)
 
     def put_back(self) -> bool:
-        """Undoes edits; returns whether there were some that could not be undone."""
+        """Undoes edits. Returns whether some could not be undone."""
         lost = False
         for tensor, version, values in self._before.values():
             edited = tensor._version != version
             if values is None:
                 lost |= edited
-            # What was not edited is not written to: it may be in memory that is read-only.
+            # Write only to tensors that were edited: others may be in read-only memory.
             elif edited or not torch.equal(tensor.detach().cpu(), values):
                 tensor.data.copy_(values)
                 edited = True
@@ -49,5 +49,5 @@ class BatchEdits:
         return lost
 
     def forget(self) -> None:
-        """The step is good: edits stay."""
+        """Drops the original values after a step that succeeded: edits stay."""
         self._before.clear()

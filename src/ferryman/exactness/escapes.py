@@ -1,9 +1,8 @@
-"""Tensors that leave a unit neither as a result of its call nor in a variable that the engine knows.
+"""Escapes: tensors that leave a unit neither as a result of its call nor in a variable that the engine knows.
 
-Units run without a graph, so such a tensor would reach the loss as a constant, and its gradient would be lost without a
-word. In one pass of a trial units therefore run with a graph, and the graph of the loss is searched for nodes that were
-made inside a unit. Autograd numbers its nodes in the order in which a thread makes them, so those of a call
-are the ones between two numbers.
+Units run without a graph, so such a tensor would reach the loss as a constant, and its gradient would be lost silently.
+Therefore units run with a graph in one pass of a trial, and the graph of the loss is searched for nodes that were made
+inside a unit. Autograd numbers the nodes that each thread makes, so the nodes of a call form a range of numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ferryman.model.units import Unit
 
 
 class _Span(NamedTuple):
-    """The numbers of the nodes that a call has made: from `start` on, below `stop`."""
+    """The sequence numbers of the nodes that a call has made, from `start` (included) to `stop` (excluded)."""
 
     start: int
     stop: int
@@ -29,12 +28,12 @@ class _Span(NamedTuple):
 
 
 class Escapes:
-    """Of the micro-batches of one run, each of which has a thread of its own."""
+    """Finds escapes in the micro-batches of one run, each of which has a thread of its own."""
 
     def __init__(self) -> None:
         self.traced = False  # whether units run with a graph, and losses are searched
         self._spans: dict[int, list[_Span]] = {}  # by micro-batch, in ascending order
-        self._given: dict[int, set[Node]] = {}  # by micro-batch, the graph that its batch has from outside
+        self._given: dict[int, set[Node]] = {}  # by micro-batch: the graph of its batch, made outside of the step
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -47,21 +46,21 @@ class Escapes:
             self._given.clear()
 
     def began(self, micro_batch: int, tensors: Sequence[torch.Tensor]) -> None:
-        """A micro-batch begins with these. Their graph, if they require gradients, may be of another thread, which
-        numbers its nodes by itself."""
+        """Registers the tensors with which a micro-batch begins. If they have a graph, another thread may have made and
+        numbered its nodes."""
         self._given[micro_batch] = nodes_behind(tensors)
 
     def next_number(self) -> int:
-        """Of the node that this thread makes next."""
+        """The sequence number of the next node that this thread makes."""
         number: int = torch._C._autograd._get_sequence_nr()
         return number
 
     def ran(self, micro_batch: int, unit: Unit, start: int) -> None:
-        """A call has run with a graph, whose first node may have the number `start`."""
+        """Registers a call that has run with a graph. `start`: the next sequence number before the call."""
         self._spans.setdefault(micro_batch, []).append(_Span(start, self.next_number(), unit))
 
     def check(self, micro_batch: int, loss: torch.Tensor) -> None:
-        """A ValueError if the loss depends on a tensor from inside a unit."""
+        """Raises a ValueError if the loss depends on a tensor from inside a unit."""
         spans = self._spans.get(micro_batch, [])
         starts = [span.start for span in spans]
         for node in nodes_behind([loss]) - self._given.get(micro_batch, set()):

@@ -1,5 +1,5 @@
-"""What is looked at in a step before its first weight changes: variables of the user that have changed for the first
-time, and whether losses are those of the trial."""
+"""Checks in a step before its first weight changes: whether variables of the user have changed for the first time, and
+whether losses equal those of the trial."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ferryman.exactness.user_state import UserState
 
 
 class NewStateError(Exception):
-    """Something has changed in a step that no check has seen changing. No weight was changed; it is undone."""
+    """A variable that no trial has seen changing has changed in a step. No weight was changed; the step is undone."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__(", ".join(names))
 
 
 def too_late_to_follow(names: str) -> ValueError:
-    """For a step in which new variables have changed each time that it was made again."""
+    """The error for a step in which new variables have changed each time that it was run again."""
     return ValueError(
         f"these changed in a step for the first time, when it was too late to follow them: {names}. No weight was "
         "changed, and all gradients were dropped. Call the engine again: it will check them first"
@@ -29,11 +29,11 @@ def too_late_to_follow(names: str) -> ValueError:
 
 
 class NotRepeatableError(ValueError):
-    """A step does not give what its trial has given."""
+    """A step cannot be run again with the same result."""
 
 
 class Guard:
-    """Of one step: compares what a survey sees at its start with what it sees before the first weight changes.
+    """Compares the user's variables at the start of one step with those before the first weight changes.
 
     `expected`: the losses of the first micro-batches, if a trial has just run them.
     """
@@ -47,7 +47,7 @@ class Guard:
         self._before = self.survey.capture()
 
     def check(self, losses: Mapping[int, torch.Tensor]) -> None:
-        """A ValueError, or a NewStateError, if the step must not go on. Only its first call looks."""
+        """Raises a ValueError or a NewStateError if the step must not continue. Calls after a success do nothing."""
         if self._before is None:
             return
         self._check_losses(losses)
@@ -60,14 +60,14 @@ class Guard:
         return [variable.name for variable in self.survey.changed(self._before) if not self._state.knows(variable)]
 
     def put_back(self, error: NewStateError) -> None:
-        """Undoes what the step has done to the user's variables, after this error; else it cannot be made again."""
-        if self._before is None:  # it has passed the check
-            raise NotRepeatableError(f"{error} is edited in a step, and was not before. Call the engine again")
+        """Undoes the step's changes of the user's variables after `error`, so that the step can be run again."""
+        if self._before is None:  # the step has passed the check
+            raise NotRepeatableError(f"{error} is edited in a step for the first time. Call the engine again")
         try:
             self.survey.put_back(self._before)
         except ValueError as failure:
             raise NotRepeatableError(
-                f"these changed in a step for the first time: {error}. The engine would undo the step and make it "
+                f"these changed in a step for the first time: {error}. The engine would undo the step and run it "
                 f"again, but cannot: {failure}. No weight was changed"
             ) from failure
 
@@ -76,7 +76,7 @@ class Guard:
             if not is_near(found := float(losses[number]), expected):
                 raise NotRepeatableError(
                     f"the loss of micro-batch {number} is {found:.6g}, and was {expected:.6g} when the engine tried "
-                    "the step a moment before, with the same weights, data and random numbers. Your model or loss "
-                    "depends on something that the engine cannot put back, such as an iterator, a file, a clock or the "
+                    "the step just before, with the same weights, data and random numbers. Your model or loss "
+                    "depends on something that the engine cannot restore, such as an iterator, a file, a clock or the "
                     "state of a library. Read such values before engine.step(), and pass them in with the batch"
                 )

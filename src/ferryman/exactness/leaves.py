@@ -1,7 +1,7 @@
-"""Leaves that are not the engine's and may be trained: parameters of a discriminator or a teacher, a temperature.
+"""Leaves outside the engine's model that may be trained: parameters of a discriminator or a teacher, a temperature.
 
-A loss may change them in three ways: a `backward()` adds to their gradients, an optimizer of the user's own steps, or
-the code edits them (the average that a teacher holds, often through `.data`). What a trial does to them is undone.
+A loss may change them in three ways: a `backward()` adds to their gradients, an optimizer of the user steps, or the
+code edits them (a teacher's moving average, often through `.data`). Changes by a trial are undone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Gradient(Variable):
 
 
 class _Values:
-    """What a tensor held: a later edit shows in its version or, if known, in the sum of its bytes."""
+    """The state of a tensor. Later edits are detected by its version and, if `sums`, by the sum of its bytes."""
 
     def __init__(self, tensor: torch.Tensor, *, sums: bool, keeps: bool) -> None:
         self.version = tensor._version
-        here = is_here(tensor)  # which all are when a step begins
+        here = is_here(tensor)  # always true when a step begins
         self._sum = sum_bytes(tensor.detach()) if sums and here else None
-        # On the host: on the device it would count against the budget.
+        # Copy to the host: a copy on the device would count against the budget.
         self.elements = tensor.detach().to("cpu", copy=True) if keeps and here else None
 
     def has_changed(self, tensor: torch.Tensor) -> bool:
@@ -51,8 +51,8 @@ class _Values:
 class Leaf(Holder):
     """The elements of a leaf, and its gradient.
 
-    `thorough`: edits past the version show as well, and the leaf is kept alive. `budget` is for elements, which are
-    remembered only so; that `of_gradients` is for gradients that are there already.
+    `thorough`: also detect edits that bypass the version counter, and keep the leaf alive. `budget`: for copies of
+    elements; without one, edits cannot be undone. `of_gradients`: the budget for copies of existing gradients.
     """
 
     class _Seen(NamedTuple):
@@ -106,7 +106,7 @@ class Leaf(Holder):
         leaf = self._leaf()
         if leaf is None or before is None:
             return
-        self._last = None  # putting elements back does not show in versions
+        self._last = None  # restoring elements does not change versions
         if leaf.grad is not before.gradient:
             leaf.grad = before.gradient
         if before.gradient is not None and before.gradient_values is not None:
@@ -115,10 +115,10 @@ class Leaf(Holder):
 
 
 class OptimizerState(Holder):
-    """The state of an optimizer that is not the engine's. A first step makes it, and later ones edit its tensors."""
+    """The state of an optimizer outside the engine: its first step makes the state, and later steps edit tensors."""
 
     class _Seen(NamedTuple):
-        entries: list[tuple[torch.Tensor, dict[str, Any]]]  # by parameter: what its state held
+        entries: list[tuple[torch.Tensor, dict[str, Any]]]  # the state of each parameter
         values: list[tuple[torch.Tensor, _Values]]
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, budget: CloneBudget, *, thorough: bool) -> None:
@@ -167,7 +167,7 @@ class OptimizerState(Holder):
 
 
 def is_leaf(value: torch.Tensor) -> bool:
-    """Whether it may be trained, or edited as what is trained is."""
+    """Whether a tensor is a leaf that may be trained, or edited like one that is trained."""
     return (
         (isinstance(value, nn.Parameter) or value.requires_grad)
         and value.is_leaf

@@ -1,9 +1,10 @@
-"""Gradients of leaves that are not the model's, found in autograd's graph: a batch that requires a gradient, or a leaf
-that only an object of a library holds.
+"""Gradients of leaves outside the model that are found in autograd's graph: for example a batch that requires a
+gradient, or a leaf that only an object of a library refers to.
 
-Backwards add to their `.grad`, as in plain PyTorch; those of trials, and of steps that fail, must not. A walk from the
-model and the loss finds most leaves, and whatever is done to them (`leaves.py`). It does not find those behind a batch,
-which may be cut from a leaf that nobody passes in. The graph shows them, but only where the engine starts the backward.
+Backwards add to their `.grad`, as in plain PyTorch, but backwards of trials and of failed steps must not. A walk from
+the model and the loss finds most leaves and all changes of them (`leaves.py`). It does not find a leaf behind a batch:
+a batch may be computed from a leaf that is not passed in. Autograd's graph contains such leaves, but it can be searched
+only where the engine starts the backward.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from ferryman.exactness.variables import is_here
 
 
 class OutsideLeaves:
-    """Of one step: the leaves that its backwards reach, and the gradients that they had before."""
+    """The leaves that the backwards of one step reach, and the gradients that these had before."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = {}
 
     def note(self, outputs: Iterable[torch.Tensor], own: Collection[int]) -> bool:
-        """A backward from these outputs is about to run; returns whether it may reach such leaves. `own`: the
-        identities of leaves that are the engine's."""
+        """Called before a backward from these outputs: saves the gradients of the leaves that it may reach, and returns
+        whether there are any. `own`: ids of the engine's leaves, which are skipped."""
         found = False
         for node in nodes_behind(outputs):
-            leaf = getattr(node, "variable", None)  # of an AccumulateGrad
+            leaf = getattr(node, "variable", None)  # AccumulateGrad nodes have it
             if leaf is None or id(leaf) in own:
                 continue
             found = True
             if id(leaf) not in self._before:
                 gradient = leaf.grad
-                # On the host: on the device it would count against the budget.
+                # Copy to the host: a copy on the device would count against the budget.
                 values = None if gradient is None else gradient.detach().to("cpu", copy=True)
                 self._before[id(leaf)] = leaf, gradient, values
         return found
 
     def put_back(self) -> None:
-        """Gives all leaves the gradients that they had."""
+        """Resets the gradients of all leaves."""
         for leaf, gradient, values in self._before.values():
             if gradient is not None and values is not None and is_here(gradient):
                 gradient.data.copy_(values)
@@ -47,7 +48,7 @@ class OutsideLeaves:
         self._before.clear()
 
     def forget(self) -> None:
-        """The step is good: what its backwards have added stays."""
+        """Drops the saved gradients after a step that succeeded: the new gradients stay."""
         self._before.clear()
 
 

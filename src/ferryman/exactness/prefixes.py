@@ -1,14 +1,14 @@
 """Long lists to which a step's code only appends.
 
 The relay takes a snapshot of the variables that a unit can reach at every call. A list that grows by one element per
-call would be copied as a whole each time, and steps would slow down as it grows. So the elements that a list has when
-a step begins are remembered once per step, as its *prefix*. Snapshots of the list refer to the prefix and copy only the
-elements after it.
+call would be copied as a whole each time, and steps would slow down as it grows. So the elements that a list has at the
+start of a step are saved once, as its *prefix*. Snapshots of the list refer to the prefix and copy only the elements
+after it.
 
-A prefix consists of values that cannot change (numbers, strings, tuples of them) and of tensors without a graph. Before
-the first weight changes, and in a trial at every snapshot, all its elements are checked: none may have been replaced,
-moved or edited. In a step, snapshots look only at the length of the list and at the ends of the prefix; where these
-differ (a window that drops its oldest element), they copy the whole list again.
+A prefix consists of immutable values (numbers, strings, tuples of them) and of tensors without a graph. Its elements
+are checked before the first weight changes, and in a trial at every snapshot: none may have been replaced, moved or
+edited. In a step, snapshots check only the length of the list and both ends of the prefix. If these differ (a window
+that drops its oldest element), snapshots copy the whole list again.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import Any
 
 import torch
 
-# Values that hold nothing that can change.
+# Types of immutable values.
 ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, range, slice)
 
 _LONG = 32  # elements; shorter lists are copied
 
 
 class Prefix:
-    """The first elements of a list, as they were when the step began."""
+    """The first elements of a list at the start of a step."""
 
     def __init__(self, owner: list[Any], edited: Collection[int], *, careful: bool) -> None:
         self.owner = owner
         self._careful = careful
-        self.elements = list(itertools.takewhile(lambda value: _is_settled(value, edited), owner))
+        self.elements = list(itertools.takewhile(lambda value: _is_immutable(value, edited), owner))
         self.tensors = [value for value in self.elements if isinstance(value, torch.Tensor)]
         self._versions = [tensor._version for tensor in self.tensors]
         self._is_broken = False
@@ -43,7 +43,7 @@ class Prefix:
 
     def begins(self) -> bool:
         """Whether the list still begins with these elements. If not `careful`, only the length of the list and the ends
-        of the prefix are looked at."""
+        of the prefix are checked."""
         mine, now = self.elements, self.owner
         if not self._is_broken:
             at_ends = len(now) >= len(mine) and now[0] is mine[0] and now[len(mine) - 1] is mine[-1]
@@ -68,12 +68,12 @@ class Prefixes:
     def __init__(self) -> None:
         self._learns = self._careful = False
         self._by_list: dict[int, Prefix] = {}
-        self._tensors: set[int] = set()  # in prefixes, by identity
-        self._edited: list[list[Any]] = []  # lists whose elements were seen to be replaced or edited
+        self._tensors: set[int] = set()  # ids of the tensors in prefixes
+        self._edited: list[list[Any]] = []  # lists whose elements were replaced or edited
 
     @contextlib.contextmanager
     def learning(self, *, careful: bool) -> Iterator[None]:
-        """A step begins. Within, lists that `meet` is told of get a prefix."""
+        """Context at the start of a step, in which lists passed to `meet` get a prefix."""
         self.clear()
         self._learns, self._careful = True, careful
         try:
@@ -82,7 +82,7 @@ class Prefixes:
             self._learns = False
 
     def meet(self, value: list[Any], edited: Collection[int]) -> Prefix | None:
-        """The prefix that a snapshot of this list may refer to. `edited`: tensors that may be edited, by identity."""
+        """The prefix that a snapshot of this list may refer to, if any. `edited`: ids of tensors that may be edited."""
         if self._learns and len(value) >= _LONG and id(value) not in self._by_list:
             prefix = Prefix(value, edited, careful=self._careful)
             if len(prefix) >= _LONG and not any(value is other for other in self._edited):
@@ -92,11 +92,11 @@ class Prefixes:
         return found if found is not None and found.begins() else None
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a prefix has it: it was there before the step, also where the whole list is copied by now."""
+        """Whether the tensor is in a prefix, and so existed before the step; also if the prefix is no longer used."""
         return id(tensor) in self._tensors
 
     def check(self) -> bool:
-        """Whether no list has had elements of its prefix replaced or edited; those that have get none from now on."""
+        """Whether all prefixes are unchanged. A list whose prefix was edited gets no prefix in later steps."""
         edited = [prefix.owner for prefix in self._by_list.values() if prefix.was_edited()]
         self._edited += edited
         return not edited
@@ -106,7 +106,8 @@ class Prefixes:
         self._tensors.clear()
 
 
-def _is_settled(value: Any, edited: Collection[int]) -> bool:
+def _is_immutable(value: Any, edited: Collection[int]) -> bool:
+    """Whether the value cannot change, or is a tensor that is not expected to be edited."""
     if type(value) is torch.Tensor:
         return not value.requires_grad and id(value) not in edited
     return isinstance(value, ATOMS) or (type(value) is tuple and all(isinstance(member, ATOMS) for member in value))

@@ -1,8 +1,9 @@
-"""What a unit's code can reach that no walk from the model finds: context variables, and what local hooks refer to.
+"""State that a unit's code can reach but a walk from the model does not find: context variables, and objects that local
+hooks refer to.
 
-A hook on a module inside a unit may append to a list that only the loss knows (`features = []`), or to a collector in a
-context variable, as transformers does for `output_attentions=True`. Tensors that a unit leaves there are outputs of its
-call, as those in attributes are.
+A hook on a module inside a unit may append to a list that only the loss refers to (`features = []`), or to a collector
+in a context variable, as transformers does for `output_attentions=True`. Tensors that a unit leaves there are outputs
+of its call, like tensors in attributes.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from ferryman.exactness.variables import MISSING, Cell, Variable
 
 
 def set_context(values: Iterable[tuple[contextvars.ContextVar[Any], Any]]) -> None:
-    """In the context that is current. What is not among the values stays as it is."""
+    """Sets variables in the current context. Other variables do not change."""
     for variable, value in values:
         if variable.get(MISSING) is not value:
             variable.set(value)
 
 
 def context_variables(begun_with: contextvars.Context) -> Variable:
-    """Context variables that a micro-batch has set since it began, as pairs. What those hold that were set before is
-    found by a walk, as what the model holds is."""
+    """The context variables that a micro-batch has set since it began, as one variable whose value is a tuple of pairs.
+    Values of context variables that were set earlier are found by a walk, like those of the model."""
 
     def get() -> tuple[Any, ...]:
         now = contextvars.copy_context()
@@ -39,13 +40,13 @@ def context_variables(begun_with: contextvars.Context) -> Variable:
 
 
 def context_roots() -> list[tuple[Any, str]]:
-    """What context variables hold where this is called, and their names."""
+    """The values of all context variables of the current context, with their names."""
     return [(value, f"context variable {key.name!r}") for key, value in contextvars.copy_context().items()]
 
 
 def beyond(modules: Iterable[nn.Module], known: Collection[int]) -> list[Variable]:
-    """What forward hooks of these modules refer to. `known`: the identities of what a walk has found to change, and is
-    treated already."""
+    """Objects that forward hooks of these modules refer to. `known`: ids of the owners of variables that a walk has
+    already found; they are skipped."""
     found: list[Variable] = []
     for module in modules:
         if module._forward_hooks or module._forward_pre_hooks:
@@ -55,7 +56,7 @@ def beyond(modules: Iterable[nn.Module], known: Collection[int]) -> list[Variabl
 
 
 def tensors_in(variables: Iterable[Variable]) -> dict[int, torch.Tensor]:
-    """By identity."""
+    """The tensors that these variables hold, by id."""
     return {id(tensor): tensor for tensor in Snapshot([variable.get() for variable in variables]).tensors}
 
 
@@ -75,5 +76,5 @@ def _referred_to_by(hook: Any) -> Iterator[Variable]:
 
 
 def _constant(value: Any) -> Variable:
-    """It stays the same object; what it holds may change."""
+    """A variable whose object stays the same, but whose contents may change."""
     return Variable("what a hook refers to", value, lambda: value, lambda _: None)

@@ -1,12 +1,12 @@
-"""Snapshots of Python values: what lists, dicts and objects hold, taken apart so that it can be put back later.
+"""Snapshots of Python values: they save the contents of lists, dicts and objects, so that these can be restored later.
 
-The relay runs a unit's code twice and lets micro-batches take turns, so it must be able to set the values that the
-user's code keeps in Python (arguments, attributes, containers) back to what they were. A snapshot remembers the objects
-themselves and what each of them held; restoring it changes those same objects in place, since the user's code may refer
-to them from anywhere. Immutable containers are made anew where a tensor in them is replaced.
+The relay runs a unit's code twice and lets micro-batches take turns. So it must be able to restore the values that the
+user's code keeps in Python (arguments, attributes, containers). A snapshot refers to the objects themselves and saves
+the contents of each. Restoring it changes the same objects in place, because the user's code may refer to them from
+anywhere. Immutable containers are made anew if a tensor in them is replaced.
 
-Tensors are kept apart from the rest (`Snapshot.tensors`): whoever keeps a snapshot for long can give them up, and
-restore it with others in their place.
+Tensors are kept separately (`Snapshot.tensors`): a snapshot that is kept for long can drop its tensors, and be restored
+with others in their place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import nn
 from ferryman.exactness.prefixes import ATOMS, Prefix, Prefixes
 
 ARRAYS = (np.ndarray, array.array, bytearray)
-# What holds no values that a step changes, or none that can be set.
+# Types whose objects have no values that a step changes, or none that can be set.
 _OPAQUE = (
     nn.Module,
     torch.Stream,
@@ -53,8 +53,8 @@ _OPAQUE = (
 )
 
 _STANDARD = frozenset(sys.stdlib_module_names)
-# Objects of the standard library that hold what a user puts there. Others may be in use by another thread (a queue, a
-# logger, a lock), and hold nothing of a step.
+# Types of the standard library whose objects contain values of the user. Objects of its other types may be in use by
+# another thread (a queue, a logger, a lock), and do not belong to a step.
 _OPEN = (
     dict,
     list,
@@ -70,18 +70,18 @@ _OPEN = (
     weakref.WeakValueDictionary,
 )
 
-_DEPTH = 12  # of containers in containers
+_DEPTH = 12  # the deepest nesting of containers that is searched
 
 
 def is_closed(value: Any) -> bool:
-    """Whether it is an object of the standard library that is not looked into."""
+    """Whether the value is an object of the standard library whose contents are not searched."""
     if isinstance(value, _OPEN):
         return False
     return type(value).__module__.partition(".")[0] in _STANDARD and generator_state(value) is None
 
 
 class _Node:
-    """One object, and how to put back what it held."""
+    """One object and its saved contents. `kind` says how to restore them."""
 
     __slots__ = ("attributes", "contents", "kind", "prefix", "value")
 
@@ -90,22 +90,22 @@ class _Node:
         self.value = value
         self.contents = contents
         self.attributes = attributes
-        self.prefix: Prefix | None = None  # of a list: the elements before its contents
+        self.prefix: Prefix | None = None  # for a list: the elements before `contents`
 
 
 class Snapshot:
-    """What some values hold, all the way down.
+    """The contents of some values, including nested ones.
 
-    `edited`: tensors and arrays, by identity, whose own elements are remembered, too. `prefixes`: the first elements of
-    long lists, which are not copied.
+    `edited`: tensors and arrays, by id, whose elements are copied too. `prefixes`: the first elements of long lists,
+    which are not copied.
     """
 
     def __init__(
         self, values: Iterable[Any], edited: Mapping[int, Any] | None = None, prefixes: Prefixes | None = None
     ) -> None:
-        self.tensors: list[torch.Tensor] = []  # each once, in the order in which they were found
-        self.mutables: list[Any] = []  # all in it that can be changed in place
-        self._indices: dict[int, int] = {}  # of tensors, by identity
+        self.tensors: list[torch.Tensor] = []  # without duplicates, in the order in which they were found
+        self.mutables: list[Any] = []  # all objects in the snapshot that can be changed in place
+        self._indices: dict[int, int] = {}  # indices of tensors, by id
         self._seen: dict[int, _Node] = {}
         self._edited = edited or {}
         self._prefixes = prefixes
@@ -113,17 +113,17 @@ class Snapshot:
         self._seen.clear()
 
     def give_up_tensors(self) -> None:
-        """From now on it can only be restored with other tensors."""
+        """Drops the tensors. From now on the snapshot can be restored only with other tensors."""
         self.tensors = []
         self._indices.clear()
 
     def restore(self, tensors: Sequence[torch.Tensor] | None = None) -> list[Any]:
-        """Puts everything back; returns the values. `tensors` take the place of those that were found."""
+        """Restores all objects, and returns the values. `tensors`: replacements for the tensors of the snapshot."""
         restoring = _Restoring(self.tensors if tensors is None else tensors)
         return [restoring.run(node) for node in self._nodes]
 
     def same_as(self, other: Snapshot | PlainSnapshot) -> bool:
-        """Whether nothing has changed between the two."""
+        """Whether nothing changed between the two snapshots."""
         if isinstance(other, PlainSnapshot):
             return False
         pairs = zip(self._nodes, other._nodes, strict=True)
@@ -131,31 +131,31 @@ class Snapshot:
 
     @property
     def is_list(self) -> bool:
-        """Whether it is of one list."""
+        """Whether this is a snapshot of a single list."""
         return len(self._nodes) == 1 and isinstance(self._nodes[0].value, list)
 
     @property
     def atom(self) -> Any:
-        """The value itself, of a snapshot of one that holds nothing; else None."""
+        """The value, if this is a snapshot of a single value without contents; otherwise None."""
         return self._nodes[0].value if self._nodes[0].kind == "leaf" else None
 
     def members(self) -> list[Any]:
-        """What a snapshot of one list had in it."""
+        """The elements of the list, for a snapshot of a single list."""
         (node,) = self._nodes
         return [*(node.prefix.elements if node.prefix is not None else ()), *self._after_prefix()]
 
     def added_since(self, base: Snapshot | PlainSnapshot) -> list[Any]:
-        """Of two snapshots of one list that grows: what this one has, and the other has not."""
+        """The elements that were appended since `base`, an earlier snapshot of the same list."""
         mine, theirs = self._beyond_common(base)
         return mine[len(theirs) :]
 
     def extends(self, base: Snapshot | PlainSnapshot) -> bool:
-        """Of two snapshots of one list: whether elements were appended since `base`, and nothing else."""
+        """Whether elements were only appended since `base`, an earlier snapshot of the same list."""
         mine, theirs = self._beyond_common(base)
         return is_same(mine[: len(theirs)], theirs)
 
     def _beyond_common(self, base: Snapshot | PlainSnapshot) -> tuple[list[Any], list[Any]]:
-        """What the two have after the prefix that they share, if they do."""
+        """The elements of both lists, without the prefix if they share one."""
         if isinstance(base, Snapshot) and base._nodes[0].prefix is self._nodes[0].prefix:
             return self._after_prefix(), base._after_prefix()
         return self.members(), base.members()
@@ -194,7 +194,7 @@ class Snapshot:
         if isinstance(value, tuple):
             contents = [self._take(member, depth + 1) for member in value]
             if any(member.kind != "leaf" for member in contents):
-                # Made anew when it is restored: to keep it would be to keep its tensors.
+                # The tuple is made anew when it is restored: a reference to it would keep its tensors alive.
                 node.kind, node.value, node.contents = "tuple", type(value), contents
             return
         state = generator_state(value)
@@ -229,7 +229,7 @@ class Snapshot:
         return self._prefixes.meet(value, self._edited)
 
     def _take_attribute(self, value: Any, depth: int) -> _Node:
-        """An object that refers to a parameter, as a trainer does, is not given it."""
+        """Saves an attribute. References to parameters, such as those of a trainer, are saved as they are."""
         return _Node("leaf", value) if isinstance(value, nn.Parameter) else self._take(value, depth)
 
 
@@ -252,7 +252,7 @@ def _is_same(
         return bool(a.contents == b.contents)
     seen.add((id(a), id(b)))
     contents = a.contents, b.contents
-    if a.prefix is not b.prefix:  # one of the two has copied the whole list
+    if a.prefix is not b.prefix:  # one of the snapshots has copied the whole list
         if a.prefix is None:
             a, b, mine, theirs = b, a, theirs, mine
         assert a.prefix is not None
@@ -275,7 +275,7 @@ def _is_same(
 
 
 class PlainSnapshot:
-    """Of one value that holds nothing itself, a tensor or an atom: the same at a tenth of the cost."""
+    """A snapshot of a single value without contents (a tensor or an atom), at a tenth of the cost of `Snapshot`."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -298,14 +298,14 @@ class PlainSnapshot:
 
 
 def snapshot_of(value: Any, edited: Mapping[int, Any], prefixes: Prefixes | None = None) -> Snapshot | PlainSnapshot:
-    """A snapshot of one value. `edited` and `prefixes`: as of a `Snapshot`."""
+    """A snapshot of one value. See `Snapshot` for `edited` and `prefixes`."""
     if isinstance(value, ATOMS) or (isinstance(value, torch.Tensor) and id(value) not in edited):
         return PlainSnapshot(value)
     return Snapshot([value], edited, prefixes)
 
 
 class _Restoring:
-    """One walk through a snapshot; each object is put back once."""
+    """One walk through a snapshot that restores each object once."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -318,7 +318,7 @@ class _Restoring:
             return self._tensors[node.value]
         if id(node) in self._done:
             return self._done[id(node)]
-        self._done[id(node)] = node.value  # what refers to itself finds the object
+        self._done[id(node)] = node.value  # for objects that refer to themselves
         made = self._done[id(node)] = self._put(node)
         return made
 
@@ -328,7 +328,7 @@ class _Restoring:
             members = [self.run(member) for member in contents]
             return value(*members) if hasattr(value, "_fields") else tuple.__new__(value, members)
         if node.kind == "elements":
-            value.data.copy_(contents)  # past the version: what autograd saved has these values again
+            value.data.copy_(contents)  # no new version: autograd saved the tensor with these values
             return value
         if node.kind == "array":
             put_elements(value, contents)
@@ -351,7 +351,7 @@ class _Restoring:
                 if hasattr(value, name):
                     object.__delattr__(value, name)
         if node.attributes is not None:
-            # Not by setattr, which a frozen dataclass refuses, and which a class may have made do more.
+            # Not with setattr, which a frozen dataclass refuses and which a class may override.
             put_into_dict(vars(value), [(name, self.run(member)) for name, member in node.attributes])
         return value
 
@@ -368,7 +368,7 @@ class _Restoring:
 
 
 def put_into_dict(target: dict[Any, Any], items: Sequence[tuple[Any, Any]]) -> None:
-    """Makes the dict hold exactly these, in this order, past whatever its class does about it."""
+    """Makes these the only items of the dict, in this order. Bypasses methods that its class overrides."""
     if len(target) == len(items) and all(
         _same_key(key, k) and value is v for (key, value), (k, v) in zip(dict.items(target), items, strict=True)
     ):
@@ -380,12 +380,12 @@ def put_into_dict(target: dict[Any, Any], items: Sequence[tuple[Any, Any]]) -> N
 
 
 def _same_key(a: Any, b: Any) -> bool:
-    """Of two dicts. Tensors, which are the keys of an optimizer's state, do not compare to one truth."""
+    """Whether two keys of dicts are the same. Tensors, the keys of an optimizer's state, are compared by identity."""
     return a is b or (not isinstance(a, torch.Tensor) and bool(a == b))
 
 
 def is_same(now: Iterable[Any], before: Sequence[Any]) -> bool:
-    """Whether two sequences hold the same objects, or equal atoms."""
+    """Whether two sequences have the same objects or equal atoms."""
     now = list(now)
     if len(now) != len(before):
         return False
@@ -394,23 +394,23 @@ def is_same(now: Iterable[Any], before: Sequence[Any]) -> bool:
     )
 
 
-TOLERANCE = 1e-4  # between numbers that differ by rounding alone
+TOLERANCE = 1e-4  # relative difference between numbers that rounding can explain
 
 
 def is_near(a: float, b: float) -> bool:
-    """Whether two numbers differ by rounding alone; if they are not finite, whether both are not."""
+    """Whether two numbers differ by rounding at most. Two numbers that are not finite count as equal."""
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.isfinite(a) == math.isfinite(b)
     return abs(a - b) <= TOLERANCE * max(abs(a), abs(b), 1e-2)  # losses may be near zero
 
 
 def same_elements(a: Any, b: Any) -> bool:
-    """Of two arrays."""
+    """Whether two arrays have the same elements."""
     return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")) if isinstance(a, np.ndarray) else bool(a == b)
 
 
 def put_elements(target: Any, elements: Any) -> None:
-    """Makes an array hold these, in place."""
+    """Sets the elements of an array in place."""
     if isinstance(target, np.ndarray):
         target[...] = elements
     else:
@@ -423,17 +423,17 @@ def slot_names(value: Any) -> list[str]:
         slots = kind.__dict__.get("__slots__", ())
         for name in [slots] if isinstance(slots, str) else list(slots):
             if name.startswith("__") and not name.endswith("__"):
-                found.append(f"_{kind.__name__.lstrip('_')}{name}")  # as Python stores it
+                found.append(f"_{kind.__name__.lstrip('_')}{name}")  # the mangled name
             elif name not in ("__dict__", "__weakref__"):
                 found.append(name)
     return found if type(value).__module__ != "builtins" else []
 
 
-# Random number generators: their state is all that they hold.
+# Random number generators.
 
 
 def generator_state(value: Any) -> Any:
-    """The state of a random number generator; None if it is something else."""
+    """The state of a random number generator; None if the value is not a generator."""
     for kind, get, _ in _GENERATORS:
         if isinstance(value, kind) and not isinstance(value, random.SystemRandom):
             return get(value)
@@ -448,7 +448,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def same_state(a: Any, b: Any) -> bool:
-    """Of two states of one generator."""
+    """Whether two states of one generator are equal."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):

@@ -1,9 +1,10 @@
-"""Where the user's code keeps values in Python: a walk from the model and the loss to all that they can reach.
+"""Surveys of the user's Python state: a walk from the model and the loss to all objects that they can reach.
 
-Attributes of modules and of plain objects, lists, dicts and sets, variables of closures, globals that functions use,
-random number generators, optimizers and tensors that are not the engine's. A survey can tell which of them have changed
-since it looked last, and put them back. What lies beyond (a C library's state, a file, an iterator's
-position) it cannot see; the cross-check of the first step (`crosscheck.py`) compares results for that reason.
+A survey finds attributes of modules and of plain objects, lists, dicts and sets, variables of closures, globals that
+functions use, random number generators, and optimizers and tensors that do not belong to the engine. It can tell which
+of them have changed since their state was captured, and restore them. It cannot see other state, such as that of a C
+library, a file, or the position of an iterator. For that reason, the cross-check of the first step (`crosscheck.py`)
+compares results.
 """
 
 from __future__ import annotations
@@ -44,23 +45,25 @@ from ferryman.model.placeholder import Placeholder
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _DEPTH = 10
-_MOST = 200_000  # objects; a walk that meets more ends there
+_MOST = 200_000  # objects; a walk stops when it has found this many
 
-# Packages whose objects hold nothing that belongs to a step, and whose code keeps nothing; see also `is_closed`.
+# Packages whose objects and code keep no state that belongs to a step; see also `is_closed`.
 _FOREIGN = frozenset({"torch", "torch_virtual", "numpy", "ferryman", "builtins", "rich"})
-# Of those, objects that a loss may use and that change in a step.
+# Exceptions: types of these packages whose objects a loss may use and change in a step.
 _OPEN = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, torch.distributions.Distribution)
 _FOREIGN_CODE = _FOREIGN | frozenset(sys.stdlib_module_names)
 
 
 class Survey:
-    """All that was found from some roots, each of which is a value and its name; without the buffers of modules
-    `inside` units, and without what is the engine's `own`, given by identity: parameters, and modules that have them.
+    """All state that can be reached from `roots`, which are values with their names.
 
-    `thorough`: it also remembers the elements of tensors and the states of the global generators, so that it can undo
-    what a trial does; else it looks at what is cheap to look at, and remembers elements of what is known to be
-    `edited`, by identity. `clones`: how many bytes of elements it remembers; as many of leaves, of which there may be
-    many, and of gradients that they have already.
+    `inside`: modules of units, whose buffers are skipped. `own`: ids of the engine's parameters, and of modules that
+    have them; these are skipped.
+
+    `thorough`: also copy the elements of tensors and the states of the global generators, so that a trial can be
+    undone. Otherwise only cheap checks are made, and elements are copied only for the ids in `edited`. `clones`: the
+    maximum number of bytes of copied elements. Leaves, of which there may be many, and their existing gradients have
+    budgets of the same size each.
     """
 
     def __init__(
@@ -77,9 +80,9 @@ class Survey:
         self._budget, self._of_leaves, self._of_gradients = (CloneBudget(clones) for _ in range(3))
         self._inside, self._engines, self._edited = inside, own, edited
         self._holders: list[Holder] = []
-        self.owners: set[int] = set()  # the identities of all that was found
+        self.owners: set[int] = set()  # the ids of all objects found
         self.thread_locals: list[threading.local] = []
-        self._kept: list[Any] = []  # alive, so that no identity is used twice
+        self._kept: list[Any] = []  # references that keep objects alive, so that no id is reused
         if thorough:
             self._holders += [
                 GeneratorState("the global generator of random", random._inst, is_global=True),
@@ -91,7 +94,7 @@ class Survey:
         )
         while self._queue and len(self.owners) < _MOST:
             self._visit(*self._queue.popleft())
-        # From here on nothing is kept alive but what holds values.
+        # From here on, only the holders keep objects alive.
         self._queue.clear()
         self._kept.clear()
 
@@ -105,7 +108,7 @@ class Survey:
         return found
 
     def put_back(self, before: list[Any]) -> None:
-        """As far as possible; a ValueError then says what was not."""
+        """Restores the captured state as far as possible. Raises a ValueError if something could not be restored."""
         failure: ValueError | None = None
         for holder, seen in zip(self._holders, before, strict=True):
             try:
@@ -176,7 +179,7 @@ class Survey:
             self._holders.append(OptimizerState(name, optimizer, budget, thorough=self._thorough))
 
     def _of(self, value: Any, budget: CloneBudget) -> CloneBudget:
-        """The budget, if elements of this are to be remembered at all."""
+        """The budget if elements of this value may be copied; otherwise an empty budget."""
         return budget if self._thorough or id(value) in self._edited else CloneBudget(0)
 
     def _visit_module(self, module: nn.Module, name: str, depth: int) -> None:
@@ -235,7 +238,7 @@ class Survey:
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._add(default, f"a default of {function.__qualname__}", depth + 1)
         if "site-packages" in function.__code__.co_filename:
-            return  # a library's own globals
+            return  # skip a library's own globals
         names = frozenset(n for n in _global_names(function.__code__) if n in function.__globals__)
         plain = frozenset(n for n in names if not is_code(function.__globals__[n]))
         if plain:

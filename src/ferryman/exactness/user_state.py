@@ -1,20 +1,21 @@
-"""What the user's code keeps in Python from one operator to the next, held apart for each micro-batch.
+"""The user's Python state: gives each micro-batch its own values of the variables that the user's code changes.
 
 Micro-batches take turns, so a value that one of them has stored (`self.residual = x`) would be overwritten by another
-before it is read. The variables that the first step has shown to change are therefore swapped whenever another
-micro-batch goes on, like registers at a context switch. How depends on the variable:
+before it is read. Therefore the variables that change in the first step are swapped whenever another micro-batch
+continues, like registers at a context switch. Each variable has one of these policies:
 
-- *private*: each micro-batch has its own, and begins with what the one before it had at that time. In the end it has
-  the value of the last micro-batch that changed it.
-- *temporary*: changed and put back within a micro-batch, as a flag that a context manager sets. Each micro-batch has
-  its own, and begins with what was there before the step.
-- *log*: a list that only grows, and cannot be shared: several units append to it, or the loss reads it. Each
-  micro-batch has its own, and in the end all that was added is there in order.
-- *shared*: left alone, for what is right in the order in which the relay runs things: counters in a block, which serves
-  micro-batches in order, a list that one block appends to, or a list of losses, since losses are computed in order.
-- *seeded*: the global generators of `random` and numpy. Each micro-batch seeds its own, as it does torch's.
+- *private*: each micro-batch has its own value. Its initial value is the previous micro-batch's value at that time.
+  After the step, the variable has the value of the last micro-batch that changed it.
+- *temporary*: the variable is changed and reset within a micro-batch, like a flag that a context manager sets. Each
+  micro-batch has its own value. Its initial value is the one from before the step.
+- *log*: a list that only grows and cannot be shared, because several units append to it or the loss reads it. Each
+  micro-batch has its own list. After the step, the list has the elements of all micro-batches in order.
+- *shared*: not swapped, because the order in which the relay runs the code gives the right values. Examples are
+  counters in a block, which serves micro-batches in order, a list that one block appends to, or a list of losses,
+  which are computed in order.
+- *seeded*: the global generators of `random` and numpy. Each micro-batch has its own seed, as for torch's generators.
 
-What a variable is, the cross-check of the first step finds out (`crosscheck.py`).
+The cross-check of the first step finds the policy of each variable (`crosscheck.py`).
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class VariablePolicy(Enum):
 
 
 class Knowledge(NamedTuple):
-    """What was found out about the variables for one kind of step."""
+    """The known variables and policies for one kind of step."""
 
     variables: dict[Any, Variable]
     policies: dict[Any, VariablePolicy]
-    by_unit: dict[Unit, tuple[list[Variable], list[Variable]]]  # those in its reach: not shared, and shared
+    by_unit: dict[Unit, tuple[list[Variable], list[Variable]]]  # variables that it can reach: not shared, and shared
 
 
 class UserState:
@@ -62,20 +63,20 @@ class UserState:
         self._variables: dict[Any, Variable] = {}
         self._owners: set[int] = set()
         self._policies: dict[Any, VariablePolicy] = {}
-        self.is_known = False  # whether anybody has looked which there are
+        self.is_known = False  # whether the variables have been determined
         self._by_unit: dict[Unit, tuple[list[Variable], list[Variable]]] = {}
         self._edited: list[Elements] = []  # tensors that are edited in place
-        self._arrays: dict[int, Any] = {}  # and arrays, by identity
-        # Of the step that runs.
+        self._arrays: dict[int, Any] = {}  # arrays that are edited in place, by id
+        # State of the current step:
         self._prefixes = Prefixes()
         self._apart: list[Variable] = []
-        self._views: dict[int, list[_Saved]] = {}  # of micro-batches that do not run now
-        self._bases: dict[int, list[_Saved]] = {}  # what each began with
+        self._views: dict[int, list[_Saved]] = {}  # values of micro-batches that are not running
+        self._bases: dict[int, list[_Saved]] = {}  # the values with which each micro-batch began
         self._outside: list[_Saved] = []
-        self._originals: list[torch.Tensor] = []  # of those that are edited in place
+        self._originals: list[torch.Tensor] = []  # the tensors of `_edited` before the step
         self._renews = False
         self._current: int | None = None
-        self._inherited: dict[int, dict[int, torch.Tensor]] = {}  # what variables held when each began
+        self._inherited: dict[int, dict[int, torch.Tensor]] = {}  # tensors in variables when each micro-batch began
         self._seed = 0
 
     def __len__(self) -> int:
@@ -87,7 +88,7 @@ class UserState:
 
     @property
     def owners(self) -> Collection[int]:
-        """The identities of what holds the variables."""
+        """The ids of the objects that own the variables."""
         return self._owners
 
     def policy(self, variable: Variable) -> VariablePolicy:
@@ -96,7 +97,7 @@ class UserState:
     def know(
         self, variables: Iterable[Variable], policies: Mapping[Any, VariablePolicy], units: Collection[Unit]
     ) -> None:
-        """These change in a step. `units`: all that there are; those that can reach a variable take it for theirs."""
+        """Sets the variables that change in a step. `units`: all units; the variables that each can reach are found."""
         self.use(Knowledge({variable.key: variable for variable in variables}, dict(policies), {}))
         if self._variables:
             self._by_unit.update((unit, self._reached_by(unit)) for unit in units)
@@ -106,7 +107,7 @@ class UserState:
         return Knowledge(self._variables, self._policies, self._by_unit)
 
     def use(self, knowledge: Knowledge) -> None:
-        """For the steps that follow."""
+        """Sets the variables and policies for the next steps."""
         self._variables, self._policies, self._by_unit = knowledge
         self._owners = {id(variable.owner) for variable in self._variables.values()}
         self.is_known = True
@@ -118,11 +119,11 @@ class UserState:
         return variable.key in self._variables or any(place and place.key == variable.key for place in places)
 
     def of(self, unit: Unit) -> tuple[Sequence[Variable], Sequence[Variable]]:
-        """The variables that the unit's code can reach: those that each micro-batch has its own of, and shared ones."""
+        """The variables that the unit's code can reach: those with a value per micro-batch, and shared ones."""
         return self._by_unit.get(unit, _NONE)
 
     def _reached_by(self, unit: Unit) -> tuple[list[Variable], list[Variable]]:
-        # What context variables hold is in the reach of all code.
+        # All code can reach the values of context variables.
         roots = [*((module, "") for module in unit.modules), *context_roots()]
         owners = Survey(roots, thorough=False).owners
         found = [
@@ -137,21 +138,21 @@ class UserState:
 
     @property
     def edited(self) -> Mapping[int, Any]:
-        """Tensors and arrays that are edited in place, by identity, as the running micro-batch has them."""
+        """Tensors and arrays of the current micro-batch that are edited in place, by id."""
         if not self._edited:
             return self._arrays
         return self._arrays | {id(tensor): tensor for tensor in (v.get() for v in self._edited)}
 
     def snapshot(self, values: Iterable[Any]) -> Snapshot:
-        """Of values that variables hold, or that a unit is given, in the step that runs."""
+        """A snapshot of values of variables, or of a unit's arguments, in the current step."""
         return Snapshot(values, self.edited, self._prefixes)
 
     def is_history(self, tensor: torch.Tensor) -> bool:
-        """Whether a long list had it before the step began."""
+        """Whether a long list contained the tensor before the step."""
         return self._prefixes.has(tensor)
 
     def edited_logs(self) -> list[str]:
-        """Names of lists that the code was taken only to append to, and has changed otherwise in this step."""
+        """Names of lists to which the code was expected only to append, but which this step has changed otherwise."""
         found = [] if self._prefixes.check() else ["a list that only grew before"]
         for at, variable in enumerate(self._apart):
             if self._policies[variable.key] is VariablePolicy.LOG:
@@ -165,8 +166,11 @@ class UserState:
     # The exchange.
 
     def begin(self, seed: int, *, exchange: bool, careful: bool) -> None:
-        """A step begins; without `exchange` its micro-batches run one after the other. `careful`: it is a trial, and
-        nobody asks for `edited_logs` before its results are used."""
+        """Begins a step.
+
+        `exchange`: swap variables, which is not needed if micro-batches run one after the other. `careful`: the step is
+        a trial, in which `edited_logs` is not called before its results are used.
+        """
         self._apart = [
             variable
             for variable in self._variables.values()
@@ -181,7 +185,7 @@ class UserState:
         self._renews = exchange
 
     def enter(self, number: int) -> None:
-        """This micro-batch goes on now."""
+        """Called before this micro-batch continues: swaps in its values."""
         if number == self._current or not self._variables:
             return
         self._leave()
@@ -204,7 +208,7 @@ class UserState:
         self._current = number
 
     def end(self, *, undo: bool = False) -> None:
-        """The step is over: leaves behind what plain accumulation would have. `undo`: as it was before."""
+        """Ends the step: sets the values that plain accumulation would leave or, with `undo`, those before the step."""
         if self._apart:
             self._leave()
             self._put(self._outside if undo else [self._left_behind(at) for at in range(len(self._apart))])
@@ -219,11 +223,11 @@ class UserState:
         self._prefixes.clear()
 
     def is_inherited(self, tensor: torch.Tensor) -> bool:
-        """Whether the running micro-batch has it from the one before, or from the last step."""
+        """Whether the current micro-batch has the tensor from the previous micro-batch or from the last step."""
         return self._current is not None and id(tensor) in self._inherited[self._current]
 
     def _left_behind(self, at: int) -> _Saved:
-        """Of one variable: as the last micro-batch that changed it has left it; of a log, with all that was added."""
+        """The final value of a variable: that of the last micro-batch that changed it; for a log, all its elements."""
         policy, left = self._policies[self._apart[at].key], self._outside[at]
         if policy in (VariablePolicy.SEEDED, VariablePolicy.TEMPORARY):
             return left
@@ -243,9 +247,10 @@ class UserState:
         return left
 
     def _renew(self, *, everything: bool) -> None:
-        """Has the micro-batch that goes on edit tensors of its own: autograd may have saved what others edited.
+        """Gives the micro-batch that continues its own tensors to edit: autograd may have saved those of others.
 
-        Those that are shared begin with what was edited last; others (`everything`) are renewed when it begins.
+        Shared tensors get a new copy, with the latest values, each time. Others are copied only when a micro-batch
+        begins (`everything`).
         """
         for variable in self._edited if self._renews else ():
             if variable.place is not None and (everything or self._policies[variable.key] is VariablePolicy.SHARED):
@@ -266,7 +271,7 @@ class UserState:
 
 
 def seed_generator(generator: Any, seed: int) -> None:
-    """As `random.seed` and `numpy.random.seed` would, which take other ranges of numbers."""
+    """Seeds a generator of `random` or numpy. Numpy accepts a smaller range of seeds."""
     if isinstance(generator, random.Random):
         generator.seed(seed)
     else:

@@ -1,7 +1,7 @@
-"""What can change in the user's Python state, and what holds it: attributes, containers, closures, arrays, generators.
+"""Variables of the user's Python state, and their holders: attributes, containers, closures, arrays, generators.
 
-A *variable* is one thing that may change. A *holder* is something that holds values and is looked at as a whole: it
-tells which of its variables have changed since it was looked at last, and puts them back.
+A *variable* is one value that may change. A *holder* contains variables, and its state is captured as a whole. It tells
+which of its variables have changed since then, and restores them.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from ferryman.exactness.snapshot import (
     slot_names,
 )
 
-MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()  # stands for an attribute that is not there
+MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()  # represents an attribute that does not exist
 
-LARGE = 2**16  # elements of a container that is looked at by its length alone
-_MOST_CLONED = 2**24  # bytes; the elements of larger tensors and arrays are not remembered
+LARGE = 2**16  # elements; of larger containers only the length is checked
+_MOST_CLONED = 2**24  # bytes; the elements of larger tensors and arrays are not copied
 
-INTERNAL = frozenset({"_parameters", "_modules", "_buffers", "forward"})  # attributes of modules that are the engine's
+INTERNAL = frozenset({"_parameters", "_modules", "_buffers", "forward"})  # module attributes that the engine manages
 
 
 class Variable:
-    """One thing that the user's code may change: what `get` returns, and what that holds."""
+    """A value that the user's code may change: the object that `get` returns, and its contents."""
 
     def __init__(self, name: str, owner: Any, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         self.name = name
         self.get = get
         self.put = put
-        self.owner = owner  # keeps its identity from being used again
+        self.owner = owner  # the reference also prevents reuse of its id
 
     @property
     def key(self) -> Hashable:
@@ -54,7 +54,7 @@ class Variable:
 
 
 class Elements(Variable):
-    """The elements of a tensor that is edited in place; if known, `place` is the attribute that holds it."""
+    """The elements of a tensor that is edited in place. `place`: the attribute that refers to the tensor, if known."""
 
     def __init__(self, name: str, tensor: torch.Tensor, place: Variable | None) -> None:
         super().__init__(name, tensor, lambda: tensor if place is None else place.get(), lambda _: None)
@@ -63,11 +63,11 @@ class Elements(Variable):
 
 
 class Array(Variable):
-    """The elements of an array that is no tensor, and is edited in place."""
+    """The elements of an array, not a tensor, that is edited in place."""
 
 
 class Generator(Variable):
-    """The state of a random number generator. `is_global`: every micro-batch seeds it for itself."""
+    """The state of a random number generator. `is_global`: each micro-batch seeds it anew."""
 
     def __init__(self, name: str, generator: Any, *, is_global: bool) -> None:
         super().__init__(name, generator, lambda: generator, lambda _: None)
@@ -76,14 +76,16 @@ class Generator(Variable):
 
 
 class CloneBudget:
-    """How many bytes of elements one survey may remember; it is spent in the order in which tensors are found. Edits of
-    the others show in their versions, and cannot be put back."""
+    """The number of bytes of elements that a survey may copy, spent in the order in which tensors are found.
+
+    Edits of tensors beyond the budget are detected by their versions, but cannot be undone.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self._left = nbytes
 
     def take(self, nbytes: int) -> bool:
-        """Whether the elements of a tensor or array of this size are remembered."""
+        """Spends the budget for a tensor or array of this size. Returns whether its elements may be copied."""
         if nbytes > min(self._left, _MOST_CLONED):
             return False
         self._left -= nbytes
@@ -91,7 +93,7 @@ class CloneBudget:
 
 
 class Holder:
-    """Something that holds values, looked at as a whole."""
+    """An object that contains variables, whose state is captured as a whole."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -107,7 +109,7 @@ class Holder:
 
 
 class Named(Holder):
-    """Something that holds values by name."""
+    """A holder that contains variables by name."""
 
     def put_back(self, before: dict[str, Any]) -> None:
         for variable in self.changed(before):
@@ -131,9 +133,9 @@ class Namespace(Named):
     def changed(self, before: dict[str, Any]) -> list[Variable]:
         now = self._mapping if self._only is None else self.capture()
         try:
-            if now == before:  # identical objects are equal at once; this is most of the time
+            if now == before:  # the common case, and fast: identical objects are equal
                 return []
-        except Exception:  # tensors and arrays do not compare to one truth, and a class may compare as it likes
+        except Exception:  # tensors and arrays have no single truth value, and classes may override ==
             pass
         names = [*before, *(name for name in now if name not in before)]
         return [
@@ -155,7 +157,7 @@ class Namespace(Named):
 
 
 class Attributes(Named):
-    """Attributes that lie in no dict that can be edited: those of a class, or those in slots."""
+    """Attributes that are not in an editable dict: those of a class, or those in `__slots__`."""
 
     def __init__(self, name: str, owner: Any) -> None:
         super().__init__(name)
@@ -200,7 +202,7 @@ class Slots(Attributes):
         return {name: getattr(self._owner, name) for name in slot_names(self._owner) if hasattr(self._owner, name)}
 
     def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self._owner, name, value)  # which a frozen dataclass allows
+        object.__setattr__(self._owner, name, value)  # works for frozen dataclasses too
 
 
 class ArrayElements(Holder):
@@ -235,7 +237,7 @@ class Container(Holder):
         return dict(self.container) if isinstance(self.container, dict) else list(self.container)
 
     def changed(self, before: Any) -> list[Variable]:
-        if not before and not self.container:  # most of them are a module's hooks, of which there are none
+        if not before and not self.container:  # the common case: a module without hooks
             return []
         now = self.capture()
         if type(now) is not type(before):
@@ -248,7 +250,7 @@ class Container(Holder):
         return [] if same else [Variable(self.name, container, lambda: container, lambda _: None)]
 
     def put_back(self, before: Any) -> None:
-        if isinstance(before, int):  # it was too large to remember; what was added is taken away again
+        if isinstance(before, int):  # it was too large to copy; remove the elements that were added
             while isinstance(self.container, list | deque) and len(self.container) > before:
                 self.container.pop()
         elif not self.changed(before):
@@ -261,7 +263,7 @@ class Container(Holder):
 
 
 class Cell(Holder):
-    """A variable that functions share with the function around them."""
+    """A variable that a closure shares with the enclosing function."""
 
     def __init__(self, name: str, cell: types.CellType) -> None:
         super().__init__(name)
@@ -274,7 +276,7 @@ class Cell(Holder):
     def capture(self) -> Any:
         try:
             return self.cell.cell_contents
-        except ValueError:  # not set yet
+        except ValueError:  # the variable is not set yet
             return MISSING
 
     def changed(self, before: Any) -> list[Variable]:
@@ -303,9 +305,9 @@ class GeneratorState(Holder):
 
 
 class TensorElements(Holder):
-    """A tensor that is not the engine's; edits show in its version, and past that in its elements.
+    """A tensor that does not belong to the engine. Edits are detected by its version and, if copied, by its elements.
 
-    `thorough`: the tensor is kept alive; else its memory is free as soon as the user's code lets go of it.
+    `thorough`: keep the tensor alive. Otherwise its memory is freed as soon as the user's code drops it.
     """
 
     class Seen(NamedTuple):
@@ -323,7 +325,7 @@ class TensorElements(Holder):
     def capture(self) -> TensorElements.Seen | None:
         if (tensor := self._tensor()) is None:
             return None
-        # On the host: on the device it would count against the budget.
+        # Copy to the host: a copy on the device would count against the budget.
         return self.Seen(tensor._version, tensor.detach().to("cpu", copy=True) if self._keeps else None)
 
     def changed(self, before: TensorElements.Seen | None) -> list[Variable]:
@@ -346,14 +348,14 @@ class TensorElements(Holder):
 
 
 def is_here(tensor: torch.Tensor) -> bool:
-    """Whether its elements are in its memory: while a micro-batch is parked, the stash may have taken those away that
-    it has made, such as a gradient."""
+    """Whether the tensor's elements are in its memory. While a micro-batch is parked, the stash may have emptied the
+    storages of tensors that it has made, such as a gradient."""
     return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 
 
 def cannot_put_back(name: str) -> ValueError:
     return ValueError(
-        f"{name} is edited in place by the model or the loss, and is too large to be put back after the trial of the "
+        f"{name} is edited in place by the model or the loss, and is too large to be restored after the trial of the "
         "first step. Make it a buffer outside the blocks, replace it instead of editing it, or edit or train it after "
         "engine.step()"
     )

@@ -1,9 +1,9 @@
-"""Weights that the user's code edits in a forward, as `nn.Embedding(max_norm=...)` does; they are refused by name.
+"""Refuses edits of weights by the user's code in a forward, such as those of `nn.Embedding(max_norm=...)`.
 
-Plain PyTorch keeps such an edit. Here it would be made in a slot, and be lost with it; on the host it would be made
-twice, since units run twice. Edits show in a tensor's version. Those through `.data` do not, so one pass of a trial
-also compares the bytes of all weights, by their sum; and those of residents are compared in the steps in which second
-runs are (`checksums.py`).
+Plain PyTorch keeps such an edit. Here an edit on the device would be lost when the slot is used again, and an edit on
+the host would be made twice, because units run twice. Most edits change the version of a tensor. Edits through `.data`
+do not, so one pass of a trial also compares the sums of the bytes of all weights. For residents, steps that compare
+second runs (`checksums.py`) do so too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 class WeightEdits:
-    """Of tensors that are bound for a time: the unit's on a visit, or the residents' in a step.
+    """Finds edits of weights that are bound for a time: a unit's during a visit, or the residents' during a step.
 
-    `can_undo`: a copy of them is kept, so that what is refused is undone as well.
+    `by_bytes`: also compare the sums of bytes. `can_undo`: keep copies, so that refused edits are undone.
     """
 
     def __init__(self, bound: Sequence[tuple[Item, torch.Tensor]], *, by_bytes: bool, can_undo: bool = False) -> None:
@@ -31,7 +31,7 @@ class WeightEdits:
         self._sums = self._sum_bytes() if by_bytes or can_undo else None
 
     def check(self) -> None:
-        """A ValueError if one of them was edited since; bytes are compared once."""
+        """Raises a ValueError if a weight was edited. Only the first call compares bytes."""
         for (item, tensor), version in zip(self._weights, self._versions, strict=True):
             if tensor._version != version:
                 self._refuse(item)
@@ -49,13 +49,15 @@ class WeightEdits:
         raise ValueError(
             f"{item.name!r} is edited in place while the model or the loss runs. The engine moves weights between host "
             "and device and runs parts of the model twice, so such edits would be lost or made twice. Edit weights "
-            "between steps, after engine.step(); in place of nn.Embedding(max_norm=...), for example, renormalise "
-            "there. What is not trained, such as the average that a teacher holds, can also be a buffer"
+            "between steps, after engine.step(): for example, renormalise there instead of using "
+            "nn.Embedding(max_norm=...). Weights that are not trained, such as a teacher's moving average, can also be "
+            "buffers"
         )
 
 
 def sum_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Of integers of the elements' size, which may overflow: in a wider type, some devices would make a wider copy."""
+    """The sum of the elements as integers of the same size. It may overflow; summing in a wider type would make some
+    devices allocate a wider copy."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     integers = real.reshape(-1).view(_INTEGERS[real.itemsize])
     return integers.sum(dtype=integers.dtype)
