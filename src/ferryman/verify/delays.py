@@ -28,7 +28,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 class Delays:
-    """Delays the work of lanes. Only `_hold_up` differs between kinds of devices."""
+    """Delays the work of lanes. Only `_delay` differs between kinds of devices."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -49,10 +49,10 @@ class Delays:
                 stack.enter_context(self._accelerator.link(delay=times * _DELAY_SECONDS))
             for lane in lanes:
                 stack.callback(setattr, lane, "prelude", lane.prelude)
-                lane.prelude = functools.partial(self._hold_up, lane, times)
+                lane.prelude = functools.partial(self._delay, lane, times)
             yield
 
-    def _hold_up(self, lane: Lane, times: int) -> None:
+    def _delay(self, lane: Lane, times: int) -> None:
         if not isinstance(lane, DeviceLane):
             time.sleep(times * _DELAY_SECONDS)
         for _ in range(times * self._kernels):  # none on a simulated device, whose link has the delay
