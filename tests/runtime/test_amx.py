@@ -1,4 +1,4 @@
-"""AMX that is advertised and not allowed must not end the process: see Note [AMX that is not there]."""
+"""AMX that is advertised and not allowed must not end the process: see Note [AMX that does not work]."""
 
 import os
 import platform

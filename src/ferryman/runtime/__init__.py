@@ -1,1 +1,1 @@
-"""Streams, threads and memory; knows nothing of training."""
+"""Streams, threads and memory. Independent of training."""

@@ -1,12 +1,12 @@
-"""Keeps PyTorch off AMX where the CPU advertises it and then refuses it.
+"""Keeps PyTorch from using AMX on CPUs that advertise it but do not allow it.
 
-Note [AMX that is not there]
+Note [AMX that does not work]
 Some virtual machines advertise AMX in CPUID, and PyTorch's bf16 matmul, which uses oneDNN, dies there with SIGILL. Two
-kinds have been seen: tile instructions fault although the kernel permits them; or they run, but CPUID hides how large
-tiles are, and oneDNN generates code for tiles of no size. So AMX counts as usable only if CPUID describes its tiles and
-tile instructions have run (`native/amx.cpp`). Where that fails, or where there is no compiled library to try it with,
-oneDNN is told to stop at the instruction set below. It reads the variable at its first call, not when torch is
-imported, so this works whichever of torch and ferryman is imported first.
+cases have been seen: tile instructions fault although the kernel permits them, or they run, but CPUID hides the size of
+tiles, and oneDNN generates code for tiles of size zero. So AMX counts as usable only if CPUID describes its tiles and
+tile instructions have run (`native/amx.cpp`). If that fails, or if there is no compiled library to try it with, an
+environment variable limits oneDNN to the instruction set below. OneDNN reads the variable at its first call, not when
+torch is imported, so torch and ferryman can be imported in any order.
 """
 
 import logging
@@ -24,7 +24,7 @@ _logger = logging.getLogger("ferryman")
 
 
 def is_advertised() -> bool:
-    """Whether CPUID reports AMX, whatever the system thinks of it. (/proc/cpuinfo hides what Linux does not know.)"""
+    """Whether CPUID reports AMX, even if the system does not know AMX, so that /proc/cpuinfo does not list it."""
     return bool(torch.cpu.get_capabilities().get("amx_tile", False))
 
 
@@ -33,19 +33,19 @@ def try_tiles() -> bool | None:
     library = native.library()
     if library is None:
         return None
-    # In this order: without permission the instructions fault even where they exist.
+    # The order matters: without permission the instructions fault even if they exist.
     return bool(
         library.ferryman_amx_permitted() and library.ferryman_amx_described() and library.ferryman_amx_executes()
     )
 
 
 def needs_limit(advertised: bool, works: bool | None, environment: Mapping[str, str]) -> bool:
-    """Whether to keep oneDNN off AMX: it is advertised and not known to work. A limit that the user has set stands."""
+    """Whether to limit oneDNN: AMX is advertised, not known to work, and the user has not set a limit."""
     return advertised and not works and not any(variable in environment for variable in _VARIABLES)
 
 
 def guard() -> None:
-    """Makes bf16 safe in this process and in those that it starts."""
+    """Makes bf16 safe in this process and in processes that it starts."""
     advertised = is_advertised()
     works = try_tiles() if advertised else None
     if needs_limit(advertised, works, os.environ):

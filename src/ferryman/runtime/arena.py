@@ -1,12 +1,12 @@
-"""An arena: small pieces of host memory, carved from few large regions that are pinned once.
+"""An arena: small pieces of host memory, allocated from a few large regions that are pinned once.
 
 Note [Bounded by the peak]
-Pieces come and go with every step, in sizes that may be new each time. A piece goes into the smallest hole that has
-room for it, and a freed piece is merged with the holes beside it. If no hole is large enough, there is another region.
-When all pieces are back, several regions are replaced by one that is as large as the peak of what was in use; and
-larger, by the piece that had no room, if that was for the shape of the holes and not for their sum. So memory follows
-the peak, not the number of sizes that were seen, and steps of sizes that were seen find one region with room for them.
-Until then regions grow geometrically, up to `_LARGEST`: registering memory takes long.
+Pieces are allocated and freed in every step, in sizes that may differ each time. A piece is placed in the smallest hole
+that has room for it, and a freed piece is merged with the holes next to it. If no hole is large enough, a region is
+added. When all pieces have been freed, several regions are replaced by one that is as large as the peak of memory in
+use. If a piece had no room because of fragmentation, the region is larger by that piece. So memory is bounded by the
+peak, not by the number of different sizes, and later steps of the same sizes fit into one region. Until then, regions
+grow geometrically up to `_LARGEST`, because registering memory is slow.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _LARGEST = 1 << 26  # bytes of a region, unless a piece or the peak needs more
 
 @dataclass(eq=False)
 class Allocation:
-    """Memory of an arena, in use until it is given back."""
+    """A piece of an arena's memory, in use until it is given back."""
 
     bytes: torch.Tensor
-    after: list[Mark]  # it may be used after these
+    after: list[Mark]  # the marks after which it may be used
     region: _Region
     start: int
     end: int
@@ -41,7 +41,7 @@ class Allocation:
 class _Hole:
     start: int
     end: int
-    marks: list[Mark] = field(default_factory=list)  # the last uses of what was there
+    marks: list[Mark] = field(default_factory=list)  # the ends of its last uses
 
     @property
     def size(self) -> int:
@@ -49,7 +49,7 @@ class _Hole:
 
 
 class _Region:
-    """One registered memory, and its holes from the first to the last."""
+    """One registered region of memory, and its holes in ascending order."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = PinnedMemory(nbytes, device)
@@ -61,13 +61,13 @@ class _Region:
         return len(self.holes) == 1 and self.holes[0].size == self.nbytes
 
     def take(self, hole: _Hole, nbytes: int, size: int) -> Allocation:
-        """The first `nbytes` of a hole; the piece occupies `size`."""
+        """Allocates the first `nbytes` of a hole. The piece occupies `size` bytes."""
         start, end = hole.start, hole.start + size
         if end == hole.end:
             self.holes.remove(hole)
         else:
             hole.start = end
-        after = [mark for mark in hole.marks if not mark.failed()]  # failed: nothing uses the memory any more
+        after = [mark for mark in hole.marks if not mark.failed()]  # failed work no longer uses the memory
         return Allocation(self.memory.bytes[start : start + nbytes], after, self, start, end)
 
     def give(self, start: int, end: int, marks: Iterable[Mark]) -> None:
@@ -82,7 +82,7 @@ class _Region:
                 self.holes[left] = _Hole(self.holes[left].start, right.end, latest(both))
 
     def close(self) -> None:
-        """Waits until nothing uses the memory."""
+        """Waits for the last uses of the memory, and frees it."""
         for mark in (mark for hole in self.holes for mark in hole.marks):
             if not mark.failed():
                 mark.wait()
@@ -90,18 +90,18 @@ class _Region:
 
 
 class Arena:
-    """Pinned memory in pieces; see Note [Bounded by the peak].
+    """Allocates pieces of pinned memory; see Note [Bounded by the peak].
 
-    One thread takes them at a time. Any thread gives them back, also a destructor.
+    Only one thread at a time may call `take`. Any thread, and any destructor, may call `give`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._regions: list[_Region] = []
-        self._given: deque[tuple[Allocation, Sequence[Mark]]] = deque()  # not merged yet
+        self._given: deque[tuple[Allocation, Sequence[Mark]]] = deque()  # freed, but not merged yet
         self._used = 0
-        self.peak = 0  # bytes: the most that pieces have occupied at once
-        self._needed = 0  # bytes of one region that would have had room for all of them
+        self.peak = 0  # the peak of bytes in use
+        self._needed = 0  # bytes of one region with room for all pieces, fragmentation included
 
     @property
     def reserved(self) -> int:
@@ -136,11 +136,11 @@ class Arena:
         return region.take(hole, nbytes, size)
 
     def give(self, piece: Allocation, marks: Sequence[Mark] = ()) -> None:
-        """Gives a piece back. It may be used again after the marks."""
-        self._given.append((piece, marks))  # one operation: the caller may be a destructor, in the middle of `take`
+        """Frees a piece. Its memory may be used again after the marks."""
+        self._given.append((piece, marks))  # atomic: the caller may be a destructor that runs during `take`
 
     def close(self) -> None:
-        """No lane has work any more."""
+        """Frees all memory. All lanes must be idle."""
         for region in self._regions:
             region.memory.close()
         self._regions.clear()
@@ -168,7 +168,7 @@ class Arena:
 
 
 def latest(marks: Iterable[Mark]) -> list[Mark]:
-    """Those after which all of them have passed: lanes are in order."""
+    """The last mark of each lane: when these have passed, all have, because lanes are in order."""
     found: list[Mark] = []
     for mark in marks:
         if mark not in found and not any(other.follows(mark) for other in found):

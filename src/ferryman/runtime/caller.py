@@ -1,9 +1,9 @@
-"""Who may use an engine: one thread at a time, in the process that has made it.
+"""Ensures that only one thread at a time uses an engine, in the process that has made the engine.
 
 Note [Holding the engine]
-The user's model refers to what an engine has put into it, but never to the engine itself: an engine that the user drops
-is closed (`Engine`). A call that comes through the model holds the engine until it returns, so that nothing is closed
-beneath it.
+The user's model refers to parts of the engine, but never to the engine itself, so that an engine is closed when the
+user drops it (`Engine`). A call of the model holds a reference to the engine until it returns, so that the engine is
+not closed during the call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Origin:
-    """The process in which this was made. A process that is forked from it has the memory, but none of the threads."""
+    """The process in which this object was made. A forked process has its memory, but none of its threads."""
 
     def __init__(self) -> None:
         self._forks, self._process = shutdown.forks(), os.getpid()
@@ -37,23 +37,23 @@ class Origin:
                 f"an engine of the process {self._process} is used in the process {os.getpid()}, which was forked from "
                 "it and has none of its threads. Use the engine, its model and its optimizer only in the process that "
                 "has made the engine. In a DataLoader's workers, leave the model out of the dataset; processes that "
-                "need the weights can load what engine.save() has written"
+                "need the weights can load a checkpoint of engine.save()"
             )
 
 
 class Caller:
-    """The thread that uses an engine at the moment, and the call that it makes."""
+    """The thread that is using an engine, and its current call."""
 
     def __init__(self, engine: object) -> None:
         self.origin = Origin()
-        self.runs_step_here: Callable[[], bool] = lambda: False  # whether the thread that asks runs a micro-batch
+        self.runs_step_here: Callable[[], bool] = lambda: False  # whether the calling thread runs a micro-batch
         self._engine = weakref.ref(engine)
-        self._lock = threading.RLock()  # reentrant: a garbage collection may close another engine anywhere
+        self._lock = threading.RLock()  # reentrant: garbage collection may close another engine at any point
         self._current: tuple[threading.Thread, str] | None = None
 
     @contextlib.contextmanager
     def enter(self, call: str) -> Iterator[None]:
-        """For a call of the engine, or of its model. Raises if there is one already."""
+        """Context of a call of the engine or its model. Raises a ValueError if another call is running."""
         self.origin.check()
         engine = self._engine()  # see Note [Holding the engine]
         with shutdown.call():
@@ -68,20 +68,20 @@ class Caller:
         del engine
 
     def when_dropped(self, close: Callable[[], None]) -> weakref.finalize[[], object]:
-        """Calls `close` when the user has dropped the engine, unless the result is detached before."""
+        """Calls `close` when the user has dropped the engine, unless the returned finalizer is detached first."""
         engine = self._engine()
         assert engine is not None, "the engine makes its parts itself"
         finalizer: weakref.finalize[[], object] = weakref.finalize(engine, close)
-        finalizer.atexit = False  # lanes are closed then, and nobody uses the model any more
+        finalizer.atexit = False  # at exit lanes are closed, and the model is no longer used
         return finalizer
 
     def is_inside(self) -> bool:
-        """Whether the thread that asks makes the current call, or runs the user's code for it."""
+        """Whether the calling thread makes the current call, or runs the user's code for it."""
         current = self._current
         return current is not None and (current[0] is threading.current_thread() or self.runs_step_here())
 
     def check_inside(self, call: str) -> None:
-        """Raises if another thread makes the current call."""
+        """Raises a ValueError if the calling thread does not belong to the current call."""
         if not self.is_inside():
             raise ValueError(self._refusal(call))
 
@@ -101,7 +101,7 @@ class Caller:
 
 
 def one_call_at_a_time(method: _Method) -> _Method:
-    """Decorates a method of an object that has a `_caller`: a call of it is refused while there is another one."""
+    """Decorates a method of an object with a `_caller`: refuses calls of it during another call."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Files that are either written completely or not at all, and errors that say why one could not be written."""
+"""Writes files either completely or not at all. Errors say why a file could not be written."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk, or of a user's share of it, that is full
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a full disk, or an exhausted quota
 
 
 @contextlib.contextmanager
 def replacing_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary file to write to, which replaces `path` at the end. If anything raises, `path` is unchanged.
 
-    The file is in the same directory, so that the file system replaces it atomically. It is made here, so that a
-    symbolic link of its name is not followed.
+    The temporary file is in the same directory, so that the file system can replace `path` atomically. It is created
+    here, so that an existing symbolic link with its name is not followed.
     """
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
@@ -32,7 +32,7 @@ def replacing_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context in which a file is written: an error that names no file names this one, and a full disk says what of."""
+    """Context in which a file is written: errors without a file name get this one, and the reason if inodes ran out."""
     try:
         yield
     except OSError as error:
@@ -43,7 +43,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def why_full(error: OSError, directory: Path) -> str | None:
-    """What there is none left of, if it is not space: the system has one error for both."""
+    """A message if the disk has no inodes left, else None. The system reports the same error as for a full disk."""
     if error.errno != errno.ENOSPC:
         return None
     found = os.statvfs(directory)

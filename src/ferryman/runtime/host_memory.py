@@ -1,6 +1,6 @@
-"""How much memory the host has left, checked before it is allocated: afterwards the system would kill the process.
+"""Checks that the host has enough memory before it is allocated; otherwise the system would kill the process.
 
-Not with psutil: it knows the system's memory but no container's limit, and would be one more dependency for two lines.
+Does not use psutil: it does not know the limits of containers, and would be one more dependency for two lines.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from ferryman.runtime.sizes import show_bytes
 
 
 def available() -> int | None:
-    """Bytes that this process can still allocate; None where the system does not say."""
+    """Bytes that this process can still allocate; None if the system does not report it."""
     found = [value for value in (_free_in_system(), _free_in_group()) if value is not None]
     return min(found, default=None)
 
 
 def check(account: dict[str, int], already: int) -> None:
-    """Raises if the host has no room for this. `already`: bytes that the process has now and frees in exchange."""
+    """Raises if the host has no room for `account`. `already`: bytes that the process has now and will free."""
     free = available()
     needed = sum(account.values())
     if free is not None and needed - already > free:
@@ -40,7 +40,7 @@ def _free_in_system() -> int | None:
 
 
 def _free_in_group() -> int | None:
-    """Bytes left in the control group, which limits a container; cached pages of files count as free."""
+    """Bytes left in the control group, which limits a container. Cached pages of files count as free."""
     limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if not limit.exists() or not usage.exists() or limit.read_text().strip() == "max":
         return None
@@ -50,6 +50,6 @@ def _free_in_group() -> int | None:
 
 
 def trim() -> None:
-    """Returns freed memory to the system: the C library keeps some of what a model's weights took before."""
-    with contextlib.suppress(OSError, AttributeError):  # only the GNU C library has it
+    """Returns freed memory to the system: the C library keeps some of the memory that weights have used."""
+    with contextlib.suppress(OSError, AttributeError):  # only the GNU C library has this function
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Ctrl-C in a step: it is raised at the end of a visit, where nothing is half done."""
+"""Ctrl-C in a step: raised at the end of a visit, where the engine is in a consistent state."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 class Interrupts:
-    """Within, SIGINT is remembered and raised at the next `check`; a second SIGINT is raised at once.
+    """Context in which SIGINT is deferred until the next `check`. A second SIGINT is raised at once.
 
-    Only in the main thread, the one that Python interrupts, and only if SIGINT has a handler there.
+    Does nothing in other threads than the main thread, the one that Python interrupts, or if SIGINT has no handler.
     """
 
     def __init__(self) -> None:

@@ -1,25 +1,25 @@
-"""Lanes and marks: work that overlaps, and the points where it meets.
+"""Lanes and marks: work that overlaps, and the points at which it is synchronized.
 
-A lane is an in-order queue of work; lanes run beside one another. A mark is the end of one piece of work, for other
-lanes to wait for. On an accelerator a lane is a torch stream and a mark an event; on the host and the disk a lane is a
-thread. Either kind of lane waits for either kind of mark, and the thread that submits never does.
+A lane is an in-order queue of work; lanes run in parallel. A mark is the end of one piece of work, and other lanes can
+wait for it. On an accelerator a lane is a torch stream and a mark is an event; on the host and the disk a lane is a
+thread. Either kind of lane can wait for either kind of mark. Submitting work never waits.
 
 Note [Who issues]
-An accelerator cannot wait for a thread. So work for a stream is issued at once, by the thread that submits it, if
-everything that it comes after is done or already issued to a stream. Otherwise a thread of the lane's own issues it,
-after it has waited for the host's marks. Either way the stream waits for other streams by events.
+An accelerator cannot wait for a thread. So the submitting thread issues work to a stream at once if all marks that the
+work must wait for have passed or are already issued to a stream. Otherwise the lane's own thread issues it, after it
+has waited for the host's marks. In both cases the stream waits for other streams by events.
 
 Note [Failures]
-Work that raises fails its lane. Work that comes after it, by the lane's order or by a mark, is not run: its marks are
-cancelled, so nothing waits forever. The next `wait` on any mark or lane of the group raises the exception, once, with
-its traceback and a note that says which work failed. This begins a new *epoch* of the group. A failure cancels work in
-its lane that was submitted in an earlier epoch than the one that began when it was raised; work submitted later runs.
-Only waiting for a mark that was cancelled still raises, a LaneError, since its work was never done.
+Work that raises an exception fails its lane. Work that depends on it, by the lane's order or by a mark, does not run:
+its marks are cancelled, so nothing waits forever. The next `wait` on any mark or lane of the group raises the
+exception, once, with its traceback and a note that says which work failed. This begins a new *epoch* of the group. A
+failure cancels work of its lane that was submitted before that epoch; work submitted later runs. Waiting for a
+cancelled mark still raises a LaneError, because its work was never done.
 
 Note [Witness]
-A device may have a race detector that follows what the host waits for (`torch_virtual` has one). Its module then offers
-`own_clock`, `now`, `learn`, `host_reads` and `host_writes`, and lanes report to it what their marks order. Without a
-detector, these calls do nothing.
+A device may have a race detector that tracks for which work the host waits (`torch_virtual` has one). Its module then
+has the functions `own_clock`, `now`, `learn`, `host_reads` and `host_writes`, and lanes report the order that marks
+establish. Without a detector, these calls do nothing.
 
 Note [Profiler ranges]
 While a profiler is active, work runs inside a `torch.profiler.record_function` range that has the work's label, so that
@@ -53,7 +53,7 @@ Work = Callable[[], object]
 
 
 class _NoWitness:
-    """Stands in where the device has no race detector."""
+    """Replaces the race detector for devices that have none."""
 
     def own_clock(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -86,8 +86,8 @@ class _Job:
     nbytes: int
     reads: Sequence[torch.Tensor]
     writes: Sequence[torch.Tensor]
-    epoch: int  # of the group, when it was submitted
-    instant: Any  # of the race detector, when it was submitted
+    epoch: int  # the group's epoch when the work was submitted
+    instant: Any  # the race detector's clock when the work was submitted
 
 
 def _nothing() -> None:
@@ -95,7 +95,7 @@ def _nothing() -> None:
 
 
 def _profiler_range(label: str) -> contextlib.AbstractContextManager[Any]:
-    """See Note [Profiler ranges]. Without a profiler nothing is recorded, which costs less than a microsecond."""
+    """See Note [Profiler ranges]. Costs less than a microsecond if no profiler is active."""
     return profiler.record_function(label) if profiler._is_profiler_enabled else contextlib.nullcontext()
 
 
@@ -110,11 +110,9 @@ class Lane:
         self._busy = False  # a job is being run or issued
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._failures: list[Failure] = []  # of this lane's work, and of work that it came after
+        self._failures: list[Failure] = []  # failures of this lane's work, and of work that it depended on
         self._last: Mark | None = None
-        self.prelude: Work = (
-            _nothing  # runs first in each piece of work, as a part of it; `verify` delays lanes with it
-        )
+        self.prelude: Work = _nothing  # runs at the start of each piece of work; `verify` uses it for delays
 
     def submit(
         self,
@@ -153,7 +151,7 @@ class Lane:
                     self._thread = threading.Thread(target=self._serve, name=f"ferryman-{self.name}", daemon=True)
                     self._thread.start()
                 self._condition.notify_all()
-            self._last = mark  # at the end: if anything above raises, there is nothing to wait for
+            self._last = mark  # set last: if the code above raises, there is nothing to wait for
         if inline:
             with group._witness.own_clock(f"the issuing thread of lane {self.name!r}"):
                 self._perform(job)
@@ -162,7 +160,7 @@ class Lane:
     def copy(
         self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], *, after: Iterable[Mark] = (), label: str
     ) -> Mark:
-        """Queues copies, each given as target and source; timed."""
+        """Queues copies, each given as a pair of target and source. Their time is measured."""
 
         def work() -> None:
             for target, source in copies:
@@ -172,7 +170,7 @@ class Lane:
         return self.submit(work, after=after, label=label, nbytes=nbytes, timed=True)
 
     def wait(self) -> None:
-        """Blocks until everything submitted so far is over; raises a failure that was not raised yet."""
+        """Blocks until all work submitted so far is over. Raises a failure that has not been raised yet."""
         self._group._raise_failure()
         if self._last is not None:
             self._last._block()
@@ -180,11 +178,11 @@ class Lane:
 
     @contextlib.contextmanager
     def occupy(self, label: str, *, after: Iterable[Mark] = ()) -> Iterator[Mark]:
-        """Within, the caller itself does the lane's work; yields the mark of its end.
+        """Context in which the caller itself does the lane's work. Yields the mark of its end.
 
-        For work that cannot be submitted as a function, such as a model's own code: it runs on the thread that entered,
-        or on one that the thread waits for. On a device the lane's stream must be current there. Raises if a mark in
-        `after` was cancelled.
+        For work that cannot be submitted as a function, such as a model's own code. It runs on the calling thread, or
+        on one that the calling thread waits for. On a device, the lane's stream must be current there. Raises if a mark
+        in `after` was cancelled.
         """
         self._group.origin.check()
         mark = Mark(self._group, self.name, label)
@@ -199,7 +197,7 @@ class Lane:
                 yield mark
         except BaseException as error:
             mark._failure = Failure(error, self.name, label)
-            mark._failure.take_error(self._group._epoch)  # the caller gets it here, not from a later wait
+            mark._failure.take_error(self._group._epoch)  # raised here, not by a later wait
             raise
         finally:
             mark._instant = self._group._witness.now()
@@ -209,11 +207,11 @@ class Lane:
                 self._condition.notify_all()
 
     def here(self) -> Mark:
-        """A mark after everything that the caller has done on the lane so far."""
+        """A mark after all work that the caller has done on the lane so far."""
         return Mark(self._group, self.name, "this point")._resolve_at(None)
 
     def follow(self, *marks: Mark) -> None:
-        """Has the lane, while the caller occupies it, wait for `marks`."""
+        """Makes the lane wait for `marks`. Called while the caller occupies the lane."""
         self._group.origin.check()
         for mark in marks:
             mark._settled.wait()
@@ -222,18 +220,18 @@ class Lane:
             self._come_after(mark)
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
-        """Within, the calling thread launches its work on this lane's stream."""
+        """Context in which the calling thread launches its work on this lane's stream."""
         return contextlib.nullcontext()
 
     def _can_issue_now(self, job: _Job) -> bool:
         raise NotImplementedError
 
     def _come_after(self, mark: Mark) -> None:
-        """Has the lane wait for a settled mark."""
+        """Makes the lane wait for a settled mark."""
         raise NotImplementedError
 
     def _recorded(self, mark: Mark, nbytes: int) -> contextlib.AbstractContextManager[None]:
-        """Within, the lane's work runs: notes its begin and end in the mark and in the trace."""
+        """Context in which the lane's work runs: records its start and end in the mark and in the trace."""
         raise NotImplementedError
 
     def _run(self, job: _Job) -> None:
@@ -269,13 +267,13 @@ class Lane:
                 mark._failure = mark._failure or before._failure
             if mark._failure is None:
                 self._run(job)
-        except BaseException as error:  # of any kind: a wait raises it
+        except BaseException as error:  # a wait raises it
             mark._failure = Failure(error, self.name, mark.label)
             self._group._add_failure(mark._failure)
         finally:
             if mark._failure is not None and mark._failure not in self._failures:
                 self._failures.append(mark._failure)
-            # Before the mark is set: memory that the work used is freed by whoever waits for the mark, not here.
+            # Drop references before the mark is set, so that no memory is freed here after a waiter has continued.
             job.work, job.reads, job.writes = _nothing, (), ()
             mark._instant = self._group._witness.now()
             mark._settled.set()
@@ -297,7 +295,7 @@ class HostLane(Lane):
     """A lane for work on the host or the disk: a thread."""
 
     def _can_issue_now(self, job: _Job) -> bool:
-        return False  # the lane's thread runs the work, never the submitting one
+        return False  # the lane's thread runs all work
 
     def _come_after(self, mark: Mark) -> None:
         mark._block()
@@ -312,9 +310,9 @@ class HostLane(Lane):
 
 
 class DeviceLane(Lane):
-    """A lane for copies in one direction, or for kernels: a torch stream. A piece of work launches them.
+    """A lane for copies in one direction, or for kernels: a torch stream. A piece of work launches copies or kernels.
 
-    `apart`: work is always launched by the lane's own thread, since launching it takes long.
+    `apart`: the lane's own thread always launches the work, because launching takes long.
     """
 
     def __init__(self, group: Lanes, name: str, *, apart: bool = False) -> None:
@@ -324,8 +322,8 @@ class DeviceLane(Lane):
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        # Not `with self.stream:`, which keeps what it has to restore on the stream object: if two threads enter the
-        # same object, each restores what the other one had.
+        # Not `with self.stream:`, which saves the previous stream on the stream object: if two threads enter the same
+        # object, each restores the previous stream of the other.
         device = torch.accelerator.current_device_index()
         stream = torch.accelerator.current_stream(self.stream.device)
         torch.accelerator.set_stream(self.stream)
@@ -360,23 +358,24 @@ class DeviceLane(Lane):
                 yield
             finally:
                 end.record(self.stream)
-                mark._event = end  # also of work that failed halfway: what it launched must be waited for
+                mark._event = end  # also set if the work failed: kernels that it launched must be waited for
         mark._span = None if begin is None else (begin, end)
         if trace is not None and begin is not None:
             trace.add_device_span(self.name, mark.label, begin, end, nbytes)
 
 
 class Lanes:
-    """A group of lanes that share their failures and a trace.
+    """A group of lanes that share failures and a trace.
 
-    Closing it, or leaving a `with`, waits for all work. `trace` can be set or removed when no lane has work.
+    Closing the group, or leaving its `with` block, waits for all work. `trace` can be set or removed while lanes are
+    idle.
     """
 
     def __init__(self, device: torch.device | str, *, trace: Trace | None = None) -> None:
         self.torch_device = torch.device(device)
         self._witness = _witness_of(self.torch_device)
         self.origin = Origin()
-        self._lock = threading.RLock()  # reentrant: a garbage collection may close the group anywhere
+        self._lock = threading.RLock()  # reentrant: garbage collection may close the group at any point
         self._failures: deque[Failure] = deque()  # not raised yet
         self._epoch = 0  # the number of failures raised so far; see Note [Failures]
         self._lanes: list[Lane] = []
@@ -398,7 +397,7 @@ class Lanes:
         return self._add(HostLane(self, name))
 
     def device(self, name: str, *, apart: bool = False) -> Lane:
-        """A lane on the device: a stream, or a thread where the device is the host itself."""
+        """A lane on the device: a stream, or a thread if the device is the CPU."""
         on_host = self.torch_device.type == "cpu"
         return self._add(HostLane(self, name) if on_host else DeviceLane(self, name, apart=apart))
 
@@ -406,20 +405,20 @@ class Lanes:
         return iter(self._lanes)
 
     def here(self) -> Mark:
-        """A mark after everything that the calling thread has launched so far, on its current stream of the device."""
+        """A mark after all work that the calling thread has launched so far on its current stream of the device."""
         on_host = self.torch_device.type == "cpu"
         stream = None if on_host else torch.accelerator.current_stream(self.torch_device)
         return Mark(self, "the caller's", "this point")._resolve_at(stream)
 
     def wait(self) -> None:
-        """Blocks until everything submitted so far to any lane is over; raises as `Lane.wait` does."""
+        """Blocks until all work submitted so far to any lane is over. Raises failures as `Lane.wait` does."""
         for lane in self._lanes:
             lane.wait()
 
     def drain(self) -> None:
-        """Blocks until everything submitted so far is over or cancelled, and forgets failures that were not raised yet.
+        """Blocks until all work submitted so far is over or cancelled, and drops failures that were not raised yet.
 
-        For callers that are handling an exception already.
+        For callers that are already handling an exception.
         """
         for lane in self._lanes:
             if lane._last is not None:
@@ -432,7 +431,7 @@ class Lanes:
                 self._failures.popleft().take_error(self._epoch)
 
     def close(self) -> None:
-        """Finishes all work, ends the threads, and raises a failure that was not raised yet."""
+        """Finishes all work, ends the threads, and raises a failure that has not been raised yet."""
         shutdown.open_lanes.discard(self)
         for lane in self._lanes:
             lane._close()
@@ -467,7 +466,7 @@ class Lanes:
             self._failures.append(failure)
 
     def run_here(self) -> bool:
-        """Whether the thread that calls is a lane's."""
+        """Whether the calling thread belongs to a lane."""
         return any(lane._thread is threading.current_thread() for lane in self._lanes)
 
     def _raise_failure(self) -> None:
@@ -476,5 +475,5 @@ class Lanes:
             if not self._failures:
                 return
             self._epoch += 1
-            # Not through a variable: this frame and the error would keep each other alive.
+            # No local variable: this frame and the error would keep each other alive.
             raise self._failures.popleft().take_error(self._epoch)

@@ -1,4 +1,4 @@
-"""Marks: points in lanes that others can wait for, and whether the work before them was done."""
+"""Marks: the ends of pieces of work, which other lanes and threads can wait for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """What `torch.Event` and the event classes of devices' modules have in common."""
+    """The common interface of `torch.Event` and the event classes of devices' modules."""
 
     def record(self, stream: torch.Stream) -> None: ...
     def wait(self, stream: torch.Stream) -> None: ...
@@ -27,10 +27,10 @@ class Event(Protocol):
 
 
 def new_event(device: torch.device, *, timed: bool = False) -> Event:
-    """An event for which threads of the host wait asleep, where the device offers such events.
+    """An event. If the device supports it, `synchronize` sleeps instead of polling.
 
-    `torch.Event` accepts `blocking=True` and ignores it: `synchronize` keeps a core busy. Only the event classes of
-    some devices' modules (CUDA's, among others) regard it.
+    `torch.Event` accepts `blocking=True` but ignores it: `synchronize` keeps a core busy. Only the event classes of
+    some devices' modules (such as CUDA's) use it.
     """
     return _event_class(device.type)(device, timed)
 
@@ -39,7 +39,7 @@ def new_event(device: torch.device, *, timed: bool = False) -> Event:
 def _event_class(device_type: str) -> Callable[[torch.device, bool], Event]:
     kind = getattr(torch.get_device_module(device_type), "Event", None)
     if kind is not None and "blocking" in inspect.signature(kind).parameters:
-        return lambda _, timed: kind(enable_timing=timed, blocking=True)  # of the device that it is recorded on
+        return lambda _, timed: kind(enable_timing=timed, blocking=True)  # it gets its device when it is recorded
     return lambda device, timed: torch.Event(device, enable_timing=timed)
 
 
@@ -47,11 +47,11 @@ _numbers = itertools.count()
 
 
 class LaneError(RuntimeError):
-    """Work was not done, because other work had failed before it or its lane was closed."""
+    """Work was not done, because earlier work had failed or its lane was closed."""
 
 
 class Failure:
-    """The exception of one piece of work, from there to the wait that raises it.
+    """The exception of one piece of work, kept until a wait raises it.
 
     `epoch`: the epoch of its lanes that began when it was raised; see Note [Failures] in `lanes.py`.
     """
@@ -63,7 +63,7 @@ class Failure:
         error.add_note(f"ferryman was doing {self.work}")
 
     def take_error(self, epoch: int) -> BaseException:
-        """The exception, to be raised now; an epoch begins. It is not kept: its traceback holds what the work used."""
+        """Returns the exception to raise, and begins an epoch. Drops it: its traceback refers to the work's memory."""
         error, self.error, self.epoch = self.error, None, epoch
         assert error is not None, "a failure is raised once"
         return error
@@ -78,17 +78,17 @@ class Mark:
         self._lane = lane
         self._number = next(_numbers)
         self._timed = timed
-        self._span: tuple[Event, Event] | tuple[float, float] | None = None  # when its work began and ended
-        self._settled = threading.Event()  # host: the work is over; stream: it is issued, and `_event` follows it
+        self._span: tuple[Event, Event] | tuple[float, float] | None = None  # start and end of the work
+        self._settled = threading.Event()  # host: the work is over; stream: it is issued, and `_event` is recorded
         self._event: Event | None = None
         self._failure: Failure | None = None
-        self._instant: Any = None  # of the race detector, when the mark was settled
+        self._instant: Any = None  # the race detector's clock when the mark was settled
 
     def __repr__(self) -> str:
         return f"<Mark {self.label!r} in lane {self._lane!r}>"
 
     def wait(self) -> None:
-        """Blocks until the work is over; raises the exception of work that failed, in any lane of the group."""
+        """Blocks until the work is over. Raises the exception of failed work in any lane of the group."""
         self._group._raise_failure()
         self._block()
         self._group._raise_failure()
@@ -96,7 +96,7 @@ class Mark:
             raise LaneError(f"{self.label!r} in lane {self._lane!r} was not done, because of {self._failure.work}")
 
     def passed(self) -> bool:
-        """Whether the work is over; never raises, never blocks. A cancelled mark has passed."""
+        """Whether the work is over. Never raises or blocks. A cancelled mark has passed."""
         if not self._settled.is_set():
             return False
         if self._event is not None:
@@ -105,19 +105,19 @@ class Mark:
         return True
 
     def issued(self) -> bool:
-        """Whether the work is over or, on a stream, was launched."""
+        """Whether the work is over or, on a stream, has been launched."""
         return self._settled.is_set()
 
     def failed(self) -> bool:
-        """Whether the work was not done, or not to its end."""
+        """Whether the work failed or was cancelled."""
         return self._settled.is_set() and self._failure is not None
 
     def follows(self, other: Mark) -> bool:
-        """Whether it is a later mark of the same lane: once it has passed, so has the other."""
+        """Whether this is a later mark of the same lane: when it has passed, the other has too."""
         return self._group is other._group and self._lane == other._lane and self._number > other._number
 
     def precede_caller(self) -> None:
-        """Has the calling thread's current stream wait for this mark."""
+        """Makes the calling thread's current stream wait for this mark."""
         self._group.origin.check()
         self._settled.wait()
         if self._failure is not None:
@@ -128,7 +128,7 @@ class Mark:
             self._event.wait(torch.accelerator.current_stream(self._group.torch_device))
 
     def _resolve_at(self, stream: torch.Stream | None) -> Mark:
-        """Makes this the mark of all work launched on the stream so far; without a stream, of this moment."""
+        """Makes this the mark of all work launched on the stream so far. Without a stream, the mark has passed."""
         if stream is not None:
             self._event = new_event(stream.device)
             self._event.record(stream)
@@ -146,7 +146,7 @@ class Mark:
 
 
 def _spans(marks: Iterable[Mark]) -> list[tuple[float, float]]:
-    """When the work of marks that have passed began and ended, in seconds. All marks are of one kind of lane."""
+    """Start and end, in seconds, of the work of marks that have passed. All marks must be of one kind of lane."""
     found = [mark._span for mark in marks if mark._span is not None and not mark.failed()]
     spans: list[tuple[float, float]] = []
     for begin, end in found:
@@ -160,12 +160,12 @@ def _spans(marks: Iterable[Mark]) -> list[tuple[float, float]]:
 
 
 def busy_seconds(marks: Iterable[Mark]) -> float:
-    """The seconds in which at least one of these ran. All have passed, were timed, and are of one kind of lane."""
+    """Seconds in which work of at least one mark ran. All must have passed, be timed, and be of one kind of lane."""
     return covered(_spans(marks))
 
 
 def covered(spans: Iterable[tuple[float, float]], start: float = -math.inf, stop: float = math.inf) -> float:
-    """How much of the time from `start` to `stop` the spans cover, each given by its begin and its end.
+    """How much of the time from `start` to `stop` is covered by the spans, which are pairs of start and end.
 
     Time in which several spans overlap counts once.
     """
@@ -177,6 +177,6 @@ def covered(spans: Iterable[tuple[float, float]], start: float = -math.inf, stop
 
 
 def whole_seconds(marks: Iterable[Mark]) -> float:
-    """The seconds from the begin of the first to the end of the last, for marks as in `busy_seconds`."""
+    """Seconds from the first start to the last end of the work, for marks as in `busy_seconds`."""
     spans = _spans(marks)
     return max(end for _, end in spans) - spans[0][0] if spans else 0.0

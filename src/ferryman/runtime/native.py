@@ -46,7 +46,7 @@ _SIGNATURES: dict[str, tuple[type, list[type]]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library, or None where it was not built. Its functions run without the GIL."""
+    """The library, or None if it was not built. Its functions run without the GIL."""
     if not PATH.exists():
         return None
     loaded = ctypes.CDLL(str(PATH))

@@ -1,19 +1,20 @@
-"""Host memory that copies can use asynchronously: mappings of their own, registered with the device.
+"""Pinned host memory, for asynchronous copies: separate mappings that are registered with the device.
 
-PyTorch's own pinned allocator rounds up to a power of two, which can double a model's footprint. So memory is mapped
-exactly and then registered with the device, where the device can do that.
+PyTorch's own pinned allocator rounds sizes up to a power of two, which can double a model's footprint. So memory of the
+exact size is mapped, and then registered with the device if the device supports that.
 
 Note [Registration]
-A driver pins whole pages and refuses a page that is pinned already. So each memory is a mapping of its own, which
-shares no page with anything else and is registered once. Small buffers are parts of larger memories (`arena.py`).
-Registration opens a context on the current device, so the right one is made current. A driver may refuse, since some of
-them limit what can be pinned (WSL2): the memory then stays pageable. Copies are slower, and nothing else changes.
+A driver pins whole pages and refuses a page that is already pinned. So each block of memory is a separate mapping,
+which shares no page with other memory and is registered once. Small buffers are parts of larger blocks (`arena.py`).
+Registration opens a context on the current device, so the right device is made current first. A driver may refuse,
+because some drivers limit the amount of pinned memory (WSL2). The memory then stays pageable: copies are slower, and
+nothing else changes.
 
 Note [Fork]
 The kernel copies pinned private pages at once when a process forks, so each worker of a DataLoader would take as much
 memory as the model and its state. Registered memory is therefore excluded from forks (`MADV_DONTFORK`). A forked child
-does not have these pages, and reads of weights there raise (`model/reads.py`). When the registration ends, the memory
-takes part in forks again, as the user's tensors may still have it.
+does not have these pages, and reading weights there raises an error (`model/reads.py`). When the registration ends, the
+memory is included in forks again, because the user's tensors may still use it.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _logger = logging.getLogger("ferryman")
 
 
 class PinnedMemory:
-    """Zeroed bytes, pinned for a device; plain memory where the device is the host itself.
+    """Zeroed bytes, pinned for a device. If the device is the CPU, they are ordinary memory.
 
-    The registration ends with `close`, or with this object. The bytes live on for as long as a tensor uses them.
+    The registration ends when this object is closed or dropped. The bytes live as long as a tensor uses them.
     """
 
     def __init__(self, nbytes: int, device: torch.device, memory: torch.Tensor | None = None) -> None:
-        """`memory`: existing bytes to register, on pages of their own, such as memory that several processes share."""
+        """`memory`: existing bytes to register, on separate pages, such as memory that several processes share."""
         mapping = None
         if memory is None:
             mapping, memory = _map(nbytes)
@@ -49,14 +50,14 @@ class PinnedMemory:
         if device.type == "cpu" or nbytes == 0:
             return
         if not _can_register(device):
-            if mapping is not None:  # shared memory cannot be moved: its copies are slower
+            if mapping is not None:  # shared memory cannot be moved, so it stays pageable
                 self.bytes = memory.pin_memory()
                 self.is_pinned = True
             return
         try:
             with torch.accelerator.device_index(device.index):
                 _register(memory, device)
-        except RuntimeError as error:  # a limit; pages that are registered already are a ValueError
+        except RuntimeError as error:  # a limit was reached; pages that are already registered raise a ValueError
             _warn(device, nbytes, error)
             return
         self.is_pinned = True
@@ -71,7 +72,7 @@ class PinnedMemory:
 
 
 def _map(nbytes: int) -> tuple[mmap.mmap | None, torch.Tensor]:
-    """A private mapping, and its bytes, which keep it alive."""
+    """A private mapping and its bytes, which keep the mapping alive."""
     if nbytes == 0:
         return None, torch.empty(0, dtype=torch.uint8)
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -83,7 +84,7 @@ _warned: set[torch.device] = set()
 
 
 def _warn(device: torch.device, nbytes: int, error: RuntimeError) -> None:
-    """Once for each device: where one memory is refused, others will be."""
+    """Warns once per device: if one block of memory is refused, others will be too."""
     if device not in _warned:
         _warned.add(device)
         _logger.warning(
@@ -110,15 +111,15 @@ def _can_register(device: torch.device) -> bool:
 
 
 def _register(memory: torch.Tensor, device: torch.device) -> None:
-    """Pins memory in place, for the current device. A RuntimeError says that the driver refuses."""
+    """Pins memory in place for the current device. Raises a RuntimeError if the driver refuses."""
     if device.type != "cuda":
         torch.get_device_module(device).register_host(memory)
         return
-    # The one place that names it: `torch.accelerator` has no way to register memory.
+    # The only place that names CUDA: `torch.accelerator` cannot register memory.
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     except RuntimeError:
-        # The runtime keeps the error for whoever launches the next kernel. A launch of our own takes it.
+        # The runtime would report the error at the next kernel launch, so a launch here clears it.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device)
         raise

@@ -1,7 +1,7 @@
-"""Random numbers that do not depend on the order in which the relay runs things.
+"""Random numbers that do not depend on the order in which the relay runs micro-batches and units.
 
-Each micro-batch draws from a sequence of its own, on the CPU and on the device. So dropout is the same at any number of
-slots, with any cut into units and in any place of the stash, and equal to a plain loop that seeds each micro-batch.
+Each micro-batch draws from its own sequence, on the CPU and on the device. So dropout is the same for any number of
+slots, any division into units and either location of the stash, and equal to a plain loop that seeds each micro-batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class State(NamedTuple):
-    """The states of the CPU's generator and of the device's."""
+    """The states of the CPU's generator and of the device's generator."""
 
     cpu: torch.Tensor
     device: torch.Tensor | None
@@ -42,7 +42,7 @@ class Randomness:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Within, the generators may be used; afterwards they are as they were."""
+        """Context in which the generators may be used. On exit, their states are restored."""
         before = self.state()
         try:
             yield
@@ -50,9 +50,9 @@ class Randomness:
             self.restore(before)
 
     def seeded(self, seed: int) -> State:
-        """The state after `torch.manual_seed(seed)`; the generators themselves stay as they are.
+        """The state after `torch.manual_seed(seed)`. The generators themselves do not change.
 
-        That function is not called: it would also seed every other kind of device, each with a traceback of the caller.
+        Does not call that function: it would also seed every other kind of device, and format a traceback for each.
         """
         with self.unchanged():
             torch.default_generator.manual_seed(seed)

@@ -1,9 +1,9 @@
-"""The end of a process whose script has not closed its engines.
+"""Shutdown of a process whose script has not closed its engines.
 
-A thread that returns from C++ while the interpreter shuts down aborts the process. So lanes finish their work before,
-and daemon threads that use an engine, or come to use one, sleep from then on at a point where nothing is half done.
+A thread that returns from C++ while the interpreter shuts down aborts the process. So lanes finish their work before
+that, and daemon threads that use an engine go to sleep at a point where the engine is in a consistent state.
 
-Some of the work needs other ranks. They do the same, or report that they have failed; waits have the same timeout as
+Some of the work needs other ranks. They do the same or report that they have failed. Waits here use the same timeout as
 everywhere else. A script that ends with an exception reports that first, so that its own lanes do not wait either.
 """
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from ferryman.distributed.ranks import Ranks
     from ferryman.runtime.lanes import Lanes
 
-_PATIENCE = 60.0  # seconds for daemon threads to reach a point where they can sleep; user code may block in a step
-_GRACE = 1.0  # seconds for daemon threads that are between two calls of an engine to make the next one
+_PATIENCE = 60.0  # seconds for daemon threads to reach a point where they can sleep: user code in a step may block
+_GRACE = 1.0  # seconds for daemon threads between two calls of an engine to make the next call
 
-open_lanes: weakref.WeakSet[Lanes] = weakref.WeakSet()  # kept alive by their threads
-open_ranks: set[Ranks] = set()  # also those of an engine that was dropped, since other ranks may wait for it
+open_lanes: weakref.WeakSet[Lanes] = weakref.WeakSet()  # their threads keep them alive
+open_ranks: set[Ranks] = set()  # includes ranks of dropped engines, because other ranks may wait for them
 
 
 class _Daemons:
-    """Daemon threads that use engines: those that do not end before the interpreter does."""
+    """Daemon threads that use engines. They do not end before the interpreter does."""
 
     def __init__(self) -> None:
-        self.sleep = False  # from the end of the process on
+        self.sleep = False  # set when the process ends
         self._changed = threading.Condition()
-        self._calls: weakref.WeakKeyDictionary[threading.Thread, int] = weakref.WeakKeyDictionary()  # under way
+        self._calls: weakref.WeakKeyDictionary[threading.Thread, int] = weakref.WeakKeyDictionary()  # running
         self._sleeping: set[threading.Thread] = set()
 
     def count(self, calls: int) -> None:
-        """The thread that calls has begun or ended a call of an engine."""
+        """Called when the calling thread begins (1) or ends (-1) a call of an engine."""
         with self._changed:
             thread = threading.current_thread()
             self._calls[thread] = self._calls.get(thread, 0) + calls
@@ -52,7 +52,7 @@ class _Daemons:
         threading.Event().wait()
 
     def wait(self) -> None:
-        """Blocks until all of them sleep, as far as they can be waited for."""
+        """Blocks until all daemon threads sleep, or until the timeouts."""
         self.sleep = True
         with self._changed:
             self._changed.wait_for(lambda: not any(self._calls[thread] for thread in self._awake()), _PATIENCE)
@@ -67,7 +67,7 @@ _daemons, _forks = _Daemons(), 0
 
 @contextlib.contextmanager
 def call() -> Iterator[None]:
-    """Within, the calling thread uses an engine."""
+    """Context in which the calling thread uses an engine."""
     if not threading.current_thread().daemon:
         yield
         return
@@ -81,31 +81,31 @@ def call() -> Iterator[None]:
 
 
 def sleep_at_end() -> None:
-    """Nothing is half done: a daemon thread does not go on from here when the process ends."""
+    """Stops a daemon thread here if the process is ending. Called where the engine is in a consistent state."""
     if _daemons.sleep and threading.current_thread().daemon:
         _daemons.sleep_for_good()
 
 
 def forks() -> int:
-    """The number of forks between the first process that has imported this and the one that calls."""
+    """The number of forks between the first process that imported this module and the current process."""
     return _forks
 
 
 def _end() -> None:
-    error = getattr(sys, "last_value", None)  # an exception that nobody caught
+    error = getattr(sys, "last_value", None)  # an uncaught exception
     if error is not None:
         for ranks in open_ranks:
             ranks.fail(error)
     _daemons.wait()
     for lanes in list(open_lanes):
-        with contextlib.suppress(Exception):  # there is nobody left to handle it
+        with contextlib.suppress(Exception):  # nothing is left to handle it
             lanes.close()
     for ranks in open_ranks:
         ranks.leave()
 
 
 def _forget() -> None:
-    """After a fork, in the child: threads and connections belong to the parent."""
+    """Called in a forked child, because threads and connections belong to the parent."""
     global _daemons, _forks
     _forks += 1
     _daemons = _Daemons()

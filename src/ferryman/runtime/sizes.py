@@ -1,4 +1,4 @@
-"""Amounts of memory and rates: parsing what users write, and formatting."""
+"""Amounts of memory and rates: parsing of user input, and formatting."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
 _BITS = ("bit/s", "bits/s")
 
-# By what a rate counts: its units, in lower case, and examples for errors.
+# For each kind of rate: its units in lower case, and examples for errors.
 _RATES = {
     "bytes": (("b/s", "bps", *_BITS), "'12GB/s' or '100Gbit/s'"),
     "operations": (("flops", "flop/s"), "'150TFLOPS'"),
@@ -65,7 +65,7 @@ def show_rate(rate: float, of: str) -> str:
 
 
 def show_bytes(nbytes: int) -> str:
-    """An amount of memory as text, rounded up, so that a user who passes it back asks for enough."""
+    """An amount of memory as text, rounded up, so that it is enough if a user passes it back."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
             hundredths = -(-nbytes * 100 // size)

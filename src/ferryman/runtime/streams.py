@@ -1,6 +1,6 @@
-"""Every lane of an engine, made in this one place.
+"""All lanes of an engine are made here.
 
-A lane is made when it is first used, so an engine has only the lanes that its settings need: a device offers a limited
+A lane is made when it is first used, so an engine has only the lanes that its settings need: a device has a limited
 number of hardware queues, and a trace shows one row per lane.
 """
 
@@ -12,7 +12,7 @@ from ferryman.runtime.lanes import Lane, Lanes
 
 
 class Streams:
-    """The lanes of one engine. Lanes overlap with one another, except where a mark orders them."""
+    """The lanes of one engine. Lanes overlap with each other, except where a mark orders them."""
 
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
@@ -34,7 +34,7 @@ class Streams:
         """Gradients to the host: a unit's are flushed while `compute` serves the next one and `h2d` fetches."""
         return self.lanes.device("d2h")
 
-    # The stash has lanes of its own: `h2d` and `d2h` wait for the host at times, and `compute` must not wait with them.
+    # The stash has its own lanes: `h2d` and `d2h` sometimes wait for the host, and `compute` must not wait for that.
 
     @functools.cached_property
     def stash_in(self) -> Lane:
@@ -50,12 +50,12 @@ class Streams:
 
     @functools.cached_property
     def host(self) -> Lane:
-        """Updates on the host and checks of gradients there, beside the sweeps on the device."""
+        """Updates and checks of gradients on the host, while the device runs forward and backward."""
         return self.lanes.host("host")
 
     @functools.cached_property
     def checks(self) -> Lane:
-        """Results of checks that the device has made. Not on `host`, which may have a long queue."""
+        """Results of checks on the device. Separate from `host`, which may have a long queue."""
         return self.lanes.host("checks")
 
     @functools.cached_property
@@ -65,7 +65,7 @@ class Streams:
 
     @functools.cached_property
     def update(self) -> Lane:
-        """Updates on the device, beside those on `host`. `apart`: launching them would keep the submitting thread."""
+        """Updates on the device, in parallel with `host`. `apart`: launching them would block the submitting thread."""
         return self.lanes.device("update", apart=True)
 
     @functools.cached_property
@@ -80,7 +80,7 @@ class Streams:
 
     @functools.cached_property
     def exchange(self) -> Lane:
-        """Gradients to the ranks that own them, beside the backward and the updates on `host`."""
+        """Gradients to the ranks that own them, in parallel with the backward and the updates on `host`."""
         return self.lanes.host("exchange")
 
     @functools.cached_property
