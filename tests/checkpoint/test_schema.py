@@ -141,14 +141,14 @@ def test_what_can_be_saved_can_be_loaded(tmp_path):
 def test_a_key_is_there_once(run, crafted):
     file = crafted / directory.MANIFEST
     file.write_text(file.read_text().replace('"step":', '"step": 1, "step":', 1))
-    refused(run, crafted, r"each key of an object must be there once, but 'step' is there twice")
+    refused(run, crafted, r"each key of an object must be unique, but 'step' is there twice")
 
 
 def test_what_is_not_known_is_not_ignored(run, crafted):
     change_manifest(crafted, put("momentum", value=1))
     refused(run, crafted, "the keys of the document must be among .*, but is 'momentum'")
     change_manifest(crafted, lambda manifest: [manifest.pop("momentum"), manifest.pop("torch")])
-    refused(run, crafted, "torch must be there, but is missing")
+    refused(run, crafted, "torch must be present, but is missing")
 
 
 def test_parameters_are_no_option(run, crafted):
@@ -219,18 +219,18 @@ def _overlapping(tensors, name):
 
 
 DAMAGE = {
-    "shorter": (_shorter, r"elements in all, but "),
+    "shorter": (_shorter, r"elements in total, but "),
     "longer": (lambda t, name: {**t, name: torch.cat([t[name], t[name]])}, r"must cover its \d+ elements once"),
     "narrow": (lambda t, name: {**t, name: t[name].half()}, r"must be flat, in torch\.float32, but is torch\.float16"),
     "integers": (lambda t, name: {**t, name: t[name].int()}, r"must be flat, in torch\.float32, but is torch\.int32"),
     "not flat": (lambda t, name: {**t, name: t[name].view(1, -1)}, r"must be flat"),
-    "moved": (_moved, r"must cover its \d+ elements once, and the next is 0"),
+    "moved": (_moved, r"must cover its \d+ elements once, and the next element is 0"),
     "overlapping": (_overlapping, r"must cover its \d+ elements once"),
     "nobody's": (lambda t, name: {**t, "nobody/exp_avg": t[name]}, r"'nobody/exp_avg' is not the name of a parameter"),
     "no number": (lambda t, name: {**t, f"{name}@-1": t[name]}, r"@-1' is not the name of a parameter"),
     "a master": (
         lambda t, name: {**t, name.replace("exp_avg", "master"): t[name]},
-        r"master' must not be there, since .* is saved in torch\.float32",
+        r"master' must be absent, because .* is saved in torch\.float32",
     ),
 }
 

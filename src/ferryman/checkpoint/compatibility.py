@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits an engine: tensors, parameter groups and random states. Changes nothing."""
+"""Checks whether a checkpoint fits an engine: tensors, parameter groups and random states. Changes nothing."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ferryman.model.units import Item
 from ferryman.server.optimizer_view import OptimizerView
 
 Refuse = Callable[[str], NoReturn]
-Entries = Mapping[str, tuple[Path, Entry]]  # by the name of the tensor: the file, and the place in it
+Entries = Mapping[str, tuple[Path, Entry]]  # by the name of the tensor: its file, and its place in the file
 
-# What is saved beside weights of these dtypes; see `master_dtype`.
+# The dtype of the master that is saved with weights of these dtypes; see `master_dtype`.
 _MASTERS = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 
 def compare(mine: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int, ...]]) -> str:
-    """Describes how the tensors of the model differ from those in the files; empty if they do not."""
+    """Describes how the shapes of the model's tensors differ from those in the files. Empty if they are equal."""
     found = []
     for names, what in (
         (mine.keys() - theirs.keys(), "missing in the files"),
@@ -37,7 +37,7 @@ def compare(mine: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int, ...]]
 
 
 def check_dtype(name: str, item: Item, path: Path, entry: Entry, refuse: Refuse) -> None:
-    """Floating-point tensors are converted; all others must have the model's dtype."""
+    """Checks a tensor's dtype. Floating-point tensors can be converted; all others must have the model's dtype."""
     both_float = item.dtype.is_floating_point and entry.dtype.is_floating_point
     if entry.dtype != item.dtype and not both_float:
         refuse(f"{path}: {name!r} must be {_any_float(item.dtype)}, as in the model, but is {entry.dtype}")
@@ -48,8 +48,8 @@ def _any_float(dtype: torch.dtype) -> str:
 
 
 def check_state(items: Mapping[str, Item], weights: Entries, state: Entries, refuse: Refuse) -> dict[str, set[str]]:
-    """Checks the pieces of the optimizer's state: each must be flat, of the right dtype, and together they must cover
-    the parameter exactly once. Returns what there is for each parameter."""
+    """Checks the pieces of the optimizer's state: each must be flat and of the right dtype, and together they must
+    cover the parameter exactly once. Returns the keys of the state of each parameter."""
     pieces: dict[tuple[str, str], list[tuple[StateKey, Path, Entry]]] = {}
     for text, (path, entry) in state.items():
         state_key = parse_state_key(text)
@@ -62,30 +62,30 @@ def check_state(items: Mapping[str, Item], weights: Entries, state: Entries, ref
         end, count = 0, items[name].tensor.numel()
         for state_key, path, entry in sorted(some, key=lambda piece: piece[0].start):
             if dtype is None:
-                refuse(f"{path}: '{state_key}' must not be there, since {name!r} is saved in {weights[name][1].dtype}")
+                refuse(f"{path}: '{state_key}' must be absent, because {name!r} is saved in {weights[name][1].dtype}")
             if entry.dtype != dtype or len(entry.shape) != 1:
                 refuse(f"{path}: '{state_key}' must be flat, in {dtype}, but is {entry.dtype} of shape {entry.shape}")
             if state_key.start != end or end + entry.shape[0] > count:
                 refuse(
                     f"{path}: '{state_key}' has {entry.shape[0]} elements from {state_key.start}, but the state of "
-                    f"{name!r} must cover its {count} elements once, and the next is {end}"
+                    f"{name!r} must cover its {count} elements once, and the next element is {end}"
                 )
             end += entry.shape[0]
         if end != count:
-            refuse(f"{path}: {name}/{key} has {end} elements in all, but {name!r} has {count}")
+            refuse(f"{path}: {name}/{key} has {end} elements in total, but {name!r} has {count}")
         found.setdefault(name, set()).add(key)
     return found
 
 
 def needs_master(entry: Entry) -> bool:
-    """Whether a trained tensor that was saved like this has a master beside it."""
+    """Whether a trained tensor with this entry must have a master too."""
     return entry.dtype in _MASTERS
 
 
 def check_members(
     items: Mapping[str, Item], optimizer_view: OptimizerView, saved: Mapping[str, Any], path: Path
 ) -> None:
-    """Compares the optimizer's class, its groups and their members."""
+    """Compares the optimizer's class, its groups and their members with those that were saved."""
     kind = type(optimizer_view.optimizer).__name__
     if saved["kind"] != kind:
         raise ValueError(f"{path} has the state of {saved['kind']}, but the engine's optimizer is {kind}")
@@ -97,7 +97,7 @@ def check_members(
         if differences := _first_difference(members, told["parameters"]):
             raise ValueError(f"parameter group {number} differs from that of {path}: {differences}")
         if len(told["parameters"]) != len(members):
-            raise ValueError(f"{path}: optimizer.groups[{number}].parameters must have each name once")
+            raise ValueError(f"{path}: optimizer.groups[{number}].parameters must have no name twice")
     trained = {name for name, item in items.items() if item.trains}
     if differences := _first_difference(trained, saved["steps"]):
         raise ValueError(f"optimizer.steps differs from that of {path}: {differences}")
@@ -106,7 +106,7 @@ def check_members(
 
 
 def check_options(optimizer_view: OptimizerView, number: int, options: Mapping[str, Any], file: Path) -> None:
-    """Checks the options of a group: those that the optimizer has too must be of the same kind."""
+    """Checks the saved options of a group. Options that the optimizer has too must be of the same kind."""
     place = f"{file}: optimizer.groups[{number}].options"
     mine = optimizer_view.optimizer.param_groups[number]
     for key, value in options.items():
@@ -137,8 +137,11 @@ def _is_number(value: Any) -> bool:
 
 
 def check_torch_state(name: str, item: Item, like: Mapping[str, Any], state: Mapping[str, Any], file: Path) -> None:
-    """Checks the state of an optimizer that is left to torch against what it makes itself for a tensor of one element:
-    `like`. Values of the tensor's shape there have one dimension."""
+    """Checks the state of an optimizer that torch runs itself.
+
+    `like`: the state that this optimizer makes for a parameter of one element. In it, tensors of the parameter's shape
+    have one dimension.
+    """
     place = f"{file}: optimizer.torch[{name!r}]"
     if state.keys() != like.keys():
         raise ValueError(f"{place} must have {sorted(like)}, but has {sorted(state)}")
@@ -163,7 +166,7 @@ def check_random(states: Mapping[str, Any], contents: Contents, file: Path) -> N
         try_random_states(states, contents.device)
     except (ArithmeticError, AttributeError, TypeError, LookupError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{file}: random must be states of random generators, but they refuse it: {error!r}"
+            f"{file}: random must be states of random generators, but the generators refuse them: {error!r}"
         ) from error
 
 

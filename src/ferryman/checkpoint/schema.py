@@ -1,8 +1,8 @@
-"""What the JSON documents of a checkpoint may hold, and the reader that checks them.
+"""The schema of a checkpoint's JSON documents, and the reader that checks them.
 
-A document is declared with the small checks below. Everything is checked when it is read, before anything in the engine
-is changed, so that the code behind it need not expect a negative step or a file name that leaves the directory. JSON
-itself is read strictly: no NaN, no key twice, and no deeper than a checkpoint can be.
+Documents are declared with the small checks below. A document is checked as a whole when it is read, before the engine
+is changed. So the code that uses it need not handle a negative step or a file name outside the directory. JSON itself
+is read strictly: NaN, duplicate keys and too deep nesting are refused.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from ferryman.checkpoint.stream import DamagedError
 
-MAX_DEPTH = 400  # of JSON; Python's recursion limit is 1000
+MAX_DEPTH = 400  # levels of nested JSON; Python's recursion limit is 1000
 MAX_COUNT = 2**63 - 1
 
-Check = Callable[[Any, str], None]  # of a value and its place in the document, such as "content.files"
+Check = Callable[[Any, str], None]  # called with a value and its place in the document, such as "content.files"
 
 
 class _MismatchError(Exception):
@@ -78,7 +78,7 @@ def number(low: float, high: float) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """What `check` accepts, or null."""
+    """Accepts null and the values that `check` accepts."""
 
     def check_if_given(value: Any, place: str) -> None:
         if value is not None:
@@ -88,7 +88,7 @@ def optional(check: Check) -> Check:
 
 
 def file_name(value: Any, place: str) -> None:
-    """The name of a file in the directory or in a folder of it. It cannot lead anywhere else."""
+    """The name of a file in the directory or a subdirectory of it, never outside of it."""
     required = "the name of a file inside the directory, without '..'"
     if not isinstance(value, str) or not value or "\0" in value or "\\" in value or value.startswith("/"):
         raise _MismatchError(place, required, value)
@@ -109,7 +109,7 @@ def list_of(check: Check, *, length: int | None = None, at_most: int | None = No
 
 
 def map_of(check: Check, *, keys: Check = text) -> Check:
-    """An object with any keys, whose values are all of one kind."""
+    """An object with any keys whose values all pass `check`."""
 
     def check_map(value: Any, place: str) -> None:
         if not isinstance(value, dict):
@@ -124,7 +124,7 @@ def map_of(check: Check, *, keys: Check = text) -> Check:
 def record(
     required: Mapping[str, Check], may_have: Mapping[str, Check] | None = None, *, others: bool = False
 ) -> Check:
-    """An object with these keys. `others`: more keys may be there, as in files of other programs."""
+    """An object with these keys. `others`: allow other keys too, as in files of other programs."""
     known = {**required, **(may_have or {})}
 
     def check_record(value: Any, place: str) -> None:
@@ -132,7 +132,7 @@ def record(
             raise _MismatchError(place, "an object", value)
         inside = f"{place}." if place else ""
         for key in required.keys() - value.keys():
-            raise _MismatchError(inside + key, "there", _Missing())
+            raise _MismatchError(inside + key, "present", _Missing())
         for key, one in value.items():
             if key in known:
                 known[key](one, inside + key)
@@ -148,7 +148,7 @@ class _Missing:
 
 
 def encoded(value: Any, place: str) -> None:
-    """State as `encoding.py` writes it."""
+    """State in the encoding of `encoding.py`."""
     if type(value) is float:
         if not math.isfinite(value):
             raise _MismatchError(place, "a finite number", value)
@@ -168,7 +168,7 @@ def _encoded_pair(value: Any, place: str) -> None:
 
 
 def _encoded_key(value: Any, place: str) -> None:
-    """A key of a dict: what Python can hash."""
+    """A key of a dict, which must be hashable."""
     encoded(value, place)
     if isinstance(value, dict) and "tuple" in value:
         list_of(_encoded_key)(value["tuple"], f"{place}.tuple")
@@ -203,9 +203,9 @@ def _options(value: Any, place: str) -> None:
 _STEPS = integer()
 _CRC = integer(0, 2**32 - 1)
 
-_RANK = {"random": _encoded_dict, "objects": map_of(encoded)}  # what each rank has of its own
+_RANK = {"random": _encoded_dict, "objects": map_of(encoded)}  # separate for each rank
 
-# The manifest's frame, the same in all formats.
+# The outer part of the manifest, which is the same in all formats.
 FRAME = record({"crc32": _CRC, "content": record({"format": integer(), "ferryman": text}, others=True)})
 
 MANIFEST = record(
@@ -223,7 +223,7 @@ MANIFEST = record(
         "files": map_of(record({"bytes": integer(), "crc32": _CRC}), keys=file_name),
     },
     {
-        "saved": number(0, 2.0**40),  # seconds; not in checkpoints of the first versions
+        "saved": number(0, 2.0**40),  # seconds; missing in checkpoints of the first versions
         "others": list_of(record(_RANK)),
         "optimizer": record(
             {
@@ -236,7 +236,7 @@ MANIFEST = record(
     },
 )
 
-# The time at which a checkpoint was saved, which is read from manifests of all formats.
+# The time at which a checkpoint was saved. It is read from manifests of all formats.
 TIME = record({"content": record({"saved": number(0, 2.0**40)}, others=True)}, others=True)
 
 # The index of weights in several files, as transformers writes it.
@@ -248,7 +248,7 @@ def header(dtypes: Collection[str]) -> Check:
     tensor = record(
         {
             "dtype": one_of(dtypes),
-            "shape": list_of(integer(), at_most=32),  # as many dimensions as numpy has
+            "shape": list_of(integer(), at_most=32),  # numpy's limit of dimensions
             "data_offsets": list_of(integer(), length=2),
         }
     )
@@ -270,7 +270,7 @@ def read(path: Path, document: Check) -> Any:
 
 
 def parse(content: bytes, document: Check, path: Path) -> Any:
-    """Reads and checks JSON that is the content of `path`, or a part of it."""
+    """Parses and checks JSON that was read from `path`."""
     try:
         found = json.loads(content.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
         _check_depth(found)
@@ -283,7 +283,7 @@ def parse(content: bytes, document: Check, path: Path) -> Any:
 
 
 def check(value: Any, document: Check, path: Path) -> None:
-    """Raises if a value that was read from `path` is not what the document requires."""
+    """Raises a DamagedError if a value that was read from `path` does not match the document's schema."""
     try:
         document(value, "")
     except _MismatchError as error:
@@ -302,7 +302,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"each key of an object must be there once, but {twice!r} is there twice")
+        raise ValueError(f"each key of an object must be unique, but {twice!r} is there twice")
     return found
 
 
@@ -316,7 +316,7 @@ class _Level(NamedTuple):
 
 
 def _check_depth(value: Any) -> None:
-    """Without recursion, so that the checks may be recursive."""
+    """Checks the depth without recursion, so that the other checks can be recursive."""
     left = [_Level(value, 1)]
     while left:
         inside, depth = left.pop()
