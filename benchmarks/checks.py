@@ -47,7 +47,7 @@ def checking(engine: Engine, *, checksums: bool, guard: bool) -> None:
     def begin(*_: object, **__: object) -> Guard:
         watch._relay.checksums.begin(on=checksums)
         if watch._survey is None:
-            watch._survey = Survey(*watch.roots, thorough=False)
+            watch._survey = watch.roots.survey(thorough=False)
         return (Guard if guard else _NoGuard)(watch._survey, watch._relay.state)
 
     watch.begin = begin

@@ -43,6 +43,25 @@ class Critic:
         return [t.detach().cpu().clone() for t in found]
 
 
+class Averaging(torch.optim.SGD):
+    """Keeps attributes of its own, lists in its state, and an entry that belongs to no parameter."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr=lr)
+        self.steps, self.history = 0, []
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        self.steps += 1
+        self.history.append(self.steps)
+        for parameter in self.param_groups[0]["params"]:
+            sums = self.state[parameter].setdefault("sums", [torch.zeros_like(parameter)])
+            sums[0].add_(parameter, alpha=1 / self.steps)
+            parameter.add_(sums[0], alpha=0.01)
+        self.state["count"] = self.steps
+
+
 class Temperature:
     """A `backward()` in the loss adds to the gradient of a leaf of its own."""
 
@@ -189,3 +208,25 @@ def test_gradients_behind_a_batch_in_a_step_that_is_made_again(device):
                     engine.step((leaf, y), 2)
         found.append(leaf.grad.cpu())
     torch.testing.assert_close(found[1], found[0])
+
+
+@MICRO_BATCHES
+def test_attributes_and_nested_state_of_an_optimizer_in_the_loss(device, micro_batches):
+    model, plain = made(Model, None), made(Model, None).to(device)
+    mine, theirs = Critic(device, Averaging), Critic(device, Averaging)
+    optimizer, plain_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    with Engine(model, optimizer, device=device, loss=mine) as engine:
+        for number, batch in enumerate(batches(2), 1):
+            engine.step(batch, micro_batches)
+            chunks = (tensor.to(device).chunk(micro_batches) for tensor in batch)
+            for part in zip(*chunks, strict=True):
+                (theirs(plain, part) / micro_batches).backward()
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+            assert mine.optimizer.steps == theirs.optimizer.steps == number * micro_batches
+            assert mine.optimizer.history == theirs.optimizer.history
+            assert mine.optimizer.state["count"] == theirs.optimizer.state["count"]
+            for one, two in zip(mine.net.parameters(), theirs.net.parameters(), strict=True):
+                assert torch.allclose(one, two, atol=1e-6)
+                sums = [critic.optimizer.state[p]["sums"][0] for critic, p in ((mine, one), (theirs, two))]
+                assert torch.allclose(*sums, atol=1e-6)

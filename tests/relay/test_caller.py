@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import threading
+import types
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from ferryman.engine import Engine
 from support.small_models import WIDTH, Block, Model, assert_equal_to_plain, batches, loss, made
 
 LOCAL = threading.local()
+HIDDEN = types.ModuleType("hidden")  # a survey does not look into modules
+HIDDEN.local = threading.local()
 SEEN = contextvars.ContextVar("seen", default=0)
 
 
@@ -146,6 +149,34 @@ def local_loss(model, batch):
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_units_see_thread_local_variables_of_their_micro_batch(device, micro_batches):
     assert_equal_to_plain(LocalModel, local_loss, None, micro_batches, device)
+
+
+class Hidden(Block):
+    def forward(self, x):
+        return super().forward(x) * getattr(HIDDEN.local, "scale", 1.0)
+
+
+class HiddenModel(Model):
+    block = Hidden
+
+
+def hidden_loss(model, batch):
+    HIDDEN.local.scale = 3.0
+    return loss(model, batch)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_units_see_thread_local_variables_that_no_survey_finds(device, micro_batches):
+    """Where the caller's thread gives another loss, units compute in the micro-batches' threads."""
+    HIDDEN.local.__dict__.clear()
+    model = made(HiddenModel, None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = next(iter(batches(1)))
+    with Engine(model, optimizer, device=device, loss=hidden_loss) as engine:
+        found = engine.step(batch, micro_batches=micro_batches).item()
+    assert not hasattr(HIDDEN.local, "scale")  # of this thread
+    plain = made(HiddenModel, None).to(device)
+    assert found == pytest.approx(hidden_loss(plain, [tensor.to(device) for tensor in batch]).item(), rel=1e-5)
 
 
 def test_a_profiler_of_the_caller_sees_the_units(device):

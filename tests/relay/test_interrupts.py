@@ -46,3 +46,33 @@ def test_the_next_step_is_right(options, device):
             assert_same(result, plain_step(plain, cut(text(8, number), 4)))
             engine.zero_grad()
     assert interrupted >= 4
+
+
+class TimeoutReachedError(Exception):
+    pass
+
+
+def test_an_exception_of_a_signal_handler_waits_for_the_micro_batch(device):
+    """It is raised in the driver's thread while a micro-batch runs: the step ends when that one has parked."""
+
+    def reached(*_):
+        raise TimeoutReachedError
+
+    def signalling(model, batch):
+        if engine.steps == 1:
+            os.kill(os.getpid(), signal.SIGALRM)
+        return model(**batch).loss
+
+    before = signal.signal(signal.SIGALRM, reached)
+    model = build(CASES["toy"])
+    try:
+        with Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), device=device, loss=signalling) as engine:
+            engine.step(text(8), 4)
+            with pytest.raises(TimeoutReachedError):
+                engine.step(text(8), 4)
+            assert engine.steps == 1
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            engine.step(text(8), 4)
+            assert engine.steps == 2
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -122,7 +123,9 @@ def _is_alike(mine: Any, theirs: Any) -> bool:
     """Whether two values of an option are of the same kind: numbers, switches (which may be unset), or sequences."""
     if _is_number(mine):
         return _is_number(theirs)
-    if isinstance(mine, bool) or mine is None:
+    if mine is None:
+        return True  # an option that is not set here
+    if isinstance(mine, bool):
         return isinstance(theirs, bool) or theirs is None
     if isinstance(mine, list | tuple):
         same = isinstance(theirs, list | tuple) and len(mine) == len(theirs)
@@ -133,7 +136,7 @@ def _is_alike(mine: Any, theirs: Any) -> bool:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's numbers, too
 
 
 def check_torch_state(name: str, item: Item, like: Mapping[str, Any], state: Mapping[str, Any], file: Path) -> None:

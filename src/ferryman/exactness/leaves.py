@@ -7,7 +7,7 @@ code edits them (a teacher's moving average, often through `.data`). Changes by 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +118,7 @@ class OptimizerState(Holder):
     """The state of an optimizer outside the engine: its first step makes the state, and later steps edit tensors."""
 
     class _Seen(NamedTuple):
-        entries: list[tuple[torch.Tensor, dict[str, Any]]]  # the state of each parameter
+        entries: list[tuple[Any, Any]]  # the state of each parameter, a dict; other entries as they are
         values: list[tuple[torch.Tensor, _Values]]
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, budget: CloneBudget, *, thorough: bool) -> None:
@@ -129,8 +129,9 @@ class OptimizerState(Holder):
         self._keeps: dict[int, bool] = {}
 
     def capture(self) -> OptimizerState._Seen:
-        entries = [(key, dict(held) if isinstance(held, Mapping) else {}) for key, held in self._state.items()]
-        tensors = [value for _, held in entries for value in held.values() if isinstance(value, torch.Tensor)]
+        entries = [(key, dict(held) if isinstance(held, dict) else held) for key, held in self._state.items()]
+        parts = [list(held.values()) if isinstance(held, dict) else [held] for _, held in entries]
+        tensors = [value for held in parts for value in held if isinstance(value, torch.Tensor)]
         return self._Seen(entries, [(tensor, self._values(tensor)) for tensor in tensors])
 
     def _values(self, tensor: torch.Tensor) -> _Values:
@@ -149,7 +150,7 @@ class OptimizerState(Holder):
         return (
             len(now) == len(before.entries)
             and all(
-                key is seen and dict.keys(held) == was.keys() and all(held[name] is was[name] for name in was)
+                (key is seen or key == seen) and _has_same(held, was)
                 for (key, held), (seen, was) in zip(now, before.entries, strict=True)
             )
             and not any(values.has_changed(tensor) for tensor, values in before.values)
@@ -158,12 +159,24 @@ class OptimizerState(Holder):
     def put_back(self, before: OptimizerState._Seen) -> None:
         if self._is_as(before):
             return
+        entries = []
         for key, was in before.entries:
-            if isinstance(held := self._state.get(key), dict):
+            held = self._state.get(key)
+            if isinstance(held, dict) and isinstance(was, dict):
                 put_into_dict(held, list(was.items()))
-        put_into_dict(self._state, [(key, self._state.get(key, was)) for key, was in before.entries])
+                entries.append((key, held))  # the same object, to which the optimizer may refer
+            else:
+                entries.append((key, was))
+        put_into_dict(self._state, entries)
         for tensor, values in before.values:
             values.put_back(self.name, tensor)
+
+
+def _has_same(held: Any, was: Any) -> bool:
+    """Whether the state of a parameter, or any other entry, still has the same objects."""
+    if isinstance(held, dict) and isinstance(was, dict):
+        return held.keys() == was.keys() and all(held[name] is was[name] for name in was)
+    return held is was
 
 
 def is_leaf(value: torch.Tensor) -> bool:

@@ -28,7 +28,8 @@ class OutsideLeaves:
         whether there are any. `own`: ids of the engine's leaves, which are skipped."""
         found = False
         for node in nodes_behind(outputs):
-            leaf = getattr(node, "variable", None)  # AccumulateGrad nodes have it
+            # A custom function may have an attribute of that name as well.
+            leaf = getattr(node, "variable", None) if "AccumulateGrad" in node.name() else None
             if leaf is None or id(leaf) in own:
                 continue
             found = True

@@ -177,6 +177,14 @@ class Survey:
             self._own(optimizer.state)
             budget = self._of(optimizer.state, self._of_leaves)
             self._holders.append(OptimizerState(name, optimizer, budget, thorough=self._thorough))
+            for held in optimizer.state.values():
+                for key, value in held.items() if isinstance(held, dict) else ():
+                    if not isinstance(value, torch.Tensor):  # lists and dicts of tensors, as some optimizers have
+                        self._add(value, f"{name}.state[...][{key!r}]", depth + 1)
+            own = frozenset(n for n in vars(optimizer) if n not in _OPTIMIZER_ATTRIBUTES)  # of a subclass
+            self._holders.append(Namespace(name, optimizer, vars(optimizer), own))
+            for attribute in own:
+                self._add(vars(optimizer)[attribute], f"{name}.{attribute}", depth + 1)
 
     def _of(self, value: Any, budget: CloneBudget) -> CloneBudget:
         """The budget if elements of this value may be copied; otherwise an empty budget."""
@@ -219,7 +227,7 @@ class Survey:
             if isinstance(function, types.FunctionType):
                 self._add(function, f"{kind.__name__}.{attribute}", depth + 1)
             elif (
-                isinstance(member, (dict, list, set, deque, torch.Tensor, *ARRAYS))
+                isinstance(member, (dict, list, set, deque, threading.local, torch.Tensor, *ARRAYS))
                 or generator_state(member) is not None
             ):
                 self._add(member, f"{kind.__name__}.{attribute}", depth + 1)
@@ -277,6 +285,7 @@ class Survey:
 
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_OPTIMIZER_ATTRIBUTES = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:

@@ -62,6 +62,7 @@ class CallDriver(Protocol):
     randomness: Randomness
     autocast_devices: list[str]  # device types for which autocast may be enabled
     anchor: torch.Tensor  # a scalar that requires a gradient
+    computes_in_own_threads: bool  # micro-batches compute units in their own threads, and not the driver in its thread
     inside: dict[Unit, list[nn.Module]]  # the modules of each unit
 
     @property
@@ -147,13 +148,13 @@ class Call:
         trains = self._relay.trains(self.unit)
         if torch.is_grad_enabled() and (trains or any(t.requires_grad for t in tensors)):
             return self._run_as_node(tensors, trains=trains)
-        in_inference = torch.is_inference_mode_enabled()
-        return self._park(Direction.FORWARD, tensors, lambda: self._run_without_node(tensors, in_inference))
+        mode = torch.inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
+        return self._park(Direction.FORWARD, tensors, lambda: self._run_without_node(tensors, mode))
 
-    def _run_without_node(self, tensors: list[torch.Tensor], in_inference: bool) -> Any:
+    def _run_without_node(self, tensors: list[torch.Tensor], mode: contextlib.AbstractContextManager[Any]) -> Any:
         args, values = self._given
         versions = [version_of(t) for t in tensors]
-        with torch.inference_mode() if in_inference else torch.no_grad(), self._modes.on():
+        with mode, self._modes.on():
             result = self._call(args, values, adopt=True)
         self._relay.step.stash.edited(edited_since(tensors, versions))
         self._relay.step.stash.track(self.batch, Snapshot([result]).tensors)
@@ -303,7 +304,7 @@ class Call:
             raise Handle(self).used("outside of its step" if running is None else f"by micro-batch {running.number}")
         self._relay.step.refuse_other_threads(self.unit)
         # Escapes are found by the sequence numbers of autograd's nodes, which are counted per thread.
-        own = self._relay.escapes.traced
+        own = self._relay.escapes.traced or self._relay.computes_in_own_threads
         return self.batch.park(
             self.unit, direction, needs, _without_modes(compute) if own else compute, in_own_thread=own
         )

@@ -99,12 +99,6 @@ class Abandoned(BaseException):
     """Ends a parked micro-batch when its step has failed. Not an Exception: user code should not catch it."""
 
 
-def _held_lock() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
 class MicroBatch:
     """One micro-batch of a step. `work` runs its forward and backward.
 
@@ -129,8 +123,9 @@ class MicroBatch:
         self._answer = _Answer()  # to its last request
         self._served_by: threading.Thread | None = None  # the driver's thread, while it computes for the micro-batch
         self._abandoned = False
-        # Each side releases the other's lock to let it run. A semaphore would take four times as long as a plain lock.
-        self._mine, self._drivers = _held_lock(), _held_lock()
+        # Held while the micro-batch runs, and held until it may run. Semaphores would take four times as long.
+        self._running, self._permission = threading.Lock(), threading.Lock()
+        self._permission.acquire()
         self._surroundings = surroundings
         self._random = surroundings.random_state(number)
         self._work = work
@@ -142,13 +137,21 @@ class MicroBatch:
         before = self._before if self._before is not None and self._before.done else None
         state = (before and before.thread_state) or ThreadState.here(self._surroundings.thread_locals)
         context, self._before = state.context.copy(), None
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=lambda: context.run(self._main, state), name=f"ferryman-micro-batch-{self.number}", daemon=True
         )
-        self._thread.start()
+        try:
+            thread.start()
+        except BaseException:  # a signal handler may raise, too: then the thread runs, and must end by itself
+            self._abandoned = True
+            self._permission.release()
+            raise
+        self._thread = thread
 
     def _main(self, state: ThreadState) -> None:
-        self._mine.acquire()
+        self._permission.acquire()
+        if self._abandoned:
+            return
         try:
             with self._surroundings.enter():
                 state.put_locals(self._surroundings.thread_locals)
@@ -163,7 +166,7 @@ class MicroBatch:
         finally:
             self.request = None
             self.done = True
-            self._drivers.release()
+            self._running.release()
 
     def runs_here(self) -> bool:
         """Whether the calling thread runs code of this micro-batch."""
@@ -194,8 +197,8 @@ class MicroBatch:
         """
         state = ThreadState.here(self._surroundings.thread_locals)
         self.request = Request(unit, direction, needs, None if in_own_thread else compute, state)
-        self._drivers.release()
-        self._mine.acquire()
+        self._running.release()
+        self._permission.acquire()
         if self._abandoned:
             raise Abandoned
         if in_own_thread:
@@ -221,8 +224,7 @@ class MicroBatch:
         elif request is not None and request.compute is not None:
             self._answer = self._serve(request.compute, request.state)
         del request
-        self._mine.release()
-        interrupt = self._await_parking()
+        interrupt = self._run_until_parked()
         self._random = randomness.state()
         error, self._error = self._error or interrupt, None
         if error is None:
@@ -243,19 +245,24 @@ class MicroBatch:
         finally:
             self._served_by = None
 
-    def _await_parking(self) -> BaseException | None:
-        """Waits until the micro-batch has parked or ended. Returns an exception that arrived meanwhile.
+    def _run_until_parked(self) -> BaseException | None:
+        """Lets the micro-batch run until it has parked or ended. Returns an exception that arrived meanwhile.
 
-        A KeyboardInterrupt must wait too: the step must not be torn down while a micro-batch still runs.
+        A signal handler may raise anywhere here (KeyboardInterrupt, a timeout). The exception must wait: the step must
+        not be torn down while a micro-batch still runs. So the wait can be repeated: it takes the lock and releases it.
         """
         interrupt: BaseException | None = None
+        self._running.acquire()
+        try:
+            self._permission.release()
+        except BaseException as error:
+            interrupt = error
         while True:
             try:
-                self._drivers.acquire()
+                with self._running:
+                    return interrupt
             except BaseException as error:
                 interrupt = error
-            else:
-                return interrupt
 
     def abandon(self) -> None:
         """Called by the driver: ends the micro-batch if it is parked, and joins its thread."""
@@ -263,7 +270,8 @@ class MicroBatch:
             return
         if not self.done:
             self._abandoned = True
-            self._mine.release()
+            self._running.acquire(blocking=False)  # held already if an exception came before the micro-batch could run
+            self._permission.release()
         self._thread.join()
 
 

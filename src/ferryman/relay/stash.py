@@ -346,6 +346,8 @@ class HostStash:
                 self._fill(mine[key])
 
     def follow(self, batch: MicroBatch) -> None:
+        for tensor in () if batch.request is None else batch.request.needs:
+            self.use(batch, tensor)  # another micro-batch may have made it: a table that a module has cached
         for tracked in self._tracked.get(batch, {}).values():
             if tracked.ready is not None:
                 self._compute.follow(tracked.ready)
