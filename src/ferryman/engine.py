@@ -72,8 +72,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     A step equals gradient accumulation in plain PyTorch over the same micro-batches. With `memory`, the engine chooses
     units, slots, the place of the stash and the size of micro-batches so that they stay within the budget.
 
-    An engine has one caller at a time. An engine that is dropped (`del engine`) closes itself: the model returns to its
-    original state, with the trained weights. With several ranks, call `close`: only then do all ranks end together.
+    An engine has one caller at a time. An engine that is dropped (`del engine`) closes itself, unless its model or its
+    loss refers to it: the model returns to its original state, with the trained weights. With several ranks, call
+    `close`: only then do all ranks end together.
 
     Settings, each a keyword argument (declared in `options.py`):
 

@@ -83,7 +83,7 @@ def parameters(named: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf) -> 
 def free(model: nn.Module) -> None:
     on_host(model)
     if any(is_taken(module) for module in model.modules()):
-        raise ValueError("the model has an engine already; close it first: engine.close(), or del engine")
+        raise ValueError("the model has an engine already; close it first: engine.close()")
 
 
 def block(block: Any, model: nn.Module, dtype_of: DtypeOf) -> None:
