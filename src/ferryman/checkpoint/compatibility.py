@@ -123,10 +123,8 @@ def _is_alike(mine: Any, theirs: Any) -> bool:
     """Whether two values of an option are of the same kind: numbers, switches (which may be unset), or sequences."""
     if _is_number(mine):
         return _is_number(theirs)
-    if mine is None:
-        return True  # an option that is not set here
-    if isinstance(mine, bool):
-        return isinstance(theirs, bool) or theirs is None
+    if mine is None or isinstance(mine, bool):
+        return theirs is None or isinstance(theirs, bool)
     if isinstance(mine, list | tuple):
         same = isinstance(theirs, list | tuple) and len(mine) == len(theirs)
         return same and all(map(_is_alike, mine, theirs))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import nn
 
 from ferryman.model.units import Item, Unit
 
@@ -24,13 +27,25 @@ def unchanged(unit: Unit, flat: torch.Tensor, trained: dict[Item, bool]) -> None
             item.tensor.data_ptr() != flat.data_ptr() + item.offset and item.nbytes
         ):
             raise ValueError(
-                f"the memory of {item.name!r} was replaced while the engine used the model (by .to(), .data = or "
-                "load_state_dict(assign=True)), so the engine would train the old memory. Change weights in place "
-                "(copy_, load_state_dict), or close the engine and make a new one"
+                f"the memory of {item.name!r} was replaced while the engine used the model (by .to(), .data =, "
+                "load_state_dict(assign=True) or a parametrization), so the engine would train the old memory. Change "
+                "weights in place (copy_, load_state_dict), or close the engine and make a new one"
             )
         no_hooks(item.name, item.tensor)
         if item.trains != trained[item]:
             raise ValueError(
                 f"{item.name!r} has been {'unfrozen' if item.trains else 'frozen'} since the engine was made, whose "
                 "memory is for the parameters that trained then; close the engine and make a new one"
+            )
+
+
+def none_added(model: nn.Module, units: Iterable[Unit]) -> None:
+    """Raises a ValueError if the model has a parameter that is in none of its units, and so would not be trained."""
+    known = {id(item.tensor) for unit in units for item in unit.items}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in known:
+            raise ValueError(
+                f"{name!r} was added to the model after the engine was made, so the engine would not train it. Add a "
+                "block with engine.insert(); for other changes, close the engine, change the model, and make a new "
+                "engine"
             )

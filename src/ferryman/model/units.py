@@ -47,7 +47,7 @@ class Place:
     def current(self) -> torch.Tensor | None:
         if self.attribute in self.module._parameters:
             return self.module._parameters[self.attribute]
-        return self.module._buffers[self.attribute]
+        return self.module._buffers.get(self.attribute)
 
 
 @dataclass(eq=False)

@@ -22,7 +22,8 @@ import contextlib
 import contextvars
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -51,6 +52,12 @@ if TYPE_CHECKING:
 Forward = Callable[..., Any]
 T = TypeVar("T")
 
+# Errors of torch in code that needs a graph: Tensor.register_hook and Tensor.retain_grad.
+_NEEDS_GRAPH = (
+    "cannot register a hook on a tensor that doesn't require gradient",
+    "can't retain_grad on Tensor that has requires_grad=False",
+)
+
 
 class CallDriver(Protocol):
     """The interface that a call uses. The relay implements it for steps, and the dry run for `ferryman plan`."""
@@ -62,6 +69,7 @@ class CallDriver(Protocol):
     randomness: Randomness
     autocast_devices: list[str]  # device types for which autocast may be enabled
     anchor: torch.Tensor  # a scalar that requires a gradient
+    graph_needed: set[Unit]  # units whose code needs a graph in its first run, too
     computes_in_own_threads: bool  # micro-batches compute units in their own threads, and not the driver in its thread
     inside: dict[Unit, list[nn.Module]]  # the modules of each unit
 
@@ -135,6 +143,7 @@ class Call:
         # Inputs and outputs of the forward, with its graph, if it is kept for the turn.
         self._graph_at_turn: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         self.wants: list[bool] = []
+        self._hooks_outside: list[Mapping[int, Any]] = []  # for each output: hooks that code between units registers
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.autocast_devices
         ]
@@ -176,6 +185,7 @@ class Call:
         run, self._first = self._first, None  # from here on, only the user's code refers to its tensors
         assert run is not None
         self._relay.step.stash.track(self.batch, made)
+        self._hooks_outside = [_watched_hooks(tensor) for tensor in made]
         outer = {id(inner): t for inner, t in zip(run.outputs, made, strict=True)}
         if run.after is not None:
             back = {id(inner): t for inner, t in (*zip(run.inputs, tensors, strict=True), *run.constants)}
@@ -211,14 +221,23 @@ class Call:
         self._stash = weakref.ref(stash)
         # A unit that edits buffers does not keep its graph: the graph may need their earlier values.
         keeps_graph = relay.turns_at(self.module) and not self._saves_through_hooks and self._buffers is None
-        has_graph = keeps_graph or relay.escapes.traced
+        needs_graph = relay.escapes.traced or self.unit in relay.graph_needed
+        has_graph = keeps_graph or needs_graph
         inputs = self._detached(tensors) if has_graph else [t.detach() for t in tensors]
-        if relay.escapes.traced:
+        if needs_graph:
             with torch.enable_grad():
                 inputs = [t.clone() for t in inputs]  # autograd forbids in-place edits of leaves
         first_node = relay.escapes.next_number()
-        with torch.set_grad_enabled(has_graph), self._modes.on():
-            run = self._first = self._execute(inputs, adopt=True)
+        try:
+            with torch.set_grad_enabled(has_graph), self._modes.on():
+                run = self._first = self._execute(inputs, adopt=True)
+        except RuntimeError as error:
+            if has_graph or not str(error).startswith(_NEEDS_GRAPH):
+                raise
+            relay.graph_needed.add(self.unit)
+            randomness.restore(before)
+            relay.buffers.put(self._buffers)
+            return self._compute_forward(tensors)
         self._buffers = relay.buffers.ran(self.unit, self._buffers)
         relay.checksums.first(self, run.outputs)
         outputs = run.outputs
@@ -268,6 +287,7 @@ class Call:
             else:
                 inputs = self._detached(self._recall(stash))
                 outputs = self._replay(inputs, stack)
+            self._check_hooks(outputs)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
             # The backward runs user code too: hooks, custom autograd functions, and checkpointing, which runs parts
             # of the unit once more.
@@ -292,6 +312,17 @@ class Call:
         wanted = [t for t in inputs if t.requires_grad]
         found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True) if wanted else ())
         return [next(found) if t.requires_grad else None for t in inputs]
+
+    def _check_hooks(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Refuses an output with hooks from inside the unit and from outside. PyTorch runs them in the order of their
+        registration, inside first. Here the gradient reaches the hooks outside first."""
+        for output, hooks_outside in zip(outputs, self._hooks_outside, strict=True):
+            if hooks_outside and output._backward_hooks:
+                raise ValueError(
+                    f"an output of the unit {self.unit.name!r} has a hook (Tensor.register_hook) that the unit's code "
+                    "has registered, and another one from outside the unit. The engine would run them in the wrong "
+                    "order: register both inside, or both outside"
+                )
 
     def drop_graph(self) -> None:
         """Drops the graph because the backward did not follow at once. The backward will run the module again."""
@@ -388,6 +419,14 @@ class Call:
             yield
         finally:
             put_all(variables, now.restore()[len(mutables) :])
+
+
+def _watched_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:
+    """The dictionary of the tensor's hooks, empty so far. It is valid even after the tensor itself has been dropped."""
+    hooks = OrderedDict[int, Any]()
+    if tensor.requires_grad:
+        tensor._backward_hooks = hooks
+    return hooks
 
 
 def _without_modes(compute: Callable[[], T]) -> Callable[[], T]:

@@ -71,7 +71,7 @@ class Checksums:
             return
         tolerances = [_TOLERANCE if t.dtype in _WIDE else _NARROW_TOLERANCE for t in outputs]
         self._first[call] = _Entry(call.unit.name, self._used, tolerances)
-        self._numbers[self._used : self._used + 2 * count].copy_(torch.cat([_sums(outputs), _norms(outputs)]))
+        self._numbers[self._used : self._used + 2 * count].copy_(torch.cat([self._sums(outputs), self._norms(outputs)]))
         self._used += 3 * count
 
     def second(self, call: Call, outputs: Sequence[torch.Tensor]) -> None:
@@ -81,7 +81,7 @@ class Checksums:
             self._other = entry.unit
             return
         start = entry.start + 2 * len(outputs)
-        self._numbers[start : start + len(outputs)].copy_(_sums(outputs))
+        self._numbers[start : start + len(outputs)].copy_(self._sums(outputs))
         self._done.append(entry)
 
     def disagreement(self) -> str | None:
@@ -101,16 +101,16 @@ class Checksums:
                     return unit
         return None
 
+    # A unit may also return tensors that are on the host.
 
-@torch.no_grad()
-def _sums(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([_real(t).sum(dtype=torch.float32) for t in outputs])
+    @torch.no_grad()
+    def _sums(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([_real(t).sum(dtype=torch.float32).to(self._device) for t in outputs])
 
-
-@torch.no_grad()
-def _norms(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    norms = [torch.linalg.vector_norm(_real(t), dtype=torch.float32) for t in outputs]
-    return torch.stack(norms)
+    @torch.no_grad()
+    def _norms(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        norms = [torch.linalg.vector_norm(_real(t), dtype=torch.float32) for t in outputs]
+        return torch.stack([norm.to(self._device) for norm in norms])
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from ferryman.model.units import Unit
 from ferryman.plan.plan import Plan
 from ferryman.relay.call import Call, Forward, refuse_caches
 from ferryman.relay.call_host import CallHost
-from ferryman.relay.evaluation import Evaluation
+from ferryman.relay.evaluation import Evaluation, refuse_other_devices
 from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
 from ferryman.relay.parameter_server import ParameterServer
 from ferryman.relay.stash import DeviceStash, HostStash, Stash
@@ -76,6 +76,7 @@ class Relay(CallHost):
                 return Call(self, running, unit, module, forward, args, kwargs).run()
             if self.evaluation.runs:
                 return self.evaluation.call(unit, lambda: forward(*args, **kwargs))
+            refuse_other_devices(unit, args, kwargs)
             self._server.wait_for_updates()
             return forward(*args, **kwargs)  # outside of steps and evaluations: on the host, with the host's weights
 

@@ -6,6 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 from ferryman.model.binding import adopt_assigned, bind, is_buffer
 from ferryman.model.units import Unit
 from ferryman.relay.bound_model import BoundModel
@@ -68,3 +71,14 @@ class Evaluation:
         finally:
             self._model.bind_placeholders(unit)
             self._weights.leave(slot, lanes.here())
+
+
+def refuse_other_devices(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses inputs on the device where a part of the model is called by itself, on the host."""
+    for value in pytree.tree_leaves((args, kwargs)):
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"{unit.name!r} is called outside of a step and of a call of the whole model, with an input on "
+                f"{value.device}. A part of the model runs on the host, where its weights are: pass the input on the "
+                "CPU (model.generate() of an encoder-decoder calls the encoder by itself), or call the whole model"
+            )

@@ -85,7 +85,9 @@ class OptimizerView:
             raise ValueError(
                 f"the optimizer does not have {missing[0]!r}"
                 f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}, which trains. Add it "
-                "(optimizer.add_param_group), or freeze it (requires_grad_(False))"
+                "(optimizer.add_param_group), or freeze it (requires_grad_(False)). If it has come into the model "
+                "since the engine was made (a new head, load_state_dict(assign=True)), close the engine and make a new "
+                "one"
             )
         moved = [key for key, number in self._groups.items() if found.get(key, number) != number]
         if moved:

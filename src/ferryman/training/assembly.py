@@ -81,14 +81,23 @@ class Assembly:
             self.server.wait_for_updates, lambda: [item.tensor for unit in self.all_units for item in unit.items]
         )
         self._patch = ModelPatch()
-        self._take_over(plan.units)
-        for block in blocks:
-            self._take_over_block(block)
-        self._patch.replace(model, self._outside_steps(model.forward))
-        self._patch.watch(model.modules(), self.reads)
-        if optimizer_view is not None:
-            optimizer_view.watch(self._show_states)
         self._when_dropped = caller.when_dropped(self._close_dropped)
+        try:
+            self._install(plan)
+        except BaseException as error:  # a module that refuses to be patched
+            ranks.fail(error)
+            self.close(together=ranks.alone)
+            raise
+
+    def _install(self, plan: Plan) -> None:
+        """Installs the parts in the user's model and optimizer."""
+        self._take_over(plan.units)
+        for block in self._blocks:
+            self._take_over_block(block)
+        self._patch.replace(self._model, self._outside_steps(self._model.forward))
+        self._patch.watch(self._model.modules(), self.reads)
+        if self._optimizer_view is not None:
+            self._optimizer_view.watch(self._show_states)
 
     @property
     def all_units(self) -> tuple[Unit, ...]:

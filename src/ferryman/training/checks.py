@@ -46,6 +46,16 @@ def _modules(model: nn.Module) -> None:
                 f"{where} was compiled (torch.compile), and a compiled module cannot be streamed layer by layer; pass "
                 "the engine the uncompiled model"
             )
+        if module._compiled_call_impl is not None:
+            raise ValueError(
+                f"{where} was compiled (module.compile()), and a compiled module cannot be streamed layer by layer; "
+                "pass the engine the uncompiled model"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{where} is a ScriptModule (torch.jit), whose weights the engine cannot move; pass the engine the "
+                "original module"
+            )
         if type(module).__module__.startswith("torch.ao.nn.quantized"):
             raise ValueError(f"{where} is quantised ({type(module).__name__}) and does not train; quantise afterwards")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:

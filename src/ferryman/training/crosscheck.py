@@ -223,7 +223,7 @@ class _Trial(Watcher):
         self._relay = relay
         self.ends: list[dict[Any, Snapshot]] = []  # known variables as each micro-batch left them
         self.losses: list[torch.Tensor] = []
-        self._gradients: dict[tuple[int, Item], list[torch.Tensor]] = {}  # the sum and the norm of each
+        self._gradients: dict[tuple[int, Item], list[list[float]]] = {}  # the sum and the norm of each
         self._left: dict[str, Any] = {}
         self.noisy: frozenset[str] = frozenset()  # variables that differ in every run, such as measured seconds
 
@@ -238,7 +238,7 @@ class _Trial(Watcher):
 
     def gradient(self, batch: MicroBatch, item: Item, gradient: torch.Tensor) -> None:
         sums = torch.stack([gradient.sum(dtype=torch.float32), torch.linalg.vector_norm(gradient, dtype=torch.float32)])
-        self._gradients.setdefault((batch.number, item), []).append(sums)
+        self._gradients.setdefault((batch.number, item), []).append(sums.tolist())
 
     def end(self, losses: dict[int, torch.Tensor], left: ThreadState | None) -> None:
         self.losses = [losses[number] for number in sorted(losses)]
@@ -282,8 +282,7 @@ class _Trial(Watcher):
         """For all calls of a micro-batch together: the sum of sums, and the root of the sum of squared norms."""
         found = {}
         for key, parts in self._gradients.items():
-            values = torch.stack(parts).tolist()
-            found[key] = sum(total for total, _ in values), math.sqrt(sum(norm * norm for _, norm in values))
+            found[key] = sum(total for total, _ in parts), math.sqrt(sum(norm * norm for _, norm in parts))
         return found
 
 

@@ -10,10 +10,11 @@ import torch
 from ferryman.distributed.agreement import exchange_status, is_nothing, status_of, weigh
 from ferryman.distributed.ranks import Ranks
 from ferryman.model.blocks import Blocks
-from ferryman.model.members import unchanged
+from ferryman.model.members import none_added, unchanged
 from ferryman.options import EngineOptions
 from ferryman.plan.batch import Part, parts_of
 from ferryman.plan.fit import Choice, Trial, advice
+from ferryman.runtime import host_memory
 from ferryman.runtime.interrupts import Interrupts
 from ferryman.training import checks
 from ferryman.training.assembly import Assembly
@@ -105,6 +106,7 @@ class Preparation:
         store.check_values()
         for unit in self._assembly.all_units:
             unchanged(unit, store.weights(unit), store.trained)
+        none_added(self._model, self._assembly.all_units)
         checks.can_step(self._model)
 
     def _check_first(self, parts: list[Part], choice: Choice, seed: int) -> None:
@@ -123,6 +125,7 @@ class Preparation:
             self._blocks.begin_step()  # `engine.skip` applies to the step that failed, not to the next one
             self._blocks.skipped = frozenset()
             raise
+        host_memory.trim()
 
 
 def _draw_seed(generator: torch.Generator | None = None) -> int:

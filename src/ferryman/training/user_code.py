@@ -36,6 +36,12 @@ def weighted_loss(
                 f"ferryman: the model and the batch are on {device} while the loss runs. The loss's own tensors, such "
                 "as its parameters, must be there too: move them with .to(engine.device) before training"
             )
+        if "CallNode is a view" in str(error):
+            error.add_note(
+                "ferryman: an output of a unit is edited in place, and this output is a view of another tensor. Use an "
+                "operation that returns a new tensor (x = x + y, nn.ReLU(inplace=False)), or let the unit return "
+                "x.clone()"
+            )
         raise
     check_loss(value)
     if value.dim():
