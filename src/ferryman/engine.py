@@ -395,6 +395,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                             works,
                             seed,
                             stash_on_host=choice.stash_on_host,
+                            staying=choice.staying,
                             for_update=for_update,
                             skipped=[unit for unit in self.units if self._blocks.are_skipped(unit.modules)],
                             between_visits=interrupts.check,

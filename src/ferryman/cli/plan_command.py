@@ -24,6 +24,7 @@ from ferryman.cli.optimizer import OPTIMIZERS
 from ferryman.cli.train_options import TrainOptions
 from ferryman.forecast.estimate import Estimate, Training, estimate
 from ferryman.model.unit_discovery import hint
+from ferryman.plan.fit import Choice
 from ferryman.plan.network import Cluster
 from ferryman.plan.plan import Plan
 from ferryman.plan.step_forecast import Forecast, LaneTimes
@@ -206,6 +207,7 @@ def _document(
             "samples": outlook.samples,
             "micro_batches": outlook.choice.micro_batches,
             "stash": "host" if outlook.choice.stash_on_host else "device",
+            "boundaries_that_stay": outlook.choice.staying,
         },
         "device": outlook.device,
         "host": outlook.host,
@@ -262,8 +264,7 @@ def _show(
     console.print(
         f"{len(plan.units)} units, {_way(plan, given)}; {_many(training.samples, 'sample')} of "
         f"{_many(training.length, 'token')}{_shared_out(training, machine.cluster, outlook)} in "
-        f"{_many(choice.micro_batches, 'micro-batch')}; stash on the "
-        f"{'host' if choice.stash_on_host else 'device'}; updates: {plan.staging.policy}, "
+        f"{_many(choice.micro_batches, 'micro-batch')}; stash on the {_place(choice)}; updates: {plan.staging.policy}, "
         f"{'deferred' if plan.staging.deferred else 'eager'}"
     )
     several, nodes = machine.cluster.size > 1, machine.cluster.nodes > 1
@@ -279,6 +280,14 @@ def _show(
     console.print(f"[dim]{_figures(given)}[/dim]")
     for assumption in assumptions(given, training, outlook):
         console.print(f"[dim]- {assumption}[/dim]")
+
+
+def _place(choice: Choice) -> str:
+    if not choice.stash_on_host:
+        return "device"
+    if choice.staying == choice.micro_batches:
+        return "host, boundaries on the device"
+    return f"host, boundaries of {choice.staying} on the device" if choice.staying else "host"
 
 
 def _shared_out(training: Training, cluster: Cluster, outlook: Estimate) -> str:

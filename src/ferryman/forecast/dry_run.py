@@ -265,7 +265,7 @@ class _Driver:
         self._forward_visits: int | None = None
         self._forward_operations = 0.0
         self._stretches: list[Stretch] = []
-        self._stash_bytes = 0
+        self._stash_bytes = self._boundary = 0
         # The current stretch: where it began, bytes that were alive then, and the storages that it was given.
         self._where, self._base, self._given = "the start", 0, dict[int, int]()
 
@@ -295,7 +295,7 @@ class _Driver:
     def result(self) -> DryRun:
         visits = self.step.visited
         return DryRun(
-            Trial(self._stretches, self._stash_bytes),
+            Trial(self._stretches, self._stash_bytes, self._boundary),
             visits,
             len(visits) if self._forward_visits is None else self._forward_visits,
             self._forward_operations,
@@ -334,6 +334,7 @@ class _Driver:
         self._meter.between = []
         self._where, self._base, self._given = unit.name, self._meter.live, _storages(needs)
         self._meter.peak = self._meter.live
+        self._boundary = max(self._boundary, sum(self._given.values()))
         if direction is Direction.FORWARD:
             self._stash_bytes = self._meter.live  # in the end, what the whole forward has left
 

@@ -135,6 +135,7 @@ def estimate(
             result.device["one call's activations"] = most
             if result.choice.stash_on_host:
                 result.host["stash"] = cluster.devices * stashed
+                result.device["boundaries that stay"] = result.choice.staying * found.trial.boundary
             else:
                 result.device["stash"] = stashed
         sweeps = _sweeps(plan, found, result.choice, device)
@@ -216,11 +217,12 @@ def _sweeps(plan: Plan, found: DryRun, choice: Choice, device: torch.device) -> 
         for visit in fetched_visits(found.visits, plan.weight_slots):
             fetched[visit >= found.forward_visits] += found.visits[visit].nbytes
     stashed = found.trial.stash if choice.stash_on_host and device.type != "cpu" else 0
-    # Each boundary activation leaves when its micro-batch parks and comes back when it resumes. In the backward, the
-    # gradient does so, and the activation of the forward comes back as well.
+    # Each boundary activation leaves once, and comes back in the backward. If it does not stay, it also comes back in
+    # the forward; and in the backward, the gradient leaves when its micro-batch parks and comes back when it resumes.
+    moving = stashed * (1 - choice.staying / choice.micro_batches)
     return (
-        Sweep(found.forward, fetched[0], brought=stashed, stowed=stashed),
-        Sweep(found.backward, fetched[1], brought=2 * stashed, stowed=stashed),
+        Sweep(found.forward, fetched[0], brought=moving, stowed=stashed),
+        Sweep(found.backward, fetched[1], brought=stashed + moving, stowed=moving),
     )
 
 

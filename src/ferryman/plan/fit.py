@@ -7,6 +7,12 @@ that fits. Two samples are tried even if twice the memory of one is too much, be
 gradient of an embedding, does not grow with samples. A trial that exceeds the available room is stopped, and
 micro-batches have one sample then. There is one trial for each shape of batch; a batch that is not longer in any
 dimension than an earlier one needs no trial.
+
+Note [Boundaries that stay]
+With the stash on the host, the inputs of the call that a parked micro-batch waits for (its *boundary*) would leave the
+device between any two visits: in a step, the stash would cross twice out and three times in. A boundary that stays
+needs only the one copy that the backward reads: once out, once in. So the rest of the room is for boundaries, of as
+many micro-batches as it has room for. Each takes the place of the largest inputs of any call.
 """
 
 from __future__ import annotations
@@ -40,6 +46,7 @@ class Trial(NamedTuple):
 
     stretches: Sequence[Stretch]
     stash: int  # bytes of a micro-batch's stash between its forward and its backward
+    boundary: int  # bytes of the largest inputs for which a micro-batch has waited
 
 
 class Choice(NamedTuple):
@@ -47,6 +54,7 @@ class Choice(NamedTuple):
 
     micro_batches: int
     stash_on_host: bool
+    staying: int = 0  # the micro-batches whose boundary stays on the device, if the stash is on the host
 
 
 class TooLargeError(Exception):
@@ -79,6 +87,9 @@ class Needs:
     def stash(self, samples: int) -> int:
         return _line(self.one.stash, self.two.stash, samples)
 
+    def boundary(self, samples: int) -> int:
+        return _line(self.one.boundary, self.two.boundary, samples)
+
 
 def _highest(stretches: Sequence[Stretch]) -> Stretch:
     return max(stretches, key=lambda stretch: stretch.peak)
@@ -108,8 +119,8 @@ class Fit:
         needs = self._needs_of(batch, room)
         if count is not None:
             per_part = -(-size // count)
-            on_host = self._place(needs, per_part, count, room)
-            if on_host is None:
+            choice = self._place(needs, per_part, count, room)
+            if choice is None:
                 best, most = self._largest(needs, size, room), needs.most(per_part)
                 raise TooLargeError(
                     Need(_padded(most.peak), most.where),
@@ -117,7 +128,7 @@ class Fit:
                     f"{show_bytes(fixed + _padded(most.peak))} where memory={show_bytes(self.budget)}; use "
                     f"micro_batches={best.micro_batches}, or leave it out to let the engine choose",
                 )
-            return Choice(count, on_host)
+            return choice
         return self._largest(needs, size, room)
 
     def place(self, part: Any, count: int, fixed: int) -> Choice:
@@ -127,7 +138,7 @@ class Fit:
         smallest, need = self._refused.get(kinds, (sys.maxsize, None))
         if nbytes < smallest:
             try:
-                return Choice(count, self._place_measured(part, nbytes, kinds, count, room))
+                return self._place_measured(part, nbytes, kinds, count, room)
             except TooLargeError as error:
                 need = error.need
                 self._refused[kinds] = nbytes, need
@@ -139,23 +150,23 @@ class Fit:
             "pass smaller micro-batches (in a list, or from split=), or a larger budget",
         )
 
-    def _place_measured(self, part: Any, nbytes: int, kinds: Any, count: int, room: int) -> bool:
+    def _place_measured(self, part: Any, nbytes: int, kinds: Any, count: int, room: int) -> Choice:
         largest, trial = self._measured.get(kinds, (-1, None))
         if trial is None or nbytes > largest:
             trial = self._measure([part] * TRIAL_MICRO_BATCHES, room)
             self._measured[kinds] = nbytes, trial
-        on_host = self._place(Needs(trial, trial), 1, count, room)
-        if on_host is None:
+        choice = self._place(Needs(trial, trial), 1, count, room)
+        if choice is None:
             raise TooLargeError(self._need_of_one(trial, count))
-        return on_host
+        return choice
 
     def _largest(self, needs: Needs, size: int, room: int) -> Choice:
         """The largest micro-batches that fit, in the smallest number that makes micro-batches of that size."""
         count = 1
         while True:
             samples = -(-size // count)
-            if (on_host := self._place(needs, samples, count, room)) is not None:
-                return Choice(count, on_host)
+            if (choice := self._place(needs, samples, count, room)) is not None:
+                return choice
             if samples == 1:
                 break
             count = -(-size // (samples - 1))  # the next that makes them smaller
@@ -173,13 +184,15 @@ class Fit:
         stashed = size * one.stash if self._stash == "device" else 0
         return Need(_padded(most.peak + stashed), most.where)
 
-    def _place(self, needs: Needs, samples: int, count: int, room: int) -> bool | None:
-        """Whether the stash is on the host; None if it does not fit either way."""
+    def _place(self, needs: Needs, samples: int, count: int, room: int) -> Choice | None:
+        """The place of the stash for `count` micro-batches; None if it does not fit either way."""
         peak = needs.peak(samples)
         self.last = _padded(peak)
         if self._stash != "host" and _padded(peak + count * needs.stash(samples)) <= room:
-            return False
-        return True if self._stash != "device" and _padded(peak) <= room else None
+            return Choice(count, stash_on_host=False)
+        if self._stash == "device" or _padded(peak) > room:
+            return None
+        return Choice(count, True, staying(count, peak, needs.boundary(samples), room))
 
     def _needs_of(self, batch: Any, room: int) -> Needs:
         shape = shape_of(batch)
@@ -191,10 +204,19 @@ class Fit:
             two = self._measure([take(batch, 2)] * TRIAL_MICRO_BATCHES, room)
         except TooLargeError:
             # More than the room, and at most twice what one sample needs.
-            two = Trial([Stretch(where, max(2 * peak, room + 1)) for where, peak in one.stretches], 2 * one.stash)
+            two = Trial(
+                [Stretch(where, max(2 * peak, room + 1)) for where, peak in one.stretches],
+                2 * one.stash,
+                2 * one.boundary,
+            )
             gc.collect()  # the exception's traceback keeps the trial's tensors on the device
         self._known[shape] = Needs(one, two)
         return self._known[shape]
+
+
+def staying(count: int, peak: int, boundary: int, room: int) -> int:
+    """How many of `count` micro-batches can leave their boundary on the device, beside a `peak` without any."""
+    return max((some for some in range(count + 1) if _padded(peak + some * boundary) <= room), default=0)
 
 
 def _padded(nbytes: int) -> int:

@@ -90,6 +90,7 @@ class Relay(CallHost):
         seed: int,
         *,
         stash_on_host: bool,
+        staying: int,
         for_update: bool,
         skipped: Collection[Unit] = (),
         between_visits: Callable[[], None] = lambda: None,
@@ -98,12 +99,13 @@ class Relay(CallHost):
         """Makes a step; `run` runs it. Each of `works` runs one micro-batch's forward and returns its loss.
 
         `for_update`: the server updates weights with the gradients; otherwise the gradients are left for the user.
-        `skipped`: units that will not be called in this step. `between_visits` may raise an exception to end the step.
+        `staying`: see `stash_for`. `skipped`: units that will not be called in this step. `between_visits` may raise
+        an exception to end the step.
         """
         return StepState(
             works,
             seed,
-            self.stash_for(on_host=stash_on_host),
+            self.stash_for(on_host=stash_on_host, staying=staying),
             self.expectation(skipped),
             for_update=for_update,
             guard=guard,
@@ -145,9 +147,15 @@ class Relay(CallHost):
             total.record_stream(torch.accelerator.current_stream(self.device))  # where the caller will use it
         return total
 
-    def stash_for(self, *, on_host: bool) -> Stash:
-        """The stash for a step. If the device is the CPU, there is only one: its memory has no budget."""
-        return self._host_stash if on_host and self._host_stash is not None else self._device_stash
+    def stash_for(self, *, on_host: bool, staying: int = 0) -> Stash:
+        """The stash for a step. If the device is the CPU, there is only one: its memory has no budget.
+
+        `staying`: the number of micro-batches whose boundary stays on the device, even if the stash is on the host.
+        """
+        if not on_host or self._host_stash is None:
+            return self._device_stash
+        self._host_stash.staying = staying
+        return self._host_stash
 
     def expectation(self, skipped: Collection[Unit] = ()) -> Expectation:
         return Expectation(self.order, skipped)

@@ -181,6 +181,11 @@ class MicroBatch:
         """Whether the micro-batch is parked and waits for this unit."""
         return self.request is not None and self.request.unit is unit
 
+    @property
+    def needs(self) -> Sequence[torch.Tensor]:
+        """Tensors that the requested computation uses."""
+        return () if self.request is None else self.request.needs
+
     def park(
         self,
         unit: Unit,

@@ -12,6 +12,7 @@ from ferryman.plan.plan import Need
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.observer import Observer, Roots
+from ferryman.relay.stash import bytes_of_storages
 from ferryman.relay.trial import run_trial
 from ferryman.training.discovery import Discovery
 
@@ -38,7 +39,7 @@ def measure(
         if relay.order == known:
             break
         known = relay.order
-    return Trial(memory.stretches, relay.host_stash.peak // len(works))
+    return Trial(memory.stretches, relay.host_stash.peak // len(works), memory.boundary)
 
 
 class _Discovery(Discovery):
@@ -62,6 +63,7 @@ class _Memory(Observer):
     def __init__(self, device: torch.device, room: int, roots: Roots) -> None:
         super().__init__(roots)
         self.stretches: list[Stretch] = []
+        self.boundary = 0  # bytes
         self._device = device
         torch.accelerator.synchronize(device)  # memory of pending copies does not count
         self._floor = torch.accelerator.memory_allocated(device)
@@ -77,3 +79,5 @@ class _Memory(Observer):
         if peak > self._ceiling:
             raise TooLargeError(Need(peak - self._floor, self._where, is_all=False))
         self.stretches.append(Stretch(self._where, peak - self._floor))
+        if batch.request is not None:
+            self.boundary = max(self.boundary, bytes_of_storages(batch.request.needs, self._device))
