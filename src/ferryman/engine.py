@@ -371,7 +371,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     @contextlib.contextmanager
     def _own_reads(self) -> Iterator[None]:
         """Context in which reads of weights do not wait for updates; on exit, the user's reads wait for them again."""
-        self._parts.reads.end()
+        self._parts.end_reads()
         try:
             yield
         finally:
@@ -469,9 +469,15 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _finish(self, optimizer_view: OptimizerView) -> None:
         """Starts the update with the gradients of this step, which have arrived or are on their way to the server."""
         with Interrupts():
+            server, left = self._parts.server, self._parts.relay.gradients.on_host
+            all_submitted = server.is_eager and not left  # the updates of the step
             try:
+                if all_submitted:
+                    self._parts.fetch_ahead()
                 # Units are updated in the order in which the next step fetches them.
-                self._parts.server.finish(self._parts.plan.in_forward_order, self._parts.relay.gradients.on_host)
+                server.finish(self._parts.plan.in_forward_order, left)
+                if not all_submitted:
+                    self._parts.fetch_ahead()
             except BaseException as error:
                 if not (isinstance(error, NonFiniteError) and error.agreed):
                     self._ranks.fail(error)

@@ -94,6 +94,7 @@ class Reads:
         # Several threads of the user may read. Reentrant: a garbage collection may close the engine anywhere.
         self._lock = threading.RLock()
         self._begun = 0  # the number of calls of `begin`
+        self.were_used = False  # since `begin`, somebody may have read or edited values
         self._refused: dict[int, str] = {}  # in a step: names of parameters that must not be used, by identity
         self._watched: list[torch.Tensor] = []
         self._aliases: list[TensorWeakRef] = []
@@ -102,11 +103,12 @@ class Reads:
         self._own = {watching: kind for kind, watching in self._watching.items()}
         _open.add(self)
 
-    def begin(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Begins to watch these parameters, whose updates may be pending."""
+    def begin(self, parameters: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> None:
+        """Begins to watch these parameters, whose updates may be pending, and `others`, which have no updates."""
         with self._lock:
             self._begun += 1
-            self._watch((*parameters, *self._living_aliases()))
+            self._watch((*parameters, *others, *self._living_aliases()))
+            self.were_used = any(type(tensor) not in self._own for tensor in others)  # it cannot be known
             unknown = any(type(tensor) not in self._own for tensor in parameters)
         if unknown:
             self.wait()  # a parameter of a class of the user's own cannot be watched
@@ -141,6 +143,7 @@ class Reads:
         """Blocks until all updates are done."""
         self._origin.check()
         begun = self._begun
+        self.were_used = True
         try:
             self._wait_for_updates()
         finally:

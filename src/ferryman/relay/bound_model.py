@@ -104,6 +104,13 @@ class BoundModel:
             self.resident_tensors = {}  # their hooks refer to the relay
             self._weights.leave(slot, end)
 
+    def fetch_ahead(self) -> list[Unit]:
+        """Between steps: see `WeightSlots.fetch_ahead`."""
+        return self._weights.fetch_ahead([self.residents], latest_first=False)
+
+    def distrust_ahead(self) -> None:
+        self._weights.distrust_ahead()
+
     def all_tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that residents have on the device."""
         yield from self._weights.all_tensors()
@@ -138,7 +145,7 @@ class BoundModel:
 
     def recover(self) -> None:
         """After a failure: the tensors on the device are out of date."""
-        self._weights.forget()
+        self._weights.forget(everything=True)
 
     def close(self) -> None:
         """Frees the device's memory."""

@@ -165,6 +165,22 @@ class Relay(CallHost):
         assert self._host_stash is not None, "the CPU as a device has no stash on the host"
         return self._host_stash
 
+    def fetch_ahead(self, *, eager: bool) -> list[Unit]:
+        """Between steps: fetches the first units of the next step. Returns them, including the residents.
+
+        All updates have been submitted: if `eager`, in the order of the backward, otherwise in that of the forward.
+        Units that are updated last are fetched last, so that no fetch waits behind one that has to wait for longer.
+        """
+        if not eager:
+            return [*self._model.fetch_ahead(), *self.weights.fetch_ahead(self.order, latest_first=False)]
+        # More than two would delay the unit that the next step needs first.
+        return [*self.weights.fetch_ahead(self.order, latest_first=True, most=2), *self._model.fetch_ahead()]
+
+    def distrust_ahead(self) -> None:
+        """Between steps: drops what was fetched ahead, since the host's weights may have changed."""
+        self.weights.distrust_ahead()
+        self._model.distrust_ahead()
+
     def recover(self) -> None:
         """Resets the slots after a failure, when all lanes are idle: marks of failed work are dropped."""
         self.weights.forget(everything=True)

@@ -1,6 +1,13 @@
 """Slots for weights: device memory that units are fetched into. All of it is allocated once.
 
 A pure function of the slots' contents and the upcoming visits decides which unit is fetched into which slot.
+
+Note [Fetches ahead of a step]
+When all updates of a step have been submitted, the first units of the next step are fetched, each after its own update.
+So these fetches overlap with the updates of other units, and the next step does not begin with an idle device. They
+count only if nobody can have changed the host's weights since: every use of their values between steps is noticed
+(`model/reads.py`), edits of tensors are counted by their versions, and loading, new blocks, evaluations and failures
+drop what was fetched.
 """
 
 from __future__ import annotations
@@ -82,14 +89,20 @@ class WeightSlot:
     unit: Unit | None = None  # the unit whose weights are in the slot, or are being fetched
     fetched: Mark | None = None  # the end of the fetch
     released: Mark | None = None  # the end of the last visit that used the slot
+    ahead: list[int] | None = None  # if fetched ahead of a step: the versions of the host's tensors at that time
     tensors: dict[Unit, list[tuple[Item, torch.Tensor]]] = field(default_factory=dict)  # views of `memory`, made once
 
     def fill(self, unit: Unit, fetched: Mark) -> None:
-        self.unit, self.fetched = unit, fetched
+        self.unit, self.fetched, self.ahead = unit, fetched, None
 
     def ready(self) -> list[Mark]:
         """The marks after which the unit's weights can be used."""
         return [] if self.fetched is None else [self.fetched]
+
+
+def versions_of(unit: Unit) -> list[int]:
+    """Versions of the host's tensors. They count the user's edits, but not the server's updates."""
+    return [item.tensor._version for item in unit.items]
 
 
 class UnitOnDevice(NamedTuple):
@@ -121,21 +134,41 @@ class WeightSlots:
             self._slots = [self._make_slot(largest) for _ in range(count)]
         for slot in self._slots:
             slot.tensors = {unit: tensors for unit, tensors in slot.tensors.items() if unit in units}
-        self.forget()
+        self.forget(everything=True)
 
     def enter(self, unit: Unit, upcoming: Sequence[Unit]) -> UnitOnDevice:
         """Starts to fetch the unit, if it is in no slot, and those of the `upcoming` units for which there is room."""
         while (needed := self._next_fetch(unit, upcoming)) is not None:
-            coming, slot = needed
-            source, target = self._server.weights(coming), slot.memory[: coming.nbytes]
-            after = [*([] if slot.released is None else [slot.released]), *self._server.weights_ready(coming)]
-            mark = self._h2d.copy([(target, source)], after=after, label=f"fetch {coming.name}")
-            self._server.record_fetch(coming, mark, coming.nbytes)
-            slot.fill(coming, mark)
-            self.fetches += 1
+            self._fetch(*needed)
         slot = self._slot_of(unit)
+        slot.ahead = None  # from now on, an update may follow
         ready = self._server.weights_ready(unit) if self._in_place else slot.ready()
         return UnitOnDevice(slot, self._tensors(unit, slot), ready)
+
+    def fetch_ahead(self, order: Sequence[Unit], *, latest_first: bool, most: int | None = None) -> list[Unit]:
+        """Between steps: fetches the first units of `order`, at most `most`, into the slots. Returns them.
+
+        All updates of these units have been submitted. `latest_first`: the last of them is updated first, and so it is
+        fetched first. See Note [Fetches ahead of a step].
+        """
+        if self._in_place:
+            return []
+        self.forget(everything=True)
+        loaded: list[Unit | None] = [None] * len(self._slots)
+        found: list[tuple[Unit, WeightSlot]] = []
+        while len(found) != most and (chosen := choose_fetch(loaded, (), order[:_LOOK_AHEAD])) is not None:
+            loaded[chosen[1]] = chosen[0]
+            found.append((chosen[0], self._slots[chosen[1]]))
+        for unit, slot in reversed(found) if latest_first else found:
+            self._fetch(unit, slot)
+            slot.ahead = versions_of(unit)
+        return [unit for unit, _ in found]
+
+    def distrust_ahead(self) -> None:
+        """Drops units that were fetched ahead: somebody may have changed the host's weights since."""
+        for slot in self._slots:
+            if slot.ahead is not None:
+                slot.unit = slot.ahead = None
 
     def leave(self, slot: WeightSlot, end: Mark) -> None:
         """Records the end of the visit that used the slot."""
@@ -144,10 +177,11 @@ class WeightSlots:
     def forget(self, *, everything: bool = False) -> None:
         """Marks the slots as out of date, because the host's weights may have changed.
 
-        `everything` matters only for weights that stay on the device: include those with no known change.
+        `everything`: also those with no known change, which stay on the device or were fetched ahead of a step.
         """
         for slot in self._slots:
-            slot.unit = None
+            if everything or slot.unit is None or slot.ahead != versions_of(slot.unit):
+                slot.unit = slot.ahead = None
 
     def all_tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that units have had in the slots so far."""
@@ -179,6 +213,14 @@ class WeightSlots:
     def close(self) -> None:
         """Frees the device's memory."""
         self._slots = []
+
+    def _fetch(self, unit: Unit, slot: WeightSlot) -> None:
+        source, target = self._server.weights(unit), slot.memory[: unit.nbytes]
+        after = [*([] if slot.released is None else [slot.released]), *self._server.weights_ready(unit)]
+        mark = self._h2d.copy([(target, source)], after=after, label=f"fetch {unit.name}")
+        self._server.record_fetch(unit, mark, unit.nbytes)
+        slot.fill(unit, mark)
+        self.fetches += 1
 
     def _make_slot(self, nbytes: int) -> WeightSlot:
         return WeightSlot(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
