@@ -88,7 +88,7 @@ def dry_run(model: nn.Module, units: Sequence[Unit], residents: Unit, loss: Loss
         driver = _Driver(units, turns)
         try:
             with caches_off(model), _patched(driver, units), _bound((*units, residents)):
-                driver.run(lambda: weighted_loss(loss, model, batch, 1.0, _META, lambda *_: None))
+                driver.run(lambda: weighted_loss(loss, model, batch, 1.0, _META, lambda part: part, lambda *_: None))
         except Exception as error:
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DryRunError(f"{type(error).__name__}: {first_line}") from error

@@ -26,6 +26,7 @@ from ferryman.plan.plan import Plan
 from ferryman.relay.call import Call, Forward, refuse_caches
 from ferryman.relay.call_host import CallHost
 from ferryman.relay.evaluation import Evaluation, refuse_other_devices
+from ferryman.relay.inputs import Inputs
 from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
 from ferryman.relay.parameter_server import ParameterServer
 from ferryman.relay.stash import DeviceStash, HostStash, Stash
@@ -40,6 +41,7 @@ class Relay(CallHost):
 
     def __init__(self, plan: Plan, device: torch.device, server: ParameterServer, streams: Streams) -> None:
         super().__init__(plan, device, server, streams)
+        self.inputs = Inputs(device, streams.compute)
         self.evaluation = Evaluation(self._model, self.weights, streams)
         self._device_stash = DeviceStash()
         self._host_stash: HostStash | None = None
@@ -191,6 +193,7 @@ class Relay(CallHost):
         """Frees the device's memory."""
         if self._host_stash is not None:
             self._host_stash.close()
+        self.inputs.close()
         self.weights.close()
         self.gradients.close()
         self._model.close()

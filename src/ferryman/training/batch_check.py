@@ -155,7 +155,9 @@ class BatchCheck:
                 return loss
 
             relay = assembly.relay
-            work = functools.partial(weighted_loss, seen, self._model, content, 1.0, self._device, relay.adopt)
+            work = functools.partial(
+                weighted_loss, seen, self._model, content, 1.0, self._device, relay.inputs.bring, relay.adopt
+            )
             assembly.try_out([work], room, roots)
             return values[-1]
 

@@ -90,8 +90,8 @@ class Preparation:
         return [self._work(part.content, part.weight * scale) for part in parts]
 
     def _work(self, content: Any, weight: float) -> Callable[[], torch.Tensor]:
-        adopt = self._assembly.relay.adopt
-        return lambda: weighted_loss(self._options.loss, self._model, content, weight, self._device, adopt)
+        relay, loss = self._assembly.relay, self._options.loss
+        return lambda: weighted_loss(loss, self._model, content, weight, self._device, relay.inputs.bring, relay.adopt)
 
     def _try_out(self, contents: list[Any], room: int) -> Trial:
         works = [self._work(content, 1 / len(contents)) for content in contents]
