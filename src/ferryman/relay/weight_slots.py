@@ -8,6 +8,12 @@ So these fetches overlap with the updates of other units, and the next step does
 count only if nobody can have changed the host's weights since: every use of their values between steps is noticed
 (`model/reads.py`), edits of tensors are counted by their versions, and loading, new blocks, evaluations and failures
 drop what was fetched.
+
+Note [Pieces]
+A device serves copies of one direction one after the other, in the order in which they become ready. A small copy that
+compute waits for (a stash, an input, a resident) would wait behind all of a unit that is being fetched. So a fetch is
+cut into pieces that take about 2 ms on the link, at the rate of the last fetch. Only the first piece that has not ended
+is ready, because the others follow it on their stream. So another copy waits for at most one piece.
 """
 
 from __future__ import annotations
@@ -23,13 +29,16 @@ from ferryman.model.spans import Span
 from ferryman.model.units import Item, Unit
 from ferryman.relay.parameter_server import ParameterServer
 from ferryman.runtime.lanes import Lane
-from ferryman.runtime.marks import Mark
+from ferryman.runtime.marks import Mark, busy_seconds
 
 T = TypeVar("T")
 
 Collect = Callable[[Unit, Item, torch.Tensor], None]  # receives each gradient of a unit's parameters
 
 _LOOK_AHEAD = 64  # visits
+_PIECE_SECONDS = 2e-3
+_SMALLEST_PIECE = 1 << 14  # bytes; less takes longer to launch than to copy
+_FIRST_RATE = 4e9  # bytes per second, until a fetch was measured: less than most links have
 
 
 def next_use(unit: T | None, upcoming: Sequence[T]) -> int:
@@ -81,6 +90,29 @@ def count_fetches(order: Sequence[T], slots: int) -> int:
     return len(fetched_visits(order, slots))
 
 
+def piece_bytes(rate: float) -> int:
+    """The size of the pieces of a fetch, over a link of `rate` bytes per second. See Note [Pieces]."""
+    return max(_SMALLEST_PIECE, int(rate * _PIECE_SECONDS) // _SMALLEST_PIECE * _SMALLEST_PIECE)
+
+
+class LinkRate:
+    """The rate of the last fetch whose end is known."""
+
+    def __init__(self) -> None:
+        self.rate = _FIRST_RATE  # bytes per second
+        self._measured: tuple[Mark, int] | None = None  # a fetch that may not have ended yet, and its bytes
+
+    def observe(self, fetch: Mark, nbytes: int) -> None:
+        """Measures the last fetch, if it has ended, and then this one, which was just submitted."""
+        if self._measured is not None:
+            last, last_bytes = self._measured
+            if not last.passed():
+                return
+            if not last.failed() and (seconds := busy_seconds([last])) > 0 and last_bytes:
+                self.rate = last_bytes / seconds
+        self._measured = fetch, nbytes
+
+
 @dataclass(eq=False)
 class WeightSlot:
     """Device memory for the weights of one unit at a time."""
@@ -123,6 +155,7 @@ class WeightSlots:
         self._in_place = device.type == "cpu"
         self._server = server
         self._h2d = h2d
+        self._link = LinkRate()
         # In place, one slot without memory of its own has the tensors of all units.
         self._slots: Sequence[WeightSlot] = [self._make_slot(0) for _ in range(1 if self._in_place else count)]
 
@@ -217,7 +250,10 @@ class WeightSlots:
     def _fetch(self, unit: Unit, slot: WeightSlot) -> None:
         source, target = self._server.weights(unit), slot.memory[: unit.nbytes]
         after = [*([] if slot.released is None else [slot.released]), *self._server.weights_ready(unit)]
-        mark = self._h2d.copy([(target, source)], after=after, label=f"fetch {unit.name}")
+        size = piece_bytes(self._link.rate)
+        pieces = list(zip(target.split(size), source.split(size), strict=True))
+        mark = self._h2d.copy(pieces, after=after, label=f"fetch {unit.name}")
+        self._link.observe(mark, unit.nbytes)
         self._server.record_fetch(unit, mark, unit.nbytes)
         slot.fill(unit, mark)
         self.fetches += 1
