@@ -10,7 +10,6 @@ import torch
 
 from ferryman.distributed.ranks import RankError
 from ferryman.forecast.estimate import Machine, Training, estimate
-from ferryman.model.units import trained_elements, weight_itemsize
 from ferryman.plan.network import Cluster
 from ferryman.plan.rates import Rates
 from support import rank_jobs
@@ -267,7 +266,7 @@ def test_what_ranks_take_and_move_is_what_was_planned(cluster, options, request,
         )
         assert forward["link in"] + backward["link in"] == pytest.approx(link_in, rel=0.1)
         assert forward["link out"] + backward["link out"] == pytest.approx(link_out, rel=0.1)
-    weights = [trained_elements(unit) * weight_itemsize(unit) for unit in outlook.plan.in_forward_order]
+    weights = [unit.trained_elements * unit.weight_itemsize for unit in outlook.plan.in_forward_order]
     gone_round = 0 if outlook.plan.staging.deferred else weights[0] if cluster.nodes == 1 else sum(weights)
     crossed = backward["exchange"] if cluster.nodes == 1 else 2 * backward["network"]
     assert crossed - gone_round == pytest.approx(found[0][3]["exchange"], rel=0.05)

@@ -6,7 +6,7 @@ import math
 
 from ferryman.cli.machine import MachineDescription
 from ferryman.forecast.estimate import Estimate, Training
-from ferryman.model.units import landing_dtype, trained_elements
+from ferryman.model.units import landing_dtype
 from ferryman.runtime.sizes import show_rate
 
 
@@ -81,7 +81,7 @@ def advice(outlook: Estimate, training: Training, given: MachineDescription) -> 
             "Updates on the host bound a sweep: more host cores, more memory bandwidth or fewer trained parameters."
         )
     if bounds & {"exchange", "network"}:
-        wide = any(landing_dtype(unit).itemsize > 2 for unit in outlook.plan.units if trained_elements(unit))
+        wide = any(landing_dtype(unit).itemsize > 2 for unit in outlook.plan.units if unit.trained_elements)
         said.append(
             "The exchange of gradients between ranks bounds a sweep. Gradients cross once per step, however many "
             f"samples it has{'; in bf16 they take half as many bytes' if wide else ''}."

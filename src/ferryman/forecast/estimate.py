@@ -19,7 +19,7 @@ from ferryman.distributed.ranks import Share
 from ferryman.forecast.dry_run import DryRun, DryRunError, dry_run
 from ferryman.model.loss import model_loss
 from ferryman.model.precision import dtype_of
-from ferryman.model.units import Unit, landing_dtype, trained_elements, weight_itemsize
+from ferryman.model.units import Unit, landing_dtype
 from ferryman.options import PlainOptions
 from ferryman.plan.batch import parts_of, portion, take
 from ferryman.plan.fit import Choice, Trial
@@ -227,13 +227,13 @@ def _sweeps(plan: Plan, found: DryRun, choice: Choice, device: torch.device) -> 
 def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, share: Share, cluster: Cluster) -> Update:
     staging = plan.staging
     parameters = sum(part_elements(unit, optimizer_view, share) for unit in units)
-    weights = {unit: trained_elements(unit) * weight_itemsize(unit) for unit in units}
+    weights = {unit: unit.trained_elements * unit.weight_itemsize for unit in units}
     traffic, gradient = staging.traffic(units, held=plan.held)
     on_device = staging.has_gradient_berths(units, held=plan.held)
     if staging.deferred:
         waiting = 0 if on_device else gradient
         traffic = Traffic(0, traffic.host_in, traffic.device_in + waiting, traffic.device_out)
-    width = max((weight_itemsize(unit) for unit in units), default=0)
+    width = max((unit.weight_itemsize for unit in units), default=0)
     return Update(
         policy=staging.policy,
         parameters=parameters,
@@ -244,10 +244,10 @@ def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, sh
         resident=Traffic(traffic.host_out, traffic.host_in, 0, width),
         landing=gradient,
         waits_on_device=on_device,
-        others=sum(trained_elements(unit) for unit in units) - parameters,
+        others=sum(unit.trained_elements for unit in units) - parameters,
         exchange=exchange_times(
             cluster,
-            gradients=sum(trained_elements(unit) * landing_dtype(unit).itemsize for unit in units),
+            gradients=sum(unit.trained_elements * landing_dtype(unit).itemsize for unit in units),
             weights=sum(nbytes for unit, nbytes in weights.items() if unit.modules),
             residents=sum(nbytes for unit, nbytes in weights.items() if not unit.modules),
         ),

@@ -105,8 +105,8 @@ class Unit:
 
     @functools.cached_property
     def trained_elements(self) -> int:
-        """The length of flat memories of gradients and of optimizer state."""
-        return sum(-(-item.tensor.numel() // GRAIN) * GRAIN for item in self.trained)
+        """The length, in elements, of flat memories of gradients and of optimizer state."""
+        return sum(_padded(item.tensor.numel()) for item in self.trained)
 
     @functools.cached_property
     def weight_itemsize(self) -> int:
@@ -128,22 +128,17 @@ def trained_offsets(unit: Unit) -> dict[Item, int]:
     offsets, end = {}, 0
     for item in unit.trained:
         offsets[item] = end
-        end += -(-item.tensor.numel() // GRAIN) * GRAIN
+        end += _padded(item.tensor.numel())
     return offsets
 
 
-def trained_elements(unit: Unit) -> int:
-    """The length, in elements, of flat memories of gradients and of optimizer state."""
-    return unit.trained_elements
-
-
 def gradient_bytes(unit: Unit) -> int:
-    return trained_elements(unit) * GRADIENT.itemsize
+    return unit.trained_elements * GRADIENT.itemsize
 
 
 def gradient_views(unit: Unit, flat: torch.Tensor, dtype: torch.dtype = GRADIENT) -> dict[Item, torch.Tensor]:
     """Each trained tensor's part of a flat memory for the unit's gradients."""
-    elements = flat[: trained_elements(unit) * dtype.itemsize].view(dtype)
+    elements = flat[: unit.trained_elements * dtype.itemsize].view(dtype)
     return {
         item: elements[start : start + item.tensor.numel()].view(item.tensor.shape)
         for item, start in trained_offsets(unit).items()
@@ -157,7 +152,7 @@ def landing_dtype(unit: Unit) -> torch.dtype:
 
 def landing_bytes(unit: Unit) -> int:
     """Bytes of the unit's gradients in the dtype in which they cross."""
-    return trained_elements(unit) * landing_dtype(unit).itemsize
+    return unit.trained_elements * landing_dtype(unit).itemsize
 
 
 def narrow_bytes(unit: Unit) -> int:
@@ -168,14 +163,6 @@ def narrow_bytes(unit: Unit) -> int:
 def master_dtype(weights: torch.dtype) -> torch.dtype | None:
     """The dtype of what is stored beside weights: the low 16 bits of float32, float32 itself, or nothing."""
     return {torch.float32: None, torch.bfloat16: torch.int16, torch.float16: torch.float32}[weights]
-
-
-def weight_itemsize(unit: Unit) -> int:
-    return unit.weight_itemsize
-
-
-def master_itemsize(unit: Unit) -> int:
-    return unit.master_itemsize
 
 
 class Subgroup(NamedTuple):
@@ -192,7 +179,7 @@ class Subgroup(NamedTuple):
 
 def cut_into_subgroups(unit: Unit, size: int, low: int = 0, high: int | None = None) -> list[Subgroup]:
     """Subgroups of the elements from `low` to `high`, of at most `size` elements each, a multiple of GRAIN."""
-    stop = trained_elements(unit) if high is None else high
+    stop = unit.trained_elements if high is None else high
     return [Subgroup(unit, start, min(start + size, stop)) for start in range(low, stop, size)]
 
 
@@ -201,6 +188,10 @@ def overlap(item: Item, begin: int, start: int, count: int) -> tuple[slice, slic
     that memory from `start` on: as slices of the tensor and of that range. None if there are none."""
     low, high = max(start, begin), min(start + count, begin + item.tensor.numel())
     return (slice(low - begin, high - begin), slice(low - start, high - start)) if low < high else None
+
+
+def _padded(elements: int) -> int:
+    return -(-elements // GRAIN) * GRAIN
 
 
 def aligned(nbytes: int) -> int:
