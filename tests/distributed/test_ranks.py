@@ -112,7 +112,7 @@ def test_ranks_that_disagree_are_told_by_name(about, two):
 def test_rates_that_differ_are_refused(two):
     two.start(rank_jobs.other_rates)
     for answer in two.answers():
-        assert "the optimizer's group 0: lr=0.001 on rank 0, lr=0.002 on rank 1, and" in str(answer)
+        assert "the optimizer's group 0 differs between ranks: lr=0.001 on rank 0, lr=0.002 on rank 1" in str(answer)
 
 
 @pytest.mark.parametrize("rows", [4, 1])
@@ -139,8 +139,8 @@ def test_totals(two):
     two.start(rank_jobs.totals, [(1, "two")])
     refused, wrong = two.answers()
     assert isinstance(wrong, ValueError)
-    assert "engine.total: an int, a float or a tensor with one element is needed, this is 'two'" in str(wrong)
-    assert "rank 1 has failed in adding up a total: ValueError" in str(refused)
+    assert "engine.total takes an int, a float or a tensor with one element; this is 'two'" in str(wrong)
+    assert "rank 1 failed while adding up a total: ValueError" in str(refused)
 
 
 def test_a_batch_without_rows_is_none(two):

@@ -52,6 +52,8 @@ def find(directory: Path) -> Path:
 class Checkpoint:
     """A checkpoint on the disk. The constructor checks that it fits the engine, before anything is changed."""
 
+    replaces = ("weights", "the optimizer's state")
+
     def __init__(self, path: Path, contents: Contents, objects: Objects) -> None:
         self.path = path
         self.manifest = read_manifest(path)

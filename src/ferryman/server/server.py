@@ -293,10 +293,6 @@ class Server:
     # What others read.
 
     @property
-    def is_eager(self) -> bool:
-        return self.has_optimizer and self._strategy.is_eager
-
-    @property
     def steps(self) -> int:
         """The number of finished steps."""
         return self._log.steps
