@@ -1,6 +1,6 @@
 """Units: parameters that travel together, and their layout in flat memory.
 
-A unit is one or more modules and all tensors in them. Its modules' forwards are where the relay takes over.
+A unit is one or more modules and all tensors in them. The relay intercepts the forwards of these modules.
 `unit_discovery.py` decides which modules become units.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 
 GRADIENT = torch.float32  # the dtype in which gradients of micro-batches accumulate
 
-GRAIN = 16  # elements: alignment of tensors in flat memories of gradients and optimizer state; the widest register
+GRAIN = 16  # elements: alignment of tensors in flat memories of gradients and optimizer state; one AVX-512 register
 
 ALIGNMENT = 256  # bytes: alignment of tensors in a unit's flat memory; enough for any vector load
 
@@ -57,7 +57,7 @@ class Item:
     tensor: torch.Tensor
     places: tuple[Place, ...]  # several, if modules share it
     offset: int  # of its bytes in the unit's flat memory
-    dtype: torch.dtype  # the dtype in transfers; the tensor's own, once the server owns its memory
+    dtype: torch.dtype  # the dtype in transfers; also the tensor's own dtype once the server owns its memory
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class Unit:
     def name(self) -> str:
         return self.names[0] if self.names else "residents"
 
-    # Cached: plans read these thousands of times, and the engine refuses tensors that are frozen later.
+    # Cached: planning reads these thousands of times. They cannot change: the engine refuses later freezing.
 
     @functools.cached_property
     def trained(self) -> tuple[Item, ...]:
@@ -146,7 +146,7 @@ def gradient_views(unit: Unit, flat: torch.Tensor, dtype: torch.dtype = GRADIENT
 
 
 def landing_dtype(unit: Unit) -> torch.dtype:
-    """The dtype in which the unit's gradients cross to the host: that of its weights, if all have the same."""
+    """The dtype in which the unit's gradients cross to the host: that of its weights if they agree, else float32."""
     return next(iter(unit.trained_dtypes)) if len(unit.trained_dtypes) == 1 else GRADIENT
 
 
@@ -156,12 +156,12 @@ def landing_bytes(unit: Unit) -> int:
 
 
 def narrow_bytes(unit: Unit) -> int:
-    """Bytes of the unit's gradients in the dtype in which they cross, if it is not that of accumulation; else 0."""
+    """Bytes of a copy of the unit's gradients in the dtype in which they cross; 0 if they accumulate in that dtype."""
     return 0 if landing_dtype(unit) == GRADIENT else landing_bytes(unit)
 
 
 def master_dtype(weights: torch.dtype) -> torch.dtype | None:
-    """The dtype of what is stored beside weights: the low 16 bits of float32, float32 itself, or nothing."""
+    """The dtype of the master that is stored beside weights. For bf16 it is the low 16 bits of the float32 value."""
     return {torch.float32: None, torch.bfloat16: torch.int16, torch.float16: torch.float32}[weights]
 
 
@@ -184,8 +184,8 @@ def cut_into_subgroups(unit: Unit, size: int, low: int = 0, high: int | None = N
 
 
 def overlap(item: Item, begin: int, start: int, count: int) -> tuple[slice, slice] | None:
-    """The elements that a tensor, which begins at element `begin` of a flat memory, shares with the `count` elements of
-    that memory from `start` on: as slices of the tensor and of that range. None if there are none."""
+    """Intersects a tensor, whose first element is at `begin` in a flat memory, with the `count` elements of that memory
+    from `start`. Returns the common elements as slices of the tensor and of that range; None if there are none."""
     low, high = max(start, begin), min(start + count, begin + item.tensor.numel())
     return (slice(low - begin, high - begin), slice(low - start, high - start)) if low < high else None
 
