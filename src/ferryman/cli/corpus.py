@@ -1,4 +1,4 @@
-"""The data of a run: windows of tokens for training and for evaluation, and whether a batch of them is possible."""
+"""The data of a run: windows of tokens for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _split(
 def _check_bytes(model: ModelSpec, vocabulary: int) -> None:
     if model.weights is not None and vocabulary != BYTE_VOCABULARY:
         raise ValueError(
-            f"{model.name!r} is pretrained and has no tokenizer beside its weights, so text cannot be tokenized for "
+            f"{model.name!r} is pretrained, but has no tokenizer beside its weights, so text cannot be tokenized for "
             "it; put its tokenizer there (tokenizer.json), or give token files (.bin, .npy)"
         )
     if vocabulary < BYTE_VOCABULARY:
@@ -106,7 +106,7 @@ def _directory(model: ModelSpec) -> Path:
 
 
 def _tokenizer(model: ModelSpec) -> Any:
-    """The tokenizer beside the configuration; None if there is none."""
+    """The tokenizer in the directory of the configuration; None if there is none."""
     directory = _directory(model)
     if model.is_bytes or not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None

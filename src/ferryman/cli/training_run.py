@@ -40,7 +40,7 @@ _PROMPT_TOKENS = 32  # that a generated sample continues
 
 
 class DivergedError(ValueError):
-    """The loss is not finite any more."""
+    """The loss is inf or NaN."""
 
 
 class TrainingRun:
@@ -273,7 +273,7 @@ class TrainingRun:
         if (why := engine.plan.staging.note) is not None:
             self._say({"event": "note", "text": why})
         if engine.steps >= self.steps:
-            text = f"nothing left to do after step {engine.steps}; train longer with --steps"
+            text = f"the run is already complete at step {engine.steps}; train longer with --steps"
             self._say({"event": "note", "text": text})
 
     def _say_step(self, engine: Engine, rate: float, seconds: float, tokens: int) -> None:
@@ -374,9 +374,9 @@ def _check_numbers(options: TrainOptions) -> None:
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{flag(field.name)} {value}: a finite number is required")
+            raise ValueError(f"{flag(field.name)} {value}: must be a finite number")
     if not 0 <= options.seed <= _MAX_SEED:
-        raise ValueError(f"--seed {options.seed}: a whole number from 0 to {_MAX_SEED} is needed")
+        raise ValueError(f"--seed {options.seed}: must be a whole number from 0 to {_MAX_SEED}")
     if options.epochs == 0:
         raise ValueError("--epochs 0: must be greater than 0, such as 0.5 for half of the data")
     given = [name for name in LENGTHS if getattr(options, name) is not None]
