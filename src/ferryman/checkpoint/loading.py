@@ -25,7 +25,7 @@ from ferryman.checkpoint.manifest import check_sizes, check_sum, check_sums, rea
 from ferryman.checkpoint.missing import fill_missing
 from ferryman.checkpoint.tensor_file import Entry
 from ferryman.model.unit_discovery import hint
-from ferryman.model.units import Item
+from ferryman.model.units import Item, master_dtype
 from ferryman.runtime import host_memory as memory
 from ferryman.server import kernels
 from ferryman.server.optimizer_view import OptimizerView
@@ -284,7 +284,7 @@ class Checkpoint:
                     f"{self.path} has {sorted(there - {'master'})} for {name!r}, but the optimizer keeps "
                     f"{sorted(mine)}: it had other options (momentum, amsgrad, maximize) when it was saved"
                 )
-            if compatibility.needs_master(self._weights[name][1]) and "master" not in there:
+            if master_dtype(self._weights[name][1].dtype) is not None and "master" not in there:
                 self._refuse(f"{self.path} has no '{name}/master', which {name!r} needs, since it is not in float32")
         for number, group in enumerate(saved["groups"]):
             options = self._decode_now(group["options"])

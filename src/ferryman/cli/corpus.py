@@ -90,7 +90,7 @@ def _split(
 def _check_bytes(model: ModelSpec, vocabulary: int) -> None:
     if model.weights is not None and vocabulary != BYTE_VOCABULARY:
         raise ValueError(
-            f"{model.name!r} is pretrained, but has no tokenizer beside its weights, so text cannot be tokenized for "
+            f"{model.name!r} is pretrained and has no tokenizer beside its weights, so text cannot be tokenized for "
             "it; put its tokenizer there (tokenizer.json), or give token files (.bin, .npy)"
         )
     if vocabulary < BYTE_VOCABULARY:

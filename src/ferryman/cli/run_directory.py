@@ -53,9 +53,6 @@ class RunDirectory:
         self.trace = directory / "trace.json"
         self.report = directory / "report.html"
 
-    def has_checkpoint(self) -> bool:
-        return bool(series(self.checkpoints))
-
     def newest_checkpoint(self) -> Path | None:
         """The newest checkpoint, saved by this process or an earlier one."""
         return next(reversed(series(self.checkpoints)), None)

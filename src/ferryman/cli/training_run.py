@@ -89,7 +89,7 @@ class TrainingRun:
     def train(self) -> None:
         options = self.options
         torch.manual_seed(options.seed)
-        resumes = self.run.has_checkpoint() or options.from_step is not None
+        resumes = self.run.newest_checkpoint() is not None or options.from_step is not None
         model = _build(self.description, empty=resumes)
         optimizer = make_optimizer(model, options)
         began = time.monotonic()

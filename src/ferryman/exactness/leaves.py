@@ -81,12 +81,9 @@ class Leaf(Holder):
             self._last = self._Seen(
                 _Values(leaf, sums=self._thorough, keeps=self._keeps),
                 gradient,
-                None if gradient is None else self._values_of_gradient(gradient),
+                None if gradient is None else _Values(gradient, sums=False, keeps=bool(self._keeps_gradient)),
             )
         return self._last
-
-    def _values_of_gradient(self, gradient: torch.Tensor) -> _Values:
-        return _Values(gradient, sums=False, keeps=bool(self._keeps_gradient))
 
     def changed(self, before: Leaf._Seen | None) -> list[Variable]:
         leaf = self._leaf()

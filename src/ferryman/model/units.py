@@ -162,7 +162,7 @@ def narrow_bytes(unit: Unit) -> int:
 
 def master_dtype(weights: torch.dtype) -> torch.dtype | None:
     """The dtype of the master that is stored beside weights. For bf16 it is the low 16 bits of the float32 value."""
-    return {torch.float32: None, torch.bfloat16: torch.int16, torch.float16: torch.float32}[weights]
+    return {torch.bfloat16: torch.int16, torch.float16: torch.float32}.get(weights)  # others are masters themselves
 
 
 class Subgroup(NamedTuple):

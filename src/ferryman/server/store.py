@@ -253,7 +253,7 @@ def account(
         found["gradients"] = len(shares) * sum(gradient_bytes(unit) for unit in units)
         return found
     parts = {unit: sum(part_elements(unit, optimizer_view, share) for share in shares) for unit in units}
-    found["the float32 master's rest"] = sum(part * unit.master_itemsize for unit, part in parts.items())
+    found["master weights"] = sum(part * unit.master_itemsize for unit, part in parts.items())
     found["optimizer state"] = sum(part * state_itemsize(unit, optimizer_view) for unit, part in parts.items())
     if landing:
         found["gradients"] = sum(part * landing_dtype(unit).itemsize for unit, part in parts.items())
