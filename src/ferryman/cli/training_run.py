@@ -61,7 +61,7 @@ class TrainingRun:
         self.budget = _least(self._ranks.tell("looking for memory", budget(self.device, options.memory)))
         self.corpus = self._open_corpus()
         check_batch(options, self.description, self.corpus, self.device, self._ranks)
-        self.steps = 0  # in total; set when a checkpoint has told how many were made before
+        self.steps = 0  # in total; set when it is known how many steps the checkpoint has
         self.last_checkpoint: Path | None = None
         self.has_begun = False  # whether a step has been made
         self._is_accepted = False
@@ -139,7 +139,7 @@ class TrainingRun:
         self._say_step(engine, rate, seconds, tokens)
 
     def _accept(self, step: int) -> None:
-        """Records the settings in the run's directory, once a step has been made with them or none is left to make.
+        """Records the settings in the run's directory, once a step has run with them or the run is already complete.
 
         Not earlier: settings that are refused, at the latest in the first step, must not change a resumed run.
         """
@@ -391,8 +391,8 @@ def _least(budgets: list[int | None]) -> int | None:
 
 
 def _last_step(options: TrainOptions, training: Windows, sequence: int, done: int) -> int:
-    """The number of the last step. The remaining steps follow from the position in the data, since --batch may have
-    changed when the run was resumed."""
+    """The number of the last step. The remaining steps are computed from the position in the data, since --batch may
+    have changed when the run was resumed."""
     if options.steps is not None:
         return options.steps
     if options.tokens is not None:

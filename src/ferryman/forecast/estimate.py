@@ -1,4 +1,4 @@
-"""The estimate: whether a training run would fit, how its memory is used and how long a step takes.
+"""Estimates whether a training run would fit, how it uses memory, and how long a step takes.
 
 The model is not allocated, and the estimate may be for another machine. The plan is made as an engine makes it. The
 memory of micro-batches comes from a dry run on the meta device (`forecast/dry_run.py`) instead of a memory trial, and
@@ -58,7 +58,7 @@ class Training(PlainOptions):
     micro_batches: int | None = None  # over all ranks; None: as few as the memory allows
 
     def of_one(self, size: int) -> Training:
-        """The part of the rank that does the most, if `ferryman train` divides the batch among `size` ranks."""
+        """The largest part of the batch, if `ferryman train` divides it among `size` ranks."""
         return max(self.of_each(size), key=lambda one: (one.samples, -(one.micro_batches or 0)))
 
     def of_each(self, size: int) -> list[Training]:
