@@ -296,20 +296,14 @@ _UNION = get_origin(Literal["x"] | None)
 SETTINGS = declared(EngineOptions)
 
 
-def describe() -> str:
-    """The settings of an engine as documentation: name, type, help and default of each."""
+def describe(*, indent: int) -> str:
+    """The settings of an engine as the end of a docstring: name, type, help and default of each."""
     lines = list[str]()
     for name, setting in SETTINGS.items():
         default = setting.default or repr(getattr(EngineOptions, name))
         text = f"{setting.help} Default: {default}."
-        lines += [
-            f"{name} ({_shown(setting.kind)}):",
-            *textwrap.wrap(text, 108, initial_indent=_TAB, subsequent_indent=_TAB),
-        ]
-    return "\n".join(lines)
-
-
-_TAB = " " * 4
+        lines += [f"{name} ({_shown(setting.kind)}):", textwrap.indent(textwrap.fill(text, 104), " " * 4)]
+    return textwrap.indent("\n".join(lines), " " * indent).lstrip()
 
 
 def _shown(kind: Any) -> str:

@@ -1,4 +1,4 @@
-"""The command `ferryman plan`: whether a model fits, what takes the memory, and how long a step takes."""
+"""The command `ferryman plan`: whether a model fits, how it uses memory, and how long a step takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from ferryman.cli import engine_flags
 from ferryman.cli.advice import advice, assumptions
-from ferryman.cli.defaults import LONGEST, window
+from ferryman.cli.defaults import MAX_SEQUENCE, window
 from ferryman.cli.engine_flags import values_of
 from ferryman.cli.machine import MachineDescription, describe_machine
 from ferryman.cli.model_argument import ModelSpec, parse_model, sizes
@@ -99,18 +99,17 @@ def plan(
         str | None,
         typer.Option(help="Rate between nodes in each direction, such as 10GB/s or 100Gbit/s."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Samples in a step, of all devices together.")] = TrainOptions.batch,
+    batch: Annotated[int, typer.Option(help="Samples per step, over all devices.")] = TrainOptions.batch,
     sequence: Annotated[
-        int | None, typer.Option(help=f"Tokens in a sample; else what the model takes, at most {LONGEST}.")
+        int | None,
+        typer.Option(help=f"Tokens per sample. Default: the model's context, at most {MAX_SEQUENCE}."),
     ] = None,
-    micro_batches: Annotated[
-        int | None, typer.Option(help="Parts that a step's batch is cut into; else as few as fit.")
-    ] = None,
-    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = TrainOptions.optimizer,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, and nothing else.")] = False,
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per step. Default: as few as fit.")] = None,
+    optimizer: Annotated[str, typer.Option(help=f"Optimizer: {', '.join(OPTIMIZERS)}.")] = TrainOptions.optimizer,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
     **typed: Any,
 ) -> None:
-    """Tell whether a training run will fit, what takes the memory, and what bounds the time of a step.
+    """Tell whether a training run will fit, how it uses memory, and what bounds the time of a step.
 
     Plans for this machine, which is measured, or for one that you describe. The model is not allocated, so models of
     half a trillion parameters can be planned on a laptop.

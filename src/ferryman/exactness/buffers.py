@@ -122,7 +122,7 @@ class Buffers:
 
     def put(self, copies: Copies | None) -> None:
         """Sets buffers to these values."""
-        for item, tensor in self.bound if copies else ():  # the tensor may be in another slot than the copied one
+        for item, tensor in self.bound if copies else ():  # its slot may differ from that of the copied one
             if copies and item in copies:
                 tensor.data.copy_(copies[item])  # no new version: autograd saved the tensor with these values
         self._versions = [tensor._version for _, tensor in self.bound]

@@ -67,7 +67,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 class DryRunError(Exception):
-    """The model does something that is impossible without data."""
+    """The model needs the values of tensors, which do not exist on meta."""
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ class _Driver:
         self._meter.peak = self._meter.live
         self._boundary = max(self._boundary, sum(self._given.values()))
         if direction is Direction.FORWARD:
-            self._stash_bytes = self._meter.live  # in the end, what the whole forward has left
+            self._stash_bytes = self._meter.live  # at the end of the forward, all that it has left
 
     def brings_back(self, tensors: Sequence[torch.Tensor]) -> None:
         """Records that the inputs of a call's forward come back for its backward."""

@@ -1,4 +1,4 @@
-"""The estimate: whether a training run would fit, how its memory is used and how long a step takes.
+"""Estimates whether a training run would fit, how it uses memory, and how long a step takes.
 
 The model is not allocated, and the estimate may be for another machine. The plan is made as an engine makes it. The
 memory of micro-batches comes from a dry run on the meta device (`forecast/dry_run.py`) instead of a memory trial, and
@@ -19,7 +19,7 @@ from ferryman.distributed.ranks import Share
 from ferryman.forecast.dry_run import DryRun, DryRunError, dry_run
 from ferryman.model.loss import model_loss
 from ferryman.model.precision import dtype_of
-from ferryman.model.units import Unit, landing_dtype, trained_elements, weight_itemsize
+from ferryman.model.units import Unit, landing_dtype
 from ferryman.options import PlainOptions
 from ferryman.plan.batch import parts_of, portion, take
 from ferryman.plan.fit import Choice, Trial
@@ -58,7 +58,7 @@ class Training(PlainOptions):
     micro_batches: int | None = None  # over all ranks; None: as few as the memory allows
 
     def of_one(self, size: int) -> Training:
-        """The part of the rank that does the most, if `ferryman train` divides the batch among `size` ranks."""
+        """The largest part of the batch, if `ferryman train` divides it among `size` ranks."""
         return max(self.of_each(size), key=lambda one: (one.samples, -(one.micro_batches or 0)))
 
     def of_each(self, size: int) -> list[Training]:
@@ -229,13 +229,13 @@ def _sweeps(plan: Plan, found: DryRun, choice: Choice, device: torch.device) -> 
 def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, share: Share, cluster: Cluster) -> Update:
     staging = plan.staging
     parameters = sum(part_elements(unit, optimizer_view, share) for unit in units)
-    weights = {unit: trained_elements(unit) * weight_itemsize(unit) for unit in units}
+    weights = {unit: unit.trained_elements * unit.weight_itemsize for unit in units}
     traffic, gradient = staging.traffic(units, held=plan.held)
     on_device = staging.has_gradient_berths(units, held=plan.held)
     if staging.deferred:
         waiting = 0 if on_device else gradient
         traffic = Traffic(0, traffic.host_in, traffic.device_in + waiting, traffic.device_out)
-    width = max((weight_itemsize(unit) for unit in units), default=0)
+    width = max((unit.weight_itemsize for unit in units), default=0)
     return Update(
         policy=staging.policy,
         parameters=parameters,
@@ -246,10 +246,10 @@ def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, sh
         resident=Traffic(traffic.host_out, traffic.host_in, 0, width),
         landing=gradient,
         waits_on_device=on_device,
-        others=sum(trained_elements(unit) for unit in units) - parameters,
+        others=sum(unit.trained_elements for unit in units) - parameters,
         exchange=exchange_times(
             cluster,
-            gradients=sum(trained_elements(unit) * landing_dtype(unit).itemsize for unit in units),
+            gradients=sum(unit.trained_elements * landing_dtype(unit).itemsize for unit in units),
             weights=sum(nbytes for unit, nbytes in weights.items() if unit.modules),
             residents=sum(nbytes for unit, nbytes in weights.items() if not unit.modules),
         ),

@@ -11,11 +11,11 @@ from ferryman.model.units import Item, Unit
 
 
 def no_hooks(name: str, parameter: torch.Tensor) -> None:
-    """Refuses hooks that would run when a gradient has been accumulated, which the engine does elsewhere."""
+    """Refuses hooks that run when autograd has accumulated a gradient: the engine accumulates gradients itself."""
     if parameter.requires_grad and parameter._post_accumulate_grad_hooks:
         raise ValueError(
             f"{name!r} has a hook (register_post_accumulate_grad_hook), which the engine cannot call in the backward: "
-            "it accumulates gradients elsewhere. Remove the hook, and do its work between the two halves of a step: "
+            "it accumulates gradients itself. Remove the hook, and do its work between backward and update: "
             f"engine.forward_backward(batch), then engine.gradient({name!r}), which may be edited, then engine.update()"
         )
 
@@ -34,8 +34,8 @@ def unchanged(unit: Unit, flat: torch.Tensor, trained: dict[Item, bool]) -> None
         no_hooks(item.name, item.tensor)
         if item.trains != trained[item]:
             raise ValueError(
-                f"{item.name!r} has been {'unfrozen' if item.trains else 'frozen'} since the engine was made, whose "
-                "memory is for the parameters that trained then; close the engine and make a new one"
+                f"{item.name!r} has been {'unfrozen' if item.trains else 'frozen'} since the engine was made, with "
+                "optimizer state for the parameters that were trained then; close the engine and make a new one"
             )
 
 

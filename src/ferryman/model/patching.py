@@ -19,7 +19,7 @@ Forward = Callable[..., Any]
 
 
 class _StandIn:
-    """Replaces a module's forward. A copy of the module, also a pickled one, gets the module's own forward."""
+    """Replaces a module's forward. A copied or unpickled module gets the original forward."""
 
     def __init__(self, module: nn.Module, forward: Forward, own: Forward | None) -> None:
         self._module, self._forward, self.own = module, forward, own
@@ -41,7 +41,7 @@ class _StandIn:
 
 
 class _Hook:
-    """One of the engine's hooks on a module. In a copy of the module, also a pickled one, it does nothing."""
+    """One of the engine's hooks on a module. In a copied or unpickled module it does nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call

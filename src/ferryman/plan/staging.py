@@ -23,9 +23,6 @@ from ferryman.model.units import (
     Unit,
     cut_into_subgroups,
     landing_dtype,
-    master_itemsize,
-    trained_elements,
-    weight_itemsize,
 )
 from ferryman.plan.policy import Policy
 from ferryman.plan.schedule import Traffic
@@ -160,14 +157,14 @@ class Staging:
     def _own_part(self, unit: Unit) -> tuple[int, int]:
         """The elements that this rank updates."""
         if self.cuts is None:
-            return 0, trained_elements(unit)
+            return 0, unit.trained_elements
         cuts = self.cuts(unit)
         return cuts[self.rank], cuts[self.rank + 1]
 
     def _largest_part(self, unit: Unit) -> tuple[int, int]:
         """The elements of the largest part of any rank, since all ranks must make the same plan."""
         if self.cuts is None:
-            return 0, trained_elements(unit)
+            return 0, unit.trained_elements
         return 0, max(high - low for low, high in itertools.pairwise(self.cuts(unit)))
 
     # Bytes.
@@ -176,11 +173,11 @@ class Staging:
         """Bytes per element in a berth; 0 if a device cannot update the unit."""
         if self.state_itemsize(unit) is None:
             return 0
-        return weight_itemsize(unit) + self._state_bytes(unit) + GRADIENT.itemsize
+        return unit.weight_itemsize + self._state_bytes(unit) + GRADIENT.itemsize
 
     def _state_bytes(self, unit: Unit) -> int:
         """Bytes per element, apart from weights: the bits that these lack in float32, and the optimizer state."""
-        return master_itemsize(unit) + (self.state_itemsize(unit) or 0)
+        return unit.master_itemsize + (self.state_itemsize(unit) or 0)
 
     def berth_bytes(self, units: Iterable[Unit]) -> int:
         """Bytes of a berth that fits a subgroup of any of these units."""
@@ -189,7 +186,7 @@ class Staging:
     def traffic(self, units: Sequence[Unit], *, held: bool) -> tuple[Traffic, int]:
         """Bytes per parameter that cross the link if its gradient is on the device, and bytes of that gradient."""
         able = [unit for unit in units if self.state_itemsize(unit) is not None]
-        weights = max((weight_itemsize(unit) for unit in able), default=0)
+        weights = max((unit.weight_itemsize for unit in able), default=0)
         state = max((self._state_bytes(unit) for unit in able), default=0)
         gradient = max((landing_dtype(unit).itemsize for unit in able), default=0)
         back = weights if held else 0  # weights that the host has updated go back to the device
@@ -236,7 +233,7 @@ def most_tensors(units: Iterable[Unit]) -> int:
 
 def largest_subgroup(units: Iterable[Unit]) -> int:
     """The size of subgroups in which the largest unit is one subgroup, up to the default."""
-    return min(SUBGROUP, max((_rounded(trained_elements(unit)) for unit in units), default=GRAIN))
+    return min(SUBGROUP, max((_rounded(unit.trained_elements) for unit in units), default=GRAIN))
 
 
 def subgroup_for(budget: int, most: int) -> int:

@@ -27,10 +27,8 @@ from ferryman.model.units import (
     Subgroup,
     Unit,
     master_dtype,
-    master_itemsize,
     overlap,
     trained_offsets,
-    weight_itemsize,
 )
 from ferryman.plan.staging import Staging, gradient_berth_bytes, most_tensors
 from ferryman.runtime.arena import Allocation, Arena
@@ -287,7 +285,7 @@ class DeviceUpdates:
     ) -> list[tuple[Rule, list[Piece]]]:
         """The arguments of the kernels, by rule: as on the host, but in the berth or where weights stay."""
         ruled: dict[str, tuple[Rule, list[Piece]]] = {}
-        width, lacking = weight_itemsize(subgroup.unit), master_itemsize(subgroup.unit)
+        width, lacking = subgroup.unit.weight_itemsize, subgroup.unit.master_itemsize
         states = [area.view(GRADIENT) for area in areas.rest[1 if lacking else 0 :]]
         parts = _parts_in(subgroup, [args.item for args in requested])
         for args in requested:

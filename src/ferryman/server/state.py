@@ -19,11 +19,8 @@ from ferryman.model.units import (
     Subgroup,
     Unit,
     master_dtype,
-    master_itemsize,
     overlap,
-    trained_elements,
     trained_offsets,
-    weight_itemsize,
 )
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server import kernels
@@ -47,7 +44,7 @@ class UpdateArgs:
 
 def bounds(unit: Unit, optimizer_view: OptimizerView, share: Share) -> list[int]:
     """The elements at which each rank's part of a unit's trained elements begins, and the end of the last part."""
-    total = trained_elements(unit)
+    total = unit.trained_elements
     if not is_whole(unit, optimizer_view):
         return share.bounds(total, GRAIN)
     owner = zlib.crc32(unit.name.encode()) % share.size  # one rank owns all of it
@@ -105,7 +102,7 @@ class UnitState:
         self._offsets = trained_offsets(unit)
         self.low, high = part(unit, optimizer_view, share)
         count = state_itemsize(unit, optimizer_view) // STATE.itemsize
-        sizes = [(high - self.low) * itemsize for itemsize in (master_itemsize(unit), *[STATE.itemsize] * count)]
+        sizes = [(high - self.low) * itemsize for itemsize in (unit.master_itemsize, *[STATE.itemsize] * count)]
         ends = list(itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
         self._memory = PinnedMemory(ends[-1], device)  # one registration for all
         starts = [0, *ends[:-1]]
@@ -122,7 +119,7 @@ class UnitState:
         self._theirs: dict[Item, dict[str, Any]] = {}  # what torch's optimizer had of a tensor when it was taken
         self._master: dict[Item, torch.Tensor | None] = {}
         for item, mine in self._parts.items():
-            dtype, at = master_dtype(item.dtype), mine.at * master_itemsize(unit)
+            dtype, at = master_dtype(item.dtype), mine.at * unit.master_itemsize
             end = at if dtype is None else at + mine.size * dtype.itemsize
             self._master[item] = None if dtype is None else self._masters[at:end].view(dtype)
             self._start(item)
@@ -273,7 +270,7 @@ class UnitState:
 
     def memory_of(self, subgroup: Subgroup, weights: torch.Tensor) -> SubgroupMemory:
         """The host memory of a subgroup that this rank owns; `weights` is the unit's flat memory."""
-        lacking = master_itemsize(subgroup.unit)
+        lacking = subgroup.unit.master_itemsize
         low, high = subgroup.start - self.low, subgroup.stop - self.low
         rest = [self._masters[low * lacking : high * lacking]] if lacking else []
         rest += [state[low * STATE.itemsize : high * STATE.itemsize] for state in self._states]
@@ -281,7 +278,7 @@ class UnitState:
 
     def spans(self, subgroup: Subgroup, weights: torch.Tensor) -> list[Span]:
         """The weights of a subgroup, in as few spans as possible; any rank may own it."""
-        width, spans = weight_itemsize(subgroup.unit), list[Span]()
+        width, spans = subgroup.unit.weight_itemsize, list[Span]()
         before: Item | None = None  # in the unit
         for item in subgroup.unit.items:
             neighbour, before = before, item

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ferryman.checkpoint.contents import Contents
 from ferryman.distributed.ranks import Ranks, Share
 from ferryman.model.blocks import Blocks
 from ferryman.model.patching import ModelPatch
@@ -78,7 +79,7 @@ class Assembly:
             raise
         caller.runs_step_here = self.relay.runs_here
         wide = optimizer_view is not None
-        self.gradients = Gradients(self.relay, self.store, self.server.wait_for_updates, wide=wide)
+        self._gradients = Gradients(self.relay, self.store, self.server.wait_for_updates, wide=wide)
         self.reads = Reads(
             self.server.wait_for_updates, lambda: [item.tensor for unit in self.all_units for item in unit.items]
         )
@@ -179,11 +180,37 @@ class Assembly:
         self.server.recover()
         self.relay.recover()
 
-    def copy_all_to_host(self) -> None:
-        """Waits for updates and copies all state to the host, including the user's edits. No lane may have work."""
+    def show_gradients(self) -> None:
+        """Waits for all gradients and shows them to the user, as the parameters' `.grad`."""
+        self.relay.gradients.wait()
+        self._gradients.show(self.all_units)
+        for unit, items in self.relay.gradients.on_host.items():
+            self.server.leave_for_user(unit, items)
+
+    def take_gradients(self) -> None:
+        """Takes the gradients back from the user, who may have cleared, edited or assigned some."""
+        self._gradients.take(self.all_units)
+        self.server.forget_gradients()  # of units whose gradients the user has cleared
+
+    def drop_gradients(self) -> None:
+        self.relay.gradients.clear()
+        self.server.forget_gradients()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    def contents(self, ranks: Ranks) -> Contents:
+        """What a checkpoint saves, when all updates are done and all state is on the host."""
+        self.lanes.wait()
         self.reads.wait()
         self.server.copy_state_to_host()
         self.store.follow_edits()
+        view = self._optimizer_view
+        return Contents(self._model, self._device, self.all_units, self.store, view, self.server, ranks)
+
+    def host_account(self, shares: Sequence[Share]) -> dict[str, int]:
+        """Bytes of host memory that the server uses for these ranks' shares, by purpose."""
+        landing = self.plan.staging.deferred
+        return account(self.all_units, self._optimizer_view, landing=landing, shares=shares)
 
     def close(self, *, together: bool = True) -> None:
         """Restores the user's model, with its current weights.
@@ -224,7 +251,7 @@ class Assembly:
     def _check_host(self, ranks: Ranks) -> None:
         """Checks that the host has enough memory. All ranks of a node check before the first one allocates."""
         shares = [Share(rank, ranks.size) for rank in ranks.node]
-        needed = account(self.all_units, self._optimizer_view, landing=self.plan.staging.deferred, shares=shares)
+        needed = self.host_account(shares)
         mine = sum(i.tensor.nbytes for unit in self.all_units for i in unit.items if not i.tensor.is_meta)
         everyone = ranks.tell("checking the host's memory", mine)
         already = sum(everyone[rank] for rank in ranks.node)

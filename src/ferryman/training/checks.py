@@ -68,8 +68,18 @@ def on_host(model: nn.Module) -> None:
             raise ValueError(f"the model must be on the host, and {name!r} is on {tensor.device}; use model.cpu()")
 
 
-def members(model: nn.Module, dtype_of: DtypeOf) -> None:
-    """Checks the model's parameters and buffers."""
+def arguments(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    options: EngineOptions,
+    device: torch.device,
+    dtype_of: DtypeOf,
+) -> None:
+    """Checks that the arguments of an engine fit each other and the device."""
+    settings(options, device)
+    free(model)
+    if optimizer is None:
+        _no_settings_of_updates(options)
     parameters(model.named_parameters(), dtype_of)
     refuse_overlaps((*model.named_parameters(), *model.named_buffers()))
 
@@ -191,7 +201,7 @@ def settings(options: PlainOptions, device: torch.device) -> None:
         )
 
 
-def no_settings_of_updates(options: EngineOptions) -> None:
+def _no_settings_of_updates(options: EngineOptions) -> None:
     """Refuses settings of updates in an engine without an optimizer."""
     for name, setting in SETTINGS.items():
         if setting.needs_optimizer and getattr(options, name) != getattr(EngineOptions, name):

@@ -13,7 +13,7 @@ from ferryman.distributed.ranks import Share
 from ferryman.model.blocks import Position
 from ferryman.model.precision import Scale, scale_for
 from ferryman.model.unit_discovery import find_units, units_of_block
-from ferryman.model.units import GRAIN, DtypeOf, Unit, master_dtype, trained_elements
+from ferryman.model.units import GRAIN, DtypeOf, Unit, master_dtype
 from ferryman.options import PlainOptions
 from ferryman.plan.plan import Need, Plan, make_plan
 from ferryman.plan.policy import Policy, parse_policy
@@ -189,13 +189,11 @@ class Planner:
     def _cuts(self, unit: Unit) -> list[int]:
         """The boundaries between the ranks' parts of the unit's trained elements."""
         return (
-            [0, trained_elements(unit)]
-            if self.optimizer_view is None
-            else bounds(unit, self.optimizer_view, self.share)
+            [0, unit.trained_elements] if self.optimizer_view is None else bounds(unit, self.optimizer_view, self.share)
         )
 
     def _state_itemsize(self, unit: Unit) -> int | None:
-        if self.optimizer_view is None or not trained_elements(unit) or is_whole(unit, self.optimizer_view):
+        if self.optimizer_view is None or not unit.trained_elements or is_whole(unit, self.optimizer_view):
             return None
         if len({master_dtype(dtype) for dtype in unit.trained_dtypes} - {None}) > 1:
             return None  # masters of two widths do not lie side by side
