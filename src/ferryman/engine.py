@@ -453,15 +453,16 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _finish(self, optimizer_view: OptimizerView) -> None:
         """Starts the update with the gradients of this step, which have arrived or are on their way to the server."""
         with Interrupts():
-            server, left = self._parts.server, self._parts.relay.gradients.on_host
+            relay, server, left = self._parts.relay, self._parts.server, self._parts.relay.gradients.on_host
             all_submitted = server.is_eager and not left  # the updates of the step
+            alone = self._ranks.alone  # other ranks may edit the weights that all share, and nobody would notice here
             try:
-                if all_submitted:
-                    self._parts.fetch_ahead()
+                if alone and all_submitted:
+                    relay.fetch_ahead(eager=True)
                 # Units are updated in the order in which the next step fetches them.
                 server.finish(self._parts.plan.in_forward_order, left)
-                if not all_submitted:
-                    self._parts.fetch_ahead()
+                if alone and not all_submitted:
+                    relay.fetch_ahead(eager=server.is_eager)
             except BaseException as error:
                 if not (isinstance(error, NonFiniteError) and error.agreed):
                     self._ranks.fail(error)

@@ -213,14 +213,9 @@ def test_the_comparison_finds_weights_from_before_an_edit(virtual, monkeypatch):
 
 
 def test_the_comparison_finds_weights_from_before_an_update(virtual, monkeypatch):
-    fetch = WeightSlots._fetch
-
-    def too_early(slots, unit, slot):
-        with monkeypatch.context() as patch:
-            patch.setattr(slots._server, "weights_ready", lambda unit: [])
-            fetch(slots, unit, slot)
-
-    monkeypatch.setattr(WeightSlots, "_fetch", too_early)
+    monkeypatch.setattr(
+        WeightSlots, "_before_fetch", lambda slots, unit, slot: [slot.released] if slot.released else []
+    )
     with pytest.raises((AssertionError, RuntimeError), match=r"is off by|race"):
         test_steps_are_plain_ones_whatever_happens_between_them("deferred", nothing, virtual, monkeypatch)
     torch_virtual.synchronize()

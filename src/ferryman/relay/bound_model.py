@@ -104,9 +104,12 @@ class BoundModel:
             self.resident_tensors = {}  # their hooks refer to the relay
             self._weights.leave(slot, end)
 
-    def fetch_ahead(self) -> list[Unit]:
+    def fetch_ahead(self) -> None:
         """Between steps: see `WeightSlots.fetch_ahead`."""
-        return self._weights.fetch_ahead([self.residents], latest_first=False)
+        self._weights.fetch_ahead([self.residents], latest_first=False)
+
+    def ahead(self) -> list[Unit]:
+        return self._weights.ahead()
 
     def distrust_ahead(self) -> None:
         self._weights.distrust_ahead()

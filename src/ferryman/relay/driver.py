@@ -167,16 +167,22 @@ class Relay(CallHost):
         assert self._host_stash is not None, "the CPU as a device has no stash on the host"
         return self._host_stash
 
-    def fetch_ahead(self, *, eager: bool) -> list[Unit]:
-        """Between steps: fetches the first units of the next step. Returns them, including the residents.
+    def fetch_ahead(self, *, eager: bool) -> None:
+        """Between steps: fetches the first units of the next step, and the residents.
 
         All updates have been submitted: if `eager`, in the order of the backward, otherwise in that of the forward.
         Units that are updated last are fetched last, so that no fetch waits behind one that has to wait for longer.
         """
-        if not eager:
-            return [*self._model.fetch_ahead(), *self.weights.fetch_ahead(self.order, latest_first=False)]
-        # More than two would delay the unit that the next step needs first.
-        return [*self.weights.fetch_ahead(self.order, latest_first=True, most=2), *self._model.fetch_ahead()]
+        if eager:  # more than two would delay the unit that the next step needs first
+            self.weights.fetch_ahead(self.order, latest_first=True, most=2)
+            self._model.fetch_ahead()
+        else:
+            self._model.fetch_ahead()
+            self.weights.fetch_ahead(self.order, latest_first=False)
+
+    def ahead(self) -> list[Unit]:
+        """The units that were fetched ahead of the next step."""
+        return [*self._model.ahead(), *self.weights.ahead()]
 
     def distrust_ahead(self) -> None:
         """Between steps: drops what was fetched ahead, since the host's weights may have changed."""

@@ -51,8 +51,8 @@ class HeldWeights(WeightSlots):
             if everything or slot.versions != versions_of(slot.unit):
                 slot.versions = None
 
-    def fetch_ahead(self, order: Sequence[Unit], *, latest_first: bool, most: int | None = None) -> list[Unit]:
-        return []  # the weights are there, and updates refresh them
+    def fetch_ahead(self, order: Sequence[Unit], *, latest_first: bool, most: int | None = None) -> None:
+        pass  # the weights are there, and updates refresh them
 
     def memory(self, unit: Unit) -> torch.Tensor | None:
         slot = self._find(unit)

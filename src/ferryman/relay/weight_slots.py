@@ -172,20 +172,22 @@ class WeightSlots:
     def enter(self, unit: Unit, upcoming: Sequence[Unit]) -> UnitOnDevice:
         """Starts to fetch the unit, if it is in no slot, and those of the `upcoming` units for which there is room."""
         while (needed := self._next_fetch(unit, upcoming)) is not None:
-            self._fetch(*needed)
+            coming, slot = needed
+            after, pieces = self._before_fetch(coming, slot), self._pieces(coming, slot)
+            self._fetched(coming, slot, self._h2d.copy(pieces, after=after, label=f"fetch {coming.name}"))
         slot = self._slot_of(unit)
         slot.ahead = None  # from now on, an update may follow
         ready = self._server.weights_ready(unit) if self._in_place else slot.ready()
         return UnitOnDevice(slot, self._tensors(unit, slot), ready)
 
-    def fetch_ahead(self, order: Sequence[Unit], *, latest_first: bool, most: int | None = None) -> list[Unit]:
-        """Between steps: fetches the first units of `order`, at most `most`, into the slots. Returns them.
+    def fetch_ahead(self, order: Sequence[Unit], *, latest_first: bool, most: int | None = None) -> None:
+        """Between steps: fetches the first units of `order`, at most `most`, into the slots.
 
         All updates of these units have been submitted. `latest_first`: the last of them is updated first, and so it is
         fetched first. See Note [Fetches ahead of a step].
         """
         if self._in_place:
-            return []
+            return
         self.forget(everything=True)
         loaded: list[Unit | None] = [None] * len(self._slots)
         found: list[tuple[Unit, WeightSlot]] = []
@@ -193,9 +195,13 @@ class WeightSlots:
             loaded[chosen[1]] = chosen[0]
             found.append((chosen[0], self._slots[chosen[1]]))
         for unit, slot in reversed(found) if latest_first else found:
-            self._fetch(unit, slot)
+            after, pieces = self._before_fetch(unit, slot), self._pieces(unit, slot)
+            self._fetched(unit, slot, self._h2d.copy(pieces, after=after, label=f"fetch {unit.name}"))
             slot.ahead = versions_of(unit)
-        return [unit for unit, _ in found]
+
+    def ahead(self) -> list[Unit]:
+        """The units that were fetched ahead and have not been used."""
+        return [slot.unit for slot in self._slots if slot.unit is not None and slot.ahead is not None]
 
     def distrust_ahead(self) -> None:
         """Drops units that were fetched ahead: somebody may have changed the host's weights since."""
@@ -247,12 +253,15 @@ class WeightSlots:
         """Frees the device's memory."""
         self._slots = []
 
-    def _fetch(self, unit: Unit, slot: WeightSlot) -> None:
-        source, target = self._server.weights(unit), slot.memory[: unit.nbytes]
-        after = [*([] if slot.released is None else [slot.released]), *self._server.weights_ready(unit)]
+    def _before_fetch(self, unit: Unit, slot: WeightSlot) -> list[Mark]:
+        return [*([] if slot.released is None else [slot.released]), *self._server.weights_ready(unit)]
+
+    def _pieces(self, unit: Unit, slot: WeightSlot) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The copies of a fetch. See Note [Pieces]."""
         size = piece_bytes(self._link.rate)
-        pieces = list(zip(target.split(size), source.split(size), strict=True))
-        mark = self._h2d.copy(pieces, after=after, label=f"fetch {unit.name}")
+        return list(zip(slot.memory[: unit.nbytes].split(size), self._server.weights(unit).split(size), strict=True))
+
+    def _fetched(self, unit: Unit, slot: WeightSlot, mark: Mark) -> None:
         self._link.observe(mark, unit.nbytes)
         self._server.record_fetch(unit, mark, unit.nbytes)
         slot.fill(unit, mark)

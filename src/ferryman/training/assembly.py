@@ -61,8 +61,6 @@ class Assembly:
         self._optimizer_view = optimizer_view
         self._blocks = blocks
         self._stepping = self._evaluates = False
-        self._alone = ranks.alone
-        self._ahead: list[Unit] = []  # units that were fetched ahead of the next step
         self._check_host(ranks)
         self.store = RamStore(self.all_units, device, optimizer_view, ranks)
         host_memory.trim()
@@ -109,7 +107,7 @@ class Assembly:
     def watch_reads(self) -> None:
         """From now on, reads of trained weights wait for pending updates, and uses of weights are noticed."""
         if self._optimizer_view is not None:
-            ahead = [item.tensor for unit in self._ahead for item in unit.items if not item.trains]
+            ahead = [item.tensor for unit in self.relay.ahead() for item in unit.items if not item.trains]
             self.reads.begin([item.tensor for unit in self.all_units for item in unit.trained], ahead)
 
     def end_reads(self) -> None:
@@ -117,12 +115,6 @@ class Assembly:
         self.reads.end()
         if self.reads.were_used:
             self.relay.distrust_ahead()
-        self._ahead = []
-
-    def fetch_ahead(self) -> None:
-        """Fetches the first units of the next step. All updates of this one have been submitted."""
-        if self._alone:  # the weights are shared with other ranks, whose users may edit them
-            self._ahead = self.relay.fetch_ahead(eager=self.server.is_eager)
 
     def serve(self, plan: Plan) -> None:
         """Switches to another plan, after the model's blocks or the policy of updates have changed."""
