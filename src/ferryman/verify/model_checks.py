@@ -72,7 +72,8 @@ class _ModelChecks:
         try:
             count = micro_batches(made.batch)
             with self._engine(made) as engine:
-                engine.forward_backward([parts_of(made.batch, count)[0].content])
+                first = parts_of(made.batch, count)[0].content
+                engine.forward_backward(first if isinstance(first, torch.Tensor) else [first], 1)
                 return Verdict.ok({"units": len(engine.units)})
         except ValueError as error:
             return self._refuse("second runs", error)
