@@ -2,7 +2,7 @@
 
 namespace ferryman {
 
-// A stretch of one tensor and all that belongs to it. Shared with src/ferryman/server/kernels.py.
+// A range of one tensor, with its gradient and state. The layout is shared with src/ferryman/server/kernels.py.
 struct Piece {
   int64_t count;
   const void* gradient;
@@ -28,8 +28,8 @@ struct Piece {
 namespace ferryman {
 namespace {
 
-// A block is large against the cost of handing it out, and memory is faster the longer it is read in a row; but each
-// thread has several, so that the last one does not keep the others waiting.
+// Blocks are large compared to the cost of taking one, and because long sequential reads are faster. Each thread gets
+// several blocks, so that no thread waits long for the last one.
 constexpr int64_t kSmallestBlock = 1 << 14, kLargestBlock = 1 << 18, kBlocksPerThread = 8;
 
 int64_t block_size(const Piece* pieces, int64_t count, int threads) {

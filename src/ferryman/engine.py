@@ -378,26 +378,26 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         raise too_late_to_follow(found)
 
     def _run_once(self, batch: Any, micro_batches: int | None, *, for_update: bool) -> torch.Tensor:
-        choice, micro, seed = self._prepare(batch, micro_batches)
+        prepared = self._prepare(batch, micro_batches)
         relay, server, first_steps = self._parts.relay, self._parts.server, self._preparation.first_steps
-        with self._running(choice, for_update=for_update) as interrupts:
+        with self._running(prepared.choice, for_update=for_update) as interrupts:
             scale, total = server.scale.value, torch.zeros((), device=self.device)
-            if works := self._preparation.works(micro):
+            if works := self._preparation.works(prepared.parts):
                 step = relay.new_step(
                     works,
-                    seed,
-                    stash_on_host=choice.stash_on_host,
-                    staying=choice.staying,
+                    prepared.seed,
+                    stash_on_host=prepared.choice.stash_on_host,
+                    staying=prepared.choice.staying,
                     for_update=for_update,
                     skipped=[unit for unit in self.units if self._blocks.are_skipped(unit.modules)],
                     between_visits=interrupts.check,
-                    guard=first_steps.begin(micro, seed, skips=bool(self._blocks.skipped)),
+                    guard=first_steps.begin(prepared.parts, prepared.seed, skips=bool(self._blocks.skipped)),
                 )
                 total = relay.run(step)
                 first_steps.end()
             if for_update:  # also on a rank that has no micro-batches
                 server.send_rest(relay.gradients.on_host)
-        return self._recorder.ran(micro, self._ranks.add(total if scale == 1 else total / scale))
+        return self._recorder.ran(prepared.parts, self._ranks.add(total if scale == 1 else total / scale))
 
     def _prepare(self, batch: Any, micro_batches: int | None) -> PreparedStep:
         """Prepares a step that all ranks agree on. If its micro-batches do not fit, the engine gets a smaller plan."""
