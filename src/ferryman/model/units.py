@@ -7,7 +7,7 @@ A unit is one or more modules and all tensors in them. Its modules' forwards are
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,14 +36,6 @@ class Place:
     attribute: str
     name: str  # in the model
 
-    def bind(self, tensor: torch.Tensor) -> None:
-        # Directly into the module's own dictionaries: setattr takes several times as long and refuses plain tensors.
-        parameters = self.module._parameters
-        if self.attribute in parameters:
-            parameters[self.attribute] = tensor  # type: ignore[assignment]
-        else:
-            self.module._buffers[self.attribute] = tensor
-
     def current(self) -> torch.Tensor | None:
         if self.attribute in self.module._parameters:
             return self.module._parameters[self.attribute]
@@ -70,6 +62,11 @@ class Item:
     @property
     def trains(self) -> bool:
         return self.tensor.requires_grad
+
+    @functools.cached_property
+    def is_recurrent(self) -> bool:
+        """Whether a module of a recurrent network has it, which refers to its weights in a second way."""
+        return any(isinstance(place.module, nn.RNNBase) for place in self.places)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """This tensor's part of a unit's flat memory."""
@@ -104,6 +101,14 @@ class Unit:
         return frozenset(item.dtype for item in self.trained)
 
     @functools.cached_property
+    def trained_offsets(self) -> Mapping[Item, int]:
+        offsets, end = {}, 0
+        for item in self.trained:
+            offsets[item] = end
+            end += -(-item.tensor.numel() // GRAIN) * GRAIN
+        return offsets
+
+    @functools.cached_property
     def trained_elements(self) -> int:
         """The length of flat memories of gradients and of optimizer state."""
         return sum(-(-item.tensor.numel() // GRAIN) * GRAIN for item in self.trained)
@@ -123,13 +128,9 @@ class Unit:
         return f"<Unit {' + '.join(self.names)}: {len(self.items)} tensors, {self.nbytes} bytes>"
 
 
-def trained_offsets(unit: Unit) -> dict[Item, int]:
+def trained_offsets(unit: Unit) -> Mapping[Item, int]:
     """The first element of each trained tensor in flat memories of gradients and of optimizer state."""
-    offsets, end = {}, 0
-    for item in unit.trained:
-        offsets[item] = end
-        end += -(-item.tensor.numel() // GRAIN) * GRAIN
-    return offsets
+    return unit.trained_offsets
 
 
 def trained_elements(unit: Unit) -> int:
