@@ -32,10 +32,10 @@ namespace {
 // several blocks, so that no thread waits long for the last one.
 constexpr int64_t kSmallestBlock = 1 << 14, kLargestBlock = 1 << 18, kBlocksPerThread = 8;
 
-int64_t block_size(const Piece* pieces, int64_t count, int threads) {
+int64_t elements_of(const Piece* pieces, int64_t count) {
   int64_t elements = 0;
   for (int64_t i = 0; i < count; ++i) elements += pieces[i].count;
-  return std::clamp(elements / (threads * kBlocksPerThread), kSmallestBlock, kLargestBlock);
+  return elements;
 }
 
 constexpr int kMasterWidth[] = {0, 2, 4};  // by the weights' dtype
@@ -60,7 +60,10 @@ constexpr UpdateFor kUpdateFor[] = FERRYMAN_EVERY_ISA(update_for);
 // Elementwise: the result depends neither on the number of threads nor on where pieces begin.
 FERRYMAN_EXPORT int ferryman_update(int rule, const ferryman::Piece* pieces, int64_t count, int isa, int threads) {
   using namespace ferryman;
-  const int64_t size = block_size(pieces, count, threads);
+  const int64_t elements = elements_of(pieces, count);
+  // Many small tensors are no work for several threads: waking one takes longer than updating a small block.
+  threads = static_cast<int>(std::clamp<int64_t>(elements / kSmallestBlock, 1, threads));
+  const int64_t size = std::clamp(elements / (threads * kBlocksPerThread), kSmallestBlock, kLargestBlock);
   std::vector<Piece> blocks;
   for (int64_t i = 0; i < count; ++i)
     for (int64_t start = 0; start < pieces[i].count; start += size)

@@ -207,9 +207,9 @@ class _DryCall(Call):
         self._driver = driver
         self._likeness: Any = None
 
-    def _call(self, args: Sequence[Any], values: Sequence[Any], *, adopt: bool) -> Any:
+    def _call(self, args: Sequence[Any], values: Sequence[Any]) -> Any:
         def compute() -> Any:
-            return super(_DryCall, self)._call(args, values, adopt=adopt)
+            return super(_DryCall, self)._call(args, values)
 
         if torch.is_grad_enabled():  # at the turn, and in a backward that is the first of its kind
             return compute()
@@ -281,7 +281,7 @@ class _Driver:
             with self._meter:
                 work().backward()
 
-        with self.randomness.unchanged(), Lanes(_CPU) as lanes:
+        with self.randomness.unchanged(), Surroundings.driving(), Lanes(_CPU) as lanes:
             surroundings = Surroundings(_CPU, self.randomness, lanes.device("compute"), 0, ())
             self.step.running = batch = MicroBatch(0, main, surroundings, None)
             try:

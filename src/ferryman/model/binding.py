@@ -15,9 +15,16 @@ from ferryman.model.units import Item
 def bind(tensors: Sequence[tuple[Item, torch.Tensor]]) -> None:
     for item, tensor in tensors:
         for place in item.places:
-            place.bind(tensor)
-            if isinstance(place.module, nn.RNNBase):
-                _bind_flat_weight(place.module, place.attribute, tensor)
+            # Into the module's own dictionaries: setattr takes several times as long, and refuses plain tensors.
+            attribute, parameters = place.attribute, place.module._parameters
+            if attribute in parameters:
+                parameters[attribute] = tensor  # type: ignore[assignment]
+            else:
+                place.module._buffers[attribute] = tensor
+        if item.is_recurrent:
+            for place in item.places:
+                if isinstance(place.module, nn.RNNBase):
+                    _bind_flat_weight(place.module, place.attribute, tensor)
 
 
 def _bind_flat_weight(module: nn.RNNBase, attribute: str, tensor: torch.Tensor) -> None:
@@ -54,5 +61,4 @@ def adopt_assigned(item: Item, tensor: torch.Tensor) -> None:
             )
         with torch.no_grad():
             tensor.copy_(current.detach())
-        for other in item.places:
-            other.bind(tensor)
+        bind([(item, tensor)])

@@ -7,7 +7,7 @@ A unit is one or more modules and all tensors in them. The relay intercepts the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,14 +36,6 @@ class Place:
     attribute: str
     name: str  # in the model
 
-    def bind(self, tensor: torch.Tensor) -> None:
-        # Directly into the module's own dictionaries: setattr takes several times as long and refuses plain tensors.
-        parameters = self.module._parameters
-        if self.attribute in parameters:
-            parameters[self.attribute] = tensor  # type: ignore[assignment]
-        else:
-            self.module._buffers[self.attribute] = tensor
-
     def current(self) -> torch.Tensor | None:
         if self.attribute in self.module._parameters:
             return self.module._parameters[self.attribute]
@@ -70,6 +62,11 @@ class Item:
     @property
     def trains(self) -> bool:
         return self.tensor.requires_grad
+
+    @functools.cached_property
+    def is_recurrent(self) -> bool:
+        """Whether a module of a recurrent network has it, which refers to its weights in a second way."""
+        return any(isinstance(place.module, nn.RNNBase) for place in self.places)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """This tensor's part of a unit's flat memory."""
@@ -104,6 +101,15 @@ class Unit:
         return frozenset(item.dtype for item in self.trained)
 
     @functools.cached_property
+    def trained_offsets(self) -> Mapping[Item, int]:
+        """The first element of each trained tensor in flat memories of gradients and of optimizer state."""
+        offsets, end = {}, 0
+        for item in self.trained:
+            offsets[item] = end
+            end += _padded(item.tensor.numel())
+        return offsets
+
+    @functools.cached_property
     def trained_elements(self) -> int:
         """The length, in elements, of flat memories of gradients and of optimizer state."""
         return sum(_padded(item.tensor.numel()) for item in self.trained)
@@ -123,15 +129,6 @@ class Unit:
         return f"<Unit {' + '.join(self.names)}: {len(self.items)} tensors, {self.nbytes} bytes>"
 
 
-def trained_offsets(unit: Unit) -> dict[Item, int]:
-    """The first element of each trained tensor in flat memories of gradients and of optimizer state."""
-    offsets, end = {}, 0
-    for item in unit.trained:
-        offsets[item] = end
-        end += _padded(item.tensor.numel())
-    return offsets
-
-
 def gradient_bytes(unit: Unit) -> int:
     return unit.trained_elements * GRADIENT.itemsize
 
@@ -141,7 +138,7 @@ def gradient_views(unit: Unit, flat: torch.Tensor, dtype: torch.dtype = GRADIENT
     elements = flat[: unit.trained_elements * dtype.itemsize].view(dtype)
     return {
         item: elements[start : start + item.tensor.numel()].view(item.tensor.shape)
-        for item, start in trained_offsets(unit).items()
+        for item, start in unit.trained_offsets.items()
     }
 
 

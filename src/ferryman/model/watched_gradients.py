@@ -67,8 +67,11 @@ def _refuse_those_in_units(inputs: Any, by_id: Mapping[int, tuple[str, str | Non
             )
 
 
-def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Removes and returns the gradient of a parameter that may be watched."""
+def take_gradient(
+    parameter: torch.Tensor, original: torch.Tensor
+) -> tuple[torch.Tensor | None, Mapping[int, Any] | None]:
+    """Takes the gradient away from the device's parameter, and returns it with the user's hooks on it, which are on the
+    host's `original`. Both may be watched, and the engine itself may use them."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient, parameter.grad = parameter.grad, None
-    return gradient
+        return gradient, original._backward_hooks

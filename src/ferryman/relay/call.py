@@ -163,8 +163,8 @@ class Call:
     def _run_without_node(self, tensors: list[torch.Tensor], mode: contextlib.AbstractContextManager[Any]) -> Any:
         args, values = self._given
         versions = [version_of(t) for t in tensors]
-        with mode, self._modes.on():
-            result = self._call(args, values, adopt=True)
+        with mode, self._modes.on(), self._relay.bound(self.unit, adopt=True):
+            result = self._call(args, values)
         self._relay.step.stash.edited(edited_since(tensors, versions))
         self._relay.step.stash.track(self.batch, Snapshot([result]).tensors)
         return result
@@ -212,7 +212,7 @@ class Call:
 
     def _compute_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], SavedInputs]:
         relay, randomness = self._relay, self._relay.randomness
-        before, versions = randomness.state(), [version_of(t) for t in tensors]
+        before, versions = self.batch.random, [version_of(t) for t in tensors]
         self._buffers = relay.buffers.copy()
         if self._shared:
             self._shared_before = relay.state.snapshot([v.get() for v in self._shared])
@@ -230,7 +230,7 @@ class Call:
         first_node = relay.escapes.next_number()
         try:
             with torch.set_grad_enabled(has_graph), self._modes.on():
-                run = self._first = self._execute(inputs, adopt=True)
+                run = self._first = self._execute(inputs, relay.bound(self.unit, adopt=True))
         except RuntimeError as error:
             if has_graph or not str(error).startswith(_NEEDS_GRAPH):
                 raise
@@ -279,19 +279,18 @@ class Call:
         self, stash: SavedInputs, gradients: Sequence[torch.Tensor | None], *, accumulate: bool
     ) -> list[torch.Tensor | None]:
         """Backpropagates through the module, and runs it again first unless the forward's graph was kept."""
-        with torch.enable_grad(), contextlib.ExitStack() as stack:
-            buffers = self._relay.buffers
-            now = buffers.values(self._buffers)
-            if self._graph_at_turn is not None:
-                (inputs, outputs), self._graph_at_turn = self._graph_at_turn, None
-            else:
-                inputs = self._detached(self._recall(stash))
-                outputs = self._replay(inputs, stack)
+        buffers = self._relay.buffers
+        now = buffers.values(self._buffers)
+        kept, self._graph_at_turn = self._graph_at_turn, None
+        inputs = self._detached(self._recall(stash)) if kept is None else kept[0]
+        modes = self._modes.on() if kept is None else contextlib.nullcontext()
+        # Weights stay bound: the backward runs user code too (hooks, custom autograd functions, and checkpointing,
+        # which runs parts of the unit once more).
+        with torch.enable_grad(), modes, self._relay.bound(self.unit, adopt=False):
+            outputs = self._replay(inputs) if kept is None else kept[1]
             self._check_hooks(outputs)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-            # The backward runs user code too: hooks, custom autograd functions, and checkpointing, which runs parts
-            # of the unit once more.
-            with self._relay.bound(self.unit, adopt=False), buffers.in_backward(self.unit, now):
+            with buffers.in_backward(self.unit, now):
                 return self._backpropagate(pairs, inputs, accumulate=accumulate)
 
     def _backpropagate(
@@ -353,18 +352,24 @@ class Call:
     def _detached(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [t.detach().requires_grad_(wanted) for t, wanted in zip(tensors, self.wants, strict=True)]
 
-    def _call(self, args: Sequence[Any], values: Sequence[Any], *, adopt: bool) -> Any:
+    def _call(self, args: Sequence[Any], values: Sequence[Any]) -> Any:
+        """Runs the module's own forward. The unit's weights are bound."""
+        named = dict(zip(self._names, values, strict=True))
+        # Entering autocast would cost more than everything else here.
+        needed = [autocast for autocast in self._autocast if autocast[2] or torch.is_autocast_enabled(autocast[0])]
+        if not needed:
+            return self._forward(*args, **named)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._relay.bound(self.unit, adopt=adopt))
-            for kind, dtype, enabled in self._autocast:
-                if not enabled and not torch.is_autocast_enabled(kind):
-                    continue  # entering autocast would cost more than everything else here
+            for kind, dtype, enabled in needed:
                 # Autocast is as it was at the call, but without its cache, which would keep cast copies of every unit.
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            return self._forward(*args, **dict(zip(self._names, values, strict=True)))
+            return self._forward(*args, **named)
 
-    def _execute(self, inputs: list[torch.Tensor], *, adopt: bool) -> _Run:
-        """Runs the module on these inputs, with arguments and variables as they were before the first run."""
+    def _execute(self, inputs: list[torch.Tensor], bound: contextlib.AbstractContextManager[None]) -> _Run:
+        """Runs the module on these inputs, with arguments and variables as they were before the first run.
+
+        `bound`: context in which the unit's weights are bound.
+        """
         args, values, *variables = self._before.restore(inputs)
         put_all(self._private, variables)
         constants: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -375,7 +380,8 @@ class Call:
                 self._relay.step.stash.use(self.batch, tensor)
             constants = [(t.detach(), t) for t in shared]
             put_all(self._shared, self._shared_before.restore([detached for detached, _ in constants]))
-        result = Snapshot([self._call(args, values, adopt=adopt)])
+        with bound:
+            result = Snapshot([self._call(args, values)])
         self._relay.step.stash.edited(edited_since(shared, versions))
         after, outputs = None, {id(t): t for t in result.tensors}
         changing = [*self._private, *self._shared]
@@ -387,12 +393,11 @@ class Call:
             outputs |= {id(t): t for t in after.tensors if id(t) not in given and not self._was_there(t)}
         return _Run(result, changing, after, inputs, constants, list(outputs.values()))
 
-    def _replay(self, inputs: list[torch.Tensor], stack: contextlib.ExitStack) -> list[torch.Tensor]:
+    def _replay(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Runs the module again with a graph, and returns the outputs. Changes of variables are undone. Changes of
-        buffers stay, because the graph may need the new values. The caller closes the stack after the backward."""
+        buffers stay, because the graph may need the new values. Weights are bound, and the first run's modes are on."""
         relay = self._relay
         relay.buffers.put(self._buffers)
-        stack.enter_context(self._modes.on())
         now: State | None = None
         if self._random is not None:
             now = relay.randomness.state()
@@ -400,20 +405,20 @@ class Call:
         try:
             with self._unchanged():
                 # Use a copy of the first run's context, so that context variables set here are dropped.
-                outputs = self._context.copy().run(self._execute, inputs, adopt=False).outputs
+                outputs = self._context.copy().run(self._execute, inputs, contextlib.nullcontext()).outputs
         finally:
             if now is not None:
                 relay.randomness.restore(now)
         relay.checksums.second(self, outputs)
         return outputs
 
-    @contextlib.contextmanager
-    def _unchanged(self) -> Iterator[None]:
+    def _unchanged(self) -> contextlib.AbstractContextManager[None]:
         """Context in which arguments and variables may change. On exit, the changes are undone."""
         mutables, variables = self._before.mutables, (*self._private, *self._shared)
-        if not mutables and not variables:
-            yield
-            return
+        return self._undone(mutables, variables) if mutables or variables else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _undone(self, mutables: Sequence[Any], variables: Sequence[Variable]) -> Iterator[None]:
         now = self._relay.state.snapshot([*mutables, *(v.get() for v in variables)])
         try:
             yield

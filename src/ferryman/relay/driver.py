@@ -121,9 +121,10 @@ class Relay(CallHost):
         """
         with self._during(step):
             for group in step.groups():
-                for batch in group:
-                    self._resume(batch)
-                    step.stash.stow(batch)
+                with self.compute.current():
+                    for batch in group:
+                        self._resume(batch)
+                        step.stash.stow(batch)
                 while live := [batch for batch in group if not batch.done]:
                     unit = self._pick(live)
                     step.visited.append(unit)
@@ -218,6 +219,7 @@ class Relay(CallHost):
                 self._model.on_device(watches_gradients=not (step.takes_effect and self.gradients.are_empty)),
                 self._user_state(step),
                 self._resident_gradients(),
+                Surroundings.driving(),
                 contextlib.ExitStack() as stack,
             ):
                 thread_locals = [] if step.survey is None else step.survey.thread_locals
@@ -299,11 +301,10 @@ class Relay(CallHost):
                 loss.backward()
 
     def _resume(self, batch: MicroBatch) -> None:
+        """Lets the micro-batch run until it parks again. The compute lane is current."""
         step = self.step
         step.micro_batch_resumes(batch)
-        if self.state:
-            with self.compute.current():
-                self.state.enter(batch.number)
+        self.state.enter(batch.number)
         step.running = batch
         try:
             batch.resume()
@@ -314,8 +315,7 @@ class Relay(CallHost):
             step.running = None
         step.check_refusal()
         self._sample_memory()
-        with self.compute.current():
-            step.micro_batch_parked(batch)
+        step.micro_batch_parked(batch)
 
     def _edits_host(self, step: StepState) -> bool:
         """Whether the step is a trial in which edits of weights would change the host's own weights."""

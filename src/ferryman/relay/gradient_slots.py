@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,8 +21,9 @@ class GradientSlot:
     wide: torch.Tensor  # bytes of the sums in float32
     narrow: torch.Tensor  # bytes of the sums in the dtype in which they are sent, if that is not float32
     unit: Unit | None = None
-    wide_views: dict[Item, torch.Tensor] = field(default_factory=dict)  # views for the unit's parameters
-    narrow_views: dict[Item, torch.Tensor] = field(default_factory=dict)
+    wide_views: Mapping[Item, torch.Tensor] = field(default_factory=dict)  # views for the unit's parameters
+    narrow_views: Mapping[Item, torch.Tensor] = field(default_factory=dict)
+    views: dict[Unit, tuple[Mapping[Item, torch.Tensor], Mapping[Item, torch.Tensor]]] = field(default_factory=dict)
     free: list[Mark] = field(default_factory=list)  # the marks after which the slot can be written
     used: Mark | None = None  # the end of the last visit that added to the slot
     taken_at: int = 0  # the number of flushes before the unit took the slot
@@ -30,9 +31,13 @@ class GradientSlot:
 
     def take(self, unit: Unit, flushes: int) -> None:
         self.unit, self.taken_at = unit, flushes
-        self.wide_views = gradient_views(unit, self.wide)
-        if self.narrow.nbytes and narrow_bytes(unit):
-            self.narrow_views = gradient_views(unit, self.narrow, landing_dtype(unit))
+        if unit not in self.views:
+            narrow = gradient_views(unit, self.narrow, landing_dtype(unit)) if self._has_narrow(unit) else {}
+            self.views[unit] = gradient_views(unit, self.wide), narrow
+        self.wide_views, self.narrow_views = self.views[unit]
+
+    def _has_narrow(self, unit: Unit) -> bool:
+        return self.narrow.nbytes > 0 and narrow_bytes(unit) > 0
 
     def drop(self) -> None:
         self.unit, self.wide_views, self.narrow_views = None, {}, {}
@@ -74,6 +79,8 @@ class GradientSlots:
             self._slots.clear()  # frees the old memory before new memory is allocated
             self._slots += [self._make_slot(wide, narrow) for _ in range(count)]
         there = {*units, self._residents}
+        for slot in self._slots:
+            slot.views = {unit: views for unit, views in slot.views.items() if unit in there}
         self._on_host = {unit: mark for unit, mark in self._on_host.items() if unit in there}
         self._added.intersection_update(item for unit in there for item in unit.items)
 

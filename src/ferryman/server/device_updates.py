@@ -28,7 +28,6 @@ from ferryman.model.units import (
     Unit,
     master_dtype,
     overlap,
-    trained_offsets,
 )
 from ferryman.plan.staging import Staging, gradient_berth_bytes, most_tensors
 from ferryman.runtime.arena import Allocation, Arena
@@ -312,6 +311,6 @@ class DeviceUpdates:
 
 def _parts_in(subgroup: Subgroup, items: Collection[Item]) -> dict[Item, tuple[slice, slice]]:
     """The tensors that have a part in the subgroup: which of their elements, and where these are in the subgroup."""
-    offsets = trained_offsets(subgroup.unit)
+    offsets = subgroup.unit.trained_offsets
     found = {item: overlap(item, offsets[item], subgroup.start, subgroup.size) for item in items}
     return {item: both for item, both in found.items() if both is not None}

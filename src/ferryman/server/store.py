@@ -14,7 +14,6 @@ from ferryman.model.units import (
     gradient_bytes,
     landing_dtype,
     overlap,
-    trained_offsets,
 )
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server.optimizer_view import OptimizerView
@@ -227,7 +226,7 @@ class RamStore:
         mine, ranks = self._states[unit].in_float32(item), self._ranks
         if ranks.alone:
             return mine.view(item.tensor.shape)
-        cuts, begin = bounds(unit, self._optimizer_view, ranks.share), trained_offsets(unit)[item]
+        cuts, begin = bounds(unit, self._optimizer_view, ranks.share), unit.trained_offsets[item]
         whole = torch.empty(item.tensor.numel())
         for owner in range(ranks.size):
             if (both := overlap(item, begin, cuts[owner], cuts[owner + 1] - cuts[owner])) is not None:
