@@ -40,7 +40,9 @@ from ferryman.options import EngineArguments, EngineOptions, describe, takes_opt
 from ferryman.plan.fit import Choice, advice
 from ferryman.plan.plan import Plan, PlanTooLargeError
 from ferryman.runtime.caller import Caller, one_call_at_a_time
+from ferryman.runtime.device_memory import DeviceMemory
 from ferryman.runtime.interrupts import Interrupts
+from ferryman.runtime.segments import find_segments
 from ferryman.server.gradient_checks import NonFiniteError
 from ferryman.server.kernels import default_threads
 from ferryman.server.optimizer_view import OptimizerView
@@ -99,7 +101,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._recorder = Recorder(
             options.trace, model, self.device, options.budget, self._optimizer_view, dtypes, self.share
         )
-        self._planner = Planner(model, self.device, options, dtypes, self._optimizer_view, self.share)
+        segments = find_segments(self.device)
+        self._memory = DeviceMemory(self.device, options.budget)
+        self._planner = Planner(model, self.device, options, dtypes, self._optimizer_view, self.share, segments)
         self._blocks = Blocks(model, self.device)
         self._batch_check = BatchCheck(
             model, options.loss, options.reduction, self.device, None if options.split else options.budget
@@ -342,9 +346,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def _assemble(self, plan: Plan) -> Assembly:
         view, scale = self._optimizer_view, self._planner.scale()
-        return Assembly(
-            self._model, self.device, plan, view, self._blocks, self._options, scale, self._ranks, self._caller
-        )
+        with self._memory.counted():
+            return Assembly(
+                self._model, self.device, plan, view, self._blocks, self._options, scale, self._ranks, self._caller,
+                self._memory,
+            )  # fmt: skip
 
     def _make_preparation(self) -> Preparation:
         """Creates the preparation of steps for the current plan; called whenever the plan changes."""
@@ -370,10 +376,12 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     @contextlib.contextmanager
     def _own_reads(self) -> Iterator[None]:
-        """Context in which reads of weights do not wait for updates; on exit, the user's reads wait for them again."""
+        """Context in which reads of weights do not wait for updates, and memory that is taken is the engine's; on exit,
+        the user's reads wait for updates again."""
         self._parts.reads.end()
         try:
-            yield
+            with self._memory.counted():
+                yield
         finally:
             self._parts.watch_reads()
 
@@ -448,7 +456,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         if for_update:
             self._parts.server.begin_step()
         try:
-            with self._parts.step(), Interrupts() as interrupts:
+            with self._parts.step(), self._memory.capped(), Interrupts() as interrupts:
                 yield interrupts
         except BaseException as error:
             if not (isinstance(error, NewStateError) and self._ranks.alone):

@@ -132,7 +132,7 @@ def test_copies_that_wait_for_one_another_are_found(monkeypatch, accelerator):
 
 
 def test_what_a_device_lacks_is_skipped_with_the_reason(monkeypatch, accelerator):
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 0)  # as of one that does not count
+    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda device: 0)  # as of one that does not count
     ran = run("--device", str(accelerator), "--quick", "--only", "memory", "--json")
     assert ran.exit_code == 0
     assert all("does not report" in row["reason"] for row in rows_of(ran).values())

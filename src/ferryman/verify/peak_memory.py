@@ -18,7 +18,7 @@ _TOLERANCE = 0.05  # a late copy may free its memory late
 
 def checks(context: CheckContext) -> Iterator[Check]:
     lacking = context.accelerator.lacks_memory_figures()
-    compared = "peak of a step against memory=, which is half of what plain PyTorch takes: not above"
+    compared = "reserved peak of steps against memory=, half of what plain PyTorch reserves: not above"
     yield Check("memory", "budget", compared, lambda: _budget(context) if lacking is None else Verdict.skipped(lacking))
     compared = f"peaks with {_DEPTHS[0]} and {_DEPTHS[1]} blocks, stash='host': within {_TOLERANCE:.0%}"
     yield Check("memory", "depth", compared, lambda: _depth(context) if lacking is None else Verdict.skipped(lacking))
@@ -78,7 +78,7 @@ def _plain_peak(context: CheckContext, model: Transformer) -> int:
 
 
 class _Peak:
-    """Measures the peak of device memory, without what was allocated before."""
+    """Measures the peak of reserved device memory, without what was reserved before."""
 
     def __init__(self, context: CheckContext) -> None:
         self._accelerator = context.accelerator
