@@ -112,6 +112,9 @@ def test_a_control_that_shows_nothing_is_inconclusive(monkeypatch):
     ran = run("--device", "cpu", "--quick", "--only", "races", "--json")
     assert ran.exit_code == 0
     assert rows_of(ran)["races", "updates late"]["result"] == "inconclusive"
+    strict = run("--device", "cpu", "--quick", "--only", "races", "--json", "--strict")
+    assert strict.exit_code == 1
+    assert rows_of(strict)["races", "updates late"]["result"] == "inconclusive"
 
 
 def test_copies_that_wait_for_one_another_are_found(monkeypatch, accelerator):

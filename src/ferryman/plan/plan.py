@@ -79,8 +79,8 @@ class Plan:
         """Bytes of device memory that are always reserved, by purpose."""
         allocations = self._allocations
         account = {purpose: sum(sizes) for purpose, sizes in allocations.items()}
-        reserved = self.segments.reserved(itertools.chain(*allocations.values()))
-        return {**account, "allocator": reserved - sum(account.values())}
+        added = self.segments.reserved(itertools.chain(*allocations.values())) - sum(account.values())
+        return {**account, "allocator": added} if added else account
 
     @property
     def _allocations(self) -> dict[str, list[int]]:
@@ -138,8 +138,8 @@ class Plan:
             "state on the device": f"{show_bytes(account.get('state on the device', 0))} for optimizer state",
             "gradients on the device": f"{show_bytes(account.get('gradients on the device', 0))} for gradients that "
             "wait for the norm",
-            "allocator": f"{show_bytes(account['allocator'])} that the device's allocator adds, which takes whole "
-            "segments",
+            "allocator": f"{show_bytes(account.get('allocator', 0))} that the device's allocator adds, which takes "
+            "whole segments",
         }
         order = sorted(account, key=lambda part: -account[part])
         return ", ".join(sizes[part] for part in order if account[part])
