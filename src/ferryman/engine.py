@@ -39,7 +39,9 @@ from ferryman.options import EngineArguments, EngineOptions, describe, takes_opt
 from ferryman.plan.fit import Choice, advice
 from ferryman.plan.plan import Plan, PlanTooLargeError
 from ferryman.runtime.caller import Caller, one_call_at_a_time
+from ferryman.runtime.device_memory import DeviceMemory
 from ferryman.runtime.interrupts import Interrupts
+from ferryman.runtime.segments import find_segments
 from ferryman.server.gradient_checks import NonFiniteError
 from ferryman.server.kernels import default_threads
 from ferryman.server.optimizer_view import OptimizerView
@@ -92,8 +94,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._options = options = replace(options, device=self.device, host_threads=threads)
         compare(self._ranks, model, optimizer, options.compared())
 
+        self._memory = DeviceMemory(self.device, options.budget)
         self._recorder = Recorder(options.trace, model, self.device, options.budget, view, dtypes, self.share)
-        self._planner = Planner(model, self.device, options, dtypes, view, self.share)
+        self._planner = Planner(model, self.device, options, dtypes, view, self.share, find_segments(self.device))
         self._blocks = Blocks(model, self.device)
         self._batch_check = BatchCheck(
             model, options.loss, options.reduction, self.device, None if options.split else options.budget
@@ -328,9 +331,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def _assemble(self, plan: Plan) -> Assembly:
         view, scale = self._optimizer_view, self._planner.scale()
-        return Assembly(
-            self._model, self.device, plan, view, self._blocks, self._options, scale, self._ranks, self._caller
-        )
+        with self._memory.counted():
+            return Assembly(
+                self._model, self.device, plan, view, self._blocks, self._options, scale, self._ranks, self._caller,
+                self._memory,
+            )  # fmt: skip
 
     def _make_preparation(self) -> Preparation:
         """Creates the preparation of steps for the current plan; called whenever the plan changes."""
@@ -353,10 +358,12 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     @contextlib.contextmanager
     def _own_reads(self) -> Iterator[None]:
-        """Context in which the engine itself reads weights, without waiting for updates."""
+        """Context in which the engine itself reads weights, without waiting for updates, and uses device memory, which
+        counts towards the budget."""
         self._parts.end_reads()
         try:
-            yield
+            with self._memory.counted():
+                yield
         finally:
             self._parts.watch_reads()
 
@@ -434,7 +441,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         if for_update:
             self._parts.server.begin_step()
         try:
-            with self._parts.step(), Interrupts() as interrupts:
+            with self._parts.step(), self._memory.capped(), Interrupts() as interrupts:
                 yield interrupts
         except BaseException as error:
             self._ranks.fail(error)
@@ -454,15 +461,16 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """Starts the update with the gradients of this step, which have arrived or are on their way to the server."""
         with Interrupts():
             relay, server, left = self._parts.relay, self._parts.server, self._parts.relay.gradients.on_host
-            all_submitted = server.is_eager and not left  # the updates of the step
+            eager = not self._parts.plan.staging.deferred
+            all_submitted = eager and not left  # the updates of the step
             alone = self._ranks.alone  # other ranks may edit the weights that all share, and nobody would notice here
             try:
                 if alone and all_submitted:
-                    relay.fetch_ahead(eager=True)
+                    relay.fetch_ahead(eager=eager)
                 # Units are updated in the order in which the next step fetches them.
                 server.finish(self._parts.plan.in_forward_order, left)
                 if alone and not all_submitted:
-                    relay.fetch_ahead(eager=server.is_eager)
+                    relay.fetch_ahead(eager=eager)
             except BaseException as error:
                 if not (isinstance(error, NonFiniteError) and error.agreed):
                     self._ranks.fail(error)

@@ -117,7 +117,7 @@ class PlainOptions:
     memory: Annotated[
         int | str | None,
         Setting(
-            help="Budget of device memory, such as 8GiB. The engine never exceeds it.",
+            help="Budget of device memory, such as 8GiB. The engine never reserves more.",
             default="no limit",
             check=_amount_of_memory,
             compare=lambda memory: None if memory is None else parse_bytes(memory, "memory"),

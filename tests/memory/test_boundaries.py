@@ -64,12 +64,12 @@ def test_as_many_stay_as_fit(count, room, found):
     ("budget", "found"), [(1100, Choice(4, True, 0)), (1500, Choice(4, True, 4)), (10**6, Choice(4, True, 4))]
 )
 def test_a_choice_says_how_many(budget, found):
-    fit = Fit(budget, "host", lambda parts, room: Trial([Stretch("unit", 1000)], 10_000, 100))
+    fit = Fit(budget, "host", lambda parts, room, choice: Trial([Stretch("unit", 1000)], 10_000, 100))
     assert fit.choose({"x": torch.zeros(4, 1)}, 4, 4, fixed=0) == found
 
 
 def test_a_stash_on_the_device_needs_no_boundaries():
-    fit = Fit(10**6, "auto", lambda parts, room: Trial([Stretch("unit", 1000)], 10_000, 100))
+    fit = Fit(10**6, "auto", lambda parts, room, choice: Trial([Stretch("unit", 1000)], 10_000, 100))
     assert fit.choose({"x": torch.zeros(4, 1)}, 4, 4, fixed=0) == Choice(4, False, 0)
 
 

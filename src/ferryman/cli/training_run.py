@@ -408,4 +408,4 @@ def _save_every(steps: int) -> int:
 
 
 def _peak(device: torch.device) -> int | None:
-    return None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
+    return None if device.type == "cpu" else torch.accelerator.max_memory_reserved(device)

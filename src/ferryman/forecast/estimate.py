@@ -191,7 +191,7 @@ def _fit(planner: Planner, training: Training) -> tuple[Estimate, Callable[[Plan
     choice = Choice(training.micro_batches or 1, training.stash == "host")
     while not problems:
 
-        def try_out(contents: Sequence[Any], room: int, plan: Plan = plan) -> Trial:
+        def try_out(contents: Sequence[Any], room: int, choice: Choice, plan: Plan = plan) -> Trial:
             return of(plan, len(contents[0]["input_ids"])).trial
 
         try:

@@ -34,7 +34,8 @@ SUBGROUP = 1 << 20  # the default
 SUBGROUP_WITH_RANKS = 1 << 18  # the default with several ranks: a host holds the gradients of a subgroup from each rank
 MIN_DEVICE_SUBGROUP = 1 << 14  # launching a smaller update on the device takes longer than updating it on the host
 
-_SCRATCH_ITEMSIZE = 2 * 12  # bytes per element of a subgroup: scratch memory of an update and of a gradient check
+_SCRATCHES = 2  # scratch memories: that of an update, and that of a gradient check
+_SCRATCH_ITEMSIZE = 12  # bytes per element of a subgroup in each
 
 _MAX_BERTH_SHARE = 1 / 8  # the largest fraction of a budget for berths
 
@@ -196,20 +197,22 @@ class Staging:
         """A copy with subgroups that are not larger than the largest unit."""
         return replace(self, subgroup=min(self.subgroup, largest_subgroup(units)))
 
-    def account(self, units: Sequence[Unit], *, held: bool) -> dict[str, int]:
-        """Bytes of device memory, by purpose."""
+    def allocations(self, units: Sequence[Unit], *, held: bool) -> dict[str, list[int]]:
+        """Bytes of all allocations on the device, by purpose."""
         if not self.on_device:
             return {}
         cuts = list(self._cuts(units, self._largest_part))
         resident, waiting = self._resident, self._gradient_berths(held=held)
+        state = sum(cut.selected_elements(resident) * self.element_bytes(cut.unit) for cut in cuts)
+        gradients = sum(cut.selected_elements(waiting) * landing_dtype(cut.unit).itemsize for cut in cuts)
         return {
-            "update staging": self.berths * self.berth_bytes(units)
-            + _SCRATCH_ITEMSIZE * self.subgroup
-            + 8 * most_tensors(units),  # a sum of squares for each tensor
-            "state on the device": sum(cut.selected_elements(resident) * self.element_bytes(cut.unit) for cut in cuts),
-            "gradients on the device": sum(
-                cut.selected_elements(waiting) * landing_dtype(cut.unit).itemsize for cut in cuts
-            ),
+            "update staging": [
+                *[_SCRATCH_ITEMSIZE * self.subgroup] * _SCRATCHES,
+                self.berths * self.berth_bytes(units),
+                8 * most_tensors(units),  # a sum of squares for each tensor
+            ],
+            "state on the device": [state],
+            "gradients on the device": [gradients],
         }
 
 
@@ -239,7 +242,7 @@ def largest_subgroup(units: Iterable[Unit]) -> int:
 def subgroup_for(budget: int, most: int) -> int:
     """The largest subgroup, of at most `most` elements, whose berths use only a small part of the budget."""
     size = most
-    itemsize = BERTHS * _TYPICAL_BERTH_ITEMSIZE + _SCRATCH_ITEMSIZE
+    itemsize = BERTHS * _TYPICAL_BERTH_ITEMSIZE + _SCRATCHES * _SCRATCH_ITEMSIZE
     while size > MIN_DEVICE_SUBGROUP and itemsize * size > _MAX_BERTH_SHARE * budget:
         size = max(MIN_DEVICE_SUBGROUP, _rounded(size // 2))
     return size

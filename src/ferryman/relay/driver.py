@@ -147,7 +147,8 @@ class Relay(CallHost):
             if step.interleaved:
                 self.order = visited
         if self.device.type != "cpu":
-            total.record_stream(torch.accelerator.current_stream(self.device))  # where the caller will use it
+            # The caller uses it on another stream, and drops it at any time.
+            total.record_stream(torch.accelerator.current_stream(self.device))
         return total
 
     def stash_for(self, *, on_host: bool, staying: int = 0) -> Stash:

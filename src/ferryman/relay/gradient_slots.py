@@ -10,6 +10,7 @@ import torch
 
 from ferryman.model.units import Item, Unit, gradient_bytes, gradient_views, landing_bytes, landing_dtype, narrow_bytes
 from ferryman.relay.parameter_server import ParameterServer
+from ferryman.runtime.device_memory import carve
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
 
@@ -59,9 +60,9 @@ class GradientSlots:
     ) -> None:
         self._device = device
         self._server, self._h2d, self._d2h = server, h2d, d2h
-        self._slots = [self._make_slot(0, 0) for _ in range(count)]
+        self._slots = self._make_slots(count, 0, 0)
         self._residents = residents
-        self._resident_slot = self._make_slot(gradient_bytes(residents), self._narrow_bytes(residents))
+        (self._resident_slot,) = self._make_slots(1, gradient_bytes(residents), self._narrow_bytes(residents))
         self._flushes = 0
         self._for_update = False
         self._discards = False
@@ -77,7 +78,7 @@ class GradientSlots:
         if any(slot.wide.nbytes != wide or slot.narrow.nbytes != narrow for slot in self._slots):
             count = len(self._slots)
             self._slots.clear()  # frees the old memory before new memory is allocated
-            self._slots += [self._make_slot(wide, narrow) for _ in range(count)]
+            self._slots += self._make_slots(count, wide, narrow)
         there = {*units, self._residents}
         for slot in self._slots:
             slot.views = {unit: views for unit, views in slot.views.items() if unit in there}
@@ -241,13 +242,11 @@ class GradientSlots:
         """Frees the device's memory."""
         self.clear()
         self._slots.clear()
-        self._resident_slot = self._make_slot(0, 0)
+        (self._resident_slot,) = self._make_slots(1, 0, 0)
 
-    def _make_slot(self, wide: int, narrow: int) -> GradientSlot:
-        return GradientSlot(
-            wide=torch.empty(wide, dtype=torch.uint8, device=self._device),
-            narrow=torch.empty(narrow, dtype=torch.uint8, device=self._device),
-        )
+    def _make_slots(self, count: int, wide: int, narrow: int) -> list[GradientSlot]:
+        memories = carve([*[wide] * count, *[narrow] * count], self._device)
+        return [GradientSlot(memories[i], memories[count + i]) for i in range(count)]
 
     def _narrow_bytes(self, unit: Unit) -> int:
         return narrow_bytes(unit) if self._server.has_optimizer else 0

@@ -14,6 +14,7 @@ import torch
 from ferryman.model.spans import Span
 from ferryman.model.units import Unit
 from ferryman.relay.weight_slots import WeightSlot, WeightSlots, versions_of
+from ferryman.runtime.device_memory import carve
 from ferryman.runtime.marks import Mark
 
 _AHEAD = 2  # units to fetch ahead of time, if they are out of date
@@ -41,9 +42,8 @@ class HeldWeights(WeightSlots):
 
     def make_room_for(self, units: Sequence[Unit]) -> None:
         self._slots = []  # frees the old memory before new memory is allocated
-        self._slots = [
-            HeldSlot(torch.empty(unit.nbytes, dtype=torch.uint8, device=self._device), unit) for unit in units
-        ]
+        memories = carve([unit.nbytes for unit in units], self._device)
+        self._slots = [HeldSlot(memory, unit) for memory, unit in zip(memories, units, strict=True)]
 
     def forget(self, *, everything: bool = False) -> None:
         for slot in self._slots:

@@ -28,6 +28,7 @@ from torch import nn
 from ferryman.model.spans import Span
 from ferryman.model.units import Item, Unit
 from ferryman.relay.parameter_server import ParameterServer
+from ferryman.runtime.device_memory import carve
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark, busy_seconds
 
@@ -157,14 +158,15 @@ class WeightSlots:
         self._h2d = h2d
         self._link = LinkRate()
         # In place, one slot without memory of its own has the tensors of all units.
-        self._slots: Sequence[WeightSlot] = [self._make_slot(0) for _ in range(1 if self._in_place else count)]
+        self._slots: Sequence[WeightSlot] = self._make_slots([0] * (1 if self._in_place else count))
 
     def make_room_for(self, units: Sequence[Unit]) -> None:
         """Between steps: resizes the slots so that each can take any of these units. Drops tensors of other units."""
         largest = 0 if self._in_place else max(unit.nbytes for unit in units)
         if any(slot.memory.nbytes != largest for slot in self._slots):
-            count, self._slots = len(self._slots), []  # frees the old memory before new memory is allocated
-            self._slots = [self._make_slot(largest) for _ in range(count)]
+            count = len(self._slots)
+            self._slots = []  # frees the old memory before new memory is allocated
+            self._slots = self._make_slots([largest] * count)
         for slot in self._slots:
             slot.tensors = {unit: tensors for unit, tensors in slot.tensors.items() if unit in units}
         self.forget(everything=True)
@@ -267,8 +269,8 @@ class WeightSlots:
         slot.fill(unit, mark)
         self.fetches += 1
 
-    def _make_slot(self, nbytes: int) -> WeightSlot:
-        return WeightSlot(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+    def _make_slots(self, sizes: Sequence[int]) -> list[WeightSlot]:
+        return [WeightSlot(memory) for memory in carve(sizes, self._device)]
 
     def _next_fetch(self, unit: Unit, upcoming: Sequence[Unit]) -> tuple[Unit, WeightSlot] | None:
         """The next unit to fetch, and its slot. If `unit` itself must be fetched, it comes first."""

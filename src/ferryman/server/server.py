@@ -198,7 +198,7 @@ class Server:
         target, source = self._checks.receive_loss(), loss.float().view(1)
         lane = self._streams.d2h
         if isinstance(lane, DeviceLane):
-            source.record_stream(lane.stream)
+            source.record_stream(lane.stream)  # a few bytes: that they come back late costs nothing
         self._checks.expect_loss(target, lane.copy([(target, source)], after=after, label="loss"))
 
     def wait_for_updates(self) -> None:

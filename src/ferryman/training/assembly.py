@@ -7,6 +7,7 @@ changing the policy of updates, do not.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -23,12 +24,13 @@ from ferryman.model.reads import Reads
 from ferryman.model.unit_discovery import rename
 from ferryman.model.units import Unit
 from ferryman.options import EngineOptions
-from ferryman.plan.fit import Trial
+from ferryman.plan.fit import Choice, Trial
 from ferryman.plan.plan import Plan
 from ferryman.relay.driver import Relay
 from ferryman.relay.observer import Roots
 from ferryman.runtime import host_memory
 from ferryman.runtime.caller import Caller
+from ferryman.runtime.device_memory import DeviceMemory
 from ferryman.runtime.lanes import Lanes
 from ferryman.runtime.streams import Streams
 from ferryman.server.optimizer_view import OptimizerView
@@ -53,8 +55,10 @@ class Assembly:
         scale: Scale,
         ranks: Ranks,
         caller: Caller,
+        memory: DeviceMemory,
     ) -> None:
         self.plan = plan
+        self.memory = memory
         self._caller = caller
         self._model = model
         self._device = device
@@ -67,9 +71,11 @@ class Assembly:
         self.lanes = Lanes(device, trace=options.trace)
         streams = Streams(self.lanes)
         self.server = Server(self.store, optimizer_view, streams, device, options, scale, plan.staging, ranks)
+        self._compute = streams.compute
         try:
-            self.relay = Relay(plan, device, self.server, streams)
-            self._serve_updates(plan)
+            with self._compute.current():  # so that activations can use what is left over in segments
+                self.relay = Relay(plan, device, self.server, streams)
+                self._serve_updates(plan)
         except BaseException as error:  # usually out of device memory
             ranks.fail(error)
             self.lanes.close()
@@ -122,8 +128,9 @@ class Assembly:
         self.reads.wait()
         self.plan = plan
         rename(self._model, self.all_units)
-        self.relay.serve(plan)
-        self._serve_updates(plan)
+        with self.memory.counted(), self._compute.current():
+            self.relay.serve(plan)
+            self._serve_updates(plan)
 
     def add(self, block: nn.Module, units: Sequence[Unit], plan: Plan) -> None:
         """Adds a block that is already in the model. `plan` includes its units."""
@@ -157,11 +164,13 @@ class Assembly:
         finally:
             self._stepping = False
 
-    def try_out(self, works: Sequence[Callable[[], torch.Tensor]], room: int, roots: Roots) -> Trial:
+    def try_out(self, works: Sequence[Callable[[], torch.Tensor]], room: int, roots: Roots, choice: Choice) -> Trial:
         """Measures the memory of micro-batches: see `memory_trial.measure`. After a failure, it can be called again."""
+        memory = trial.Measured(self.memory, self._device, self.plan.fixed, room)
+        limit = contextlib.nullcontext() if room == sys.maxsize else self.memory.capped()
         try:
-            with undisturbed(self._model, self.relay.randomness), self.step():
-                return trial.measure(self.relay, works, room, roots, self.plan.units)
+            with undisturbed(self._model, self.relay.randomness), self.step(), limit:
+                return trial.measure(self.relay, works, memory, roots, self.plan.units, choice)
         except BaseException:
             self.lanes.drain()
             self.relay.recover()
@@ -224,6 +233,7 @@ class Assembly:
             self.relay.close()
             self.server.close()
             self.store.close(together=together)
+            self.memory.trim()  # no other stream could use it
 
     def _close_dropped(self) -> None:
         """In whichever thread the garbage collector runs, which may be one that closing waits for."""
@@ -237,8 +247,7 @@ class Assembly:
     def _serve_updates(self, plan: Plan) -> None:
         """Tells the server which units there are, and where their weights are on the device."""
         self.server.serve(plan.in_forward_order, self.relay.weights, plan.staging, held=plan.held)
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)  # other streams may still use memory that lanes now get
+        self.memory.hold()  # waits for the device, too: other streams may still use memory that lanes now get
 
     def _check_host(self, ranks: Ranks) -> None:
         """Checks that the host has enough memory. All ranks of a node check before the first one allocates."""

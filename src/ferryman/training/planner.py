@@ -25,6 +25,7 @@ from ferryman.plan.staging import (
     largest_subgroup,
     subgroup_for,
 )
+from ferryman.runtime.segments import Segments
 from ferryman.runtime.sizes import show_bytes
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.state import bounds, is_whole, state_itemsize
@@ -43,6 +44,7 @@ class Planner:
     dtype_of: DtypeOf
     optimizer_view: OptimizerView | None
     share: Share = Share()  # noqa: RUF009 - frozen
+    segments: Segments = Segments()  # noqa: RUF009 - frozen
 
     @property
     def budget(self) -> int | None:
@@ -136,6 +138,7 @@ class Planner:
             dtype_of=self.dtype_of,
             needed=needed,
             smallest=smallest,
+            segments=self.segments,
         )
 
     def _ways(self, policy: Policy) -> list[Staging]:
