@@ -40,10 +40,10 @@ def unchanged(unit: Unit, flat: torch.Tensor, trained: dict[Item, bool]) -> None
 
 
 def none_added(model: nn.Module, units: Iterable[Unit]) -> None:
-    """Raises a ValueError if the model has a parameter that is in none of its units, and so would not be trained."""
+    """Raises a ValueError if a parameter of the model trains, but is in none of its units."""
     known = {id(item.tensor) for unit in units for item in unit.items}
     for name, parameter in model.named_parameters():
-        if id(parameter) not in known:
+        if parameter.requires_grad and id(parameter) not in known:
             raise ValueError(
                 f"{name!r} was added to the model after the engine was made, so the engine would not train it. Add a "
                 "block with engine.insert(); for other changes, close the engine, change the model, and make a new "

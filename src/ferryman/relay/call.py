@@ -22,8 +22,7 @@ import contextlib
 import contextvars
 import inspect
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -37,6 +36,7 @@ from ferryman.exactness.snapshot import Snapshot
 from ferryman.exactness.variables import Variable
 from ferryman.model.units import Unit
 from ferryman.relay.call_node import CallNode, Handle, SavedInputs
+from ferryman.relay.hooked_outputs import HookedOutputs
 from ferryman.relay.micro_batch import Direction, MicroBatch
 from ferryman.relay.modes import Modes, saving_hooks
 from ferryman.relay.stash import edited_since, version_of
@@ -143,7 +143,7 @@ class Call:
         # Inputs and outputs of the forward, with its graph, if it is kept for the turn.
         self._graph_at_turn: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         self.wants: list[bool] = []
-        self._hooks_outside: list[Mapping[int, Any]] = []  # for each output: hooks that code between units registers
+        self._outputs = HookedOutputs(unit.name, ())
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.autocast_devices
         ]
@@ -185,7 +185,7 @@ class Call:
         run, self._first = self._first, None  # from here on, only the user's code refers to its tensors
         assert run is not None
         self._relay.step.stash.track(self.batch, made)
-        self._hooks_outside = [_watched_hooks(tensor) for tensor in made]
+        self._outputs = HookedOutputs(self.unit.name, made, run.outputs if self._relay.escapes.traced else ())
         outer = {id(inner): t for inner, t in zip(run.outputs, made, strict=True)}
         if run.after is not None:
             back = {id(inner): t for inner, t in (*zip(run.inputs, tensors, strict=True), *run.constants)}
@@ -287,12 +287,14 @@ class Call:
             else:
                 inputs = self._detached(self._recall(stash))
                 outputs = self._replay(inputs, stack)
-            self._check_hooks(outputs)
+            self._outputs.check(outputs)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
             # The backward runs user code too: hooks, custom autograd functions, and checkpointing, which runs parts
             # of the unit once more.
             with self._relay.bound(self.unit, adopt=False), buffers.in_backward(self.unit, now):
-                return self._backpropagate(pairs, inputs, accumulate=accumulate)
+                found = self._backpropagate(pairs, inputs, accumulate=accumulate)
+            self._outputs.keep_gradients(outputs)
+            return found
 
     def _backpropagate(
         self,
@@ -312,17 +314,6 @@ class Call:
         wanted = [t for t in inputs if t.requires_grad]
         found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True) if wanted else ())
         return [next(found) if t.requires_grad else None for t in inputs]
-
-    def _check_hooks(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Refuses an output with hooks from inside the unit and from outside. PyTorch runs them in the order of their
-        registration, inside first. Here the gradient reaches the hooks outside first."""
-        for output, hooks_outside in zip(outputs, self._hooks_outside, strict=True):
-            if hooks_outside and output._backward_hooks:
-                raise ValueError(
-                    f"an output of the unit {self.unit.name!r} has a hook (Tensor.register_hook) that the unit's code "
-                    "has registered, and another one from outside the unit. The engine would run them in the wrong "
-                    "order: register both inside, or both outside"
-                )
 
     def drop_graph(self) -> None:
         """Drops the graph because the backward did not follow at once. The backward will run the module again."""
@@ -419,14 +410,6 @@ class Call:
             yield
         finally:
             put_all(variables, now.restore()[len(mutables) :])
-
-
-def _watched_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:
-    """The dictionary of the tensor's hooks, empty so far. It is valid even after the tensor itself has been dropped."""
-    hooks = OrderedDict[int, Any]()
-    if tensor.requires_grad:
-        tensor._backward_hooks = hooks
-    return hooks
 
 
 def _without_modes(compute: Callable[[], T]) -> Callable[[], T]:

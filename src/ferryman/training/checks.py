@@ -51,7 +51,7 @@ def _modules(model: nn.Module) -> None:
                 f"{where} was compiled (module.compile()), and a compiled module cannot be streamed layer by layer; "
                 "pass the engine the uncompiled model"
             )
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in (*module.parameters(), *module.buffers())):
             raise ValueError(
                 f"{where} is a ScriptModule (torch.jit), whose weights the engine cannot move; pass the engine the "
                 "original module"
