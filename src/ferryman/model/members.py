@@ -11,8 +11,18 @@ from ferryman.model.units import Item, Unit
 
 
 def no_hooks(name: str, parameter: torch.Tensor) -> None:
-    """Refuses hooks that would run when a gradient has been accumulated, which the engine does elsewhere."""
-    if parameter.requires_grad and parameter._post_accumulate_grad_hooks:
+    """Refuses hooks that would run when a gradient has been accumulated, or gradients of several parameters: the engine
+    accumulates elsewhere, and has one backward per call."""
+    if not parameter.requires_grad:
+        return
+    for hook in (parameter._backward_hooks or {}).values():
+        if getattr(hook, "__globals__", None) is vars(torch.autograd.graph):
+            raise ValueError(
+                f"{name!r} has a hook on the gradients of several tensors (register_multi_grad_hook), which the engine "
+                "never has together in the backward. Remove the hook, and do its work between "
+                f"engine.forward_backward(batch) and engine.update(), with engine.gradient({name!r})"
+            )
+    if parameter._post_accumulate_grad_hooks:
         raise ValueError(
             f"{name!r} has a hook (register_post_accumulate_grad_hook), which the engine cannot call in the backward: "
             "it accumulates gradients elsewhere. Remove the hook, and do its work between the two halves of a step: "

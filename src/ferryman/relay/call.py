@@ -20,14 +20,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ferryman.exactness.buffers import Copies
@@ -35,7 +33,9 @@ from ferryman.exactness.reach import beyond
 from ferryman.exactness.snapshot import Snapshot
 from ferryman.exactness.variables import Variable
 from ferryman.model.units import Unit
+from ferryman.relay.arguments import refuse_transforms
 from ferryman.relay.call_node import CallNode, Handle, SavedInputs
+from ferryman.relay.hooked_inputs import are_hooked, drop_hooks, move_hooks
 from ferryman.relay.hooked_outputs import HookedOutputs
 from ferryman.relay.micro_batch import Direction, MicroBatch
 from ferryman.relay.modes import Modes, saving_hooks
@@ -52,10 +52,11 @@ if TYPE_CHECKING:
 Forward = Callable[..., Any]
 T = TypeVar("T")
 
-# Errors of torch in code that needs a graph: Tensor.register_hook and Tensor.retain_grad.
+# Errors of torch in code that needs a graph: Tensor.register_hook, Tensor.retain_grad, and torch.autograd.grad.
 _NEEDS_GRAPH = (
     "cannot register a hook on a tensor that doesn't require gradient",
     "can't retain_grad on Tensor that has requires_grad=False",
+    "element 0 of tensors does not require grad and does not have a grad_fn",
 )
 
 
@@ -155,9 +156,16 @@ class Call:
         """Runs the module's forward, and returns its result for the user's code."""
         tensors = self._before.tensors
         trains = self._relay.trains(self.unit)
-        if torch.is_grad_enabled() and (trains or any(t.requires_grad for t in tensors)):
+        refuse_transforms(self.unit, tensors)
+        # In the traced trial every unit has a graph, which shows whether it uses leaves outside the model.
+        if torch.is_grad_enabled() and (trains or self._relay.escapes.traced or any(t.requires_grad for t in tensors)):
             return self._run_as_node(tensors, trains=trains)
-        mode = torch.inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
+        # The code of a frozen unit may differentiate something by itself.
+        mode: contextlib.AbstractContextManager[Any] = (
+            torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad()
+        )
+        if torch.is_inference_mode_enabled():
+            mode = torch.inference_mode()
         return self._park(Direction.FORWARD, tensors, lambda: self._run_without_node(tensors, mode))
 
     def _run_without_node(self, tensors: list[torch.Tensor], mode: contextlib.AbstractContextManager[Any]) -> Any:
@@ -185,6 +193,7 @@ class Call:
         run, self._first = self._first, None  # from here on, only the user's code refers to its tensors
         assert run is not None
         self._relay.step.stash.track(self.batch, made)
+        move_hooks(run.inputs, tensors)
         self._outputs = HookedOutputs(self.unit.name, made, run.outputs if self._relay.escapes.traced else ())
         outer = {id(inner): t for inner, t in zip(run.outputs, made, strict=True)}
         if run.after is not None:
@@ -223,10 +232,10 @@ class Call:
         keeps_graph = relay.turns_at(self.module) and not self._saves_through_hooks and self._buffers is None
         needs_graph = relay.escapes.traced or self.unit in relay.graph_needed
         has_graph = keeps_graph or needs_graph
-        inputs = self._detached(tensors) if has_graph else [t.detach() for t in tensors]
+        inputs = leaves = self._detached(tensors) if has_graph else [t.detach() for t in tensors]
         if needs_graph:
             with torch.enable_grad():
-                inputs = [t.clone() for t in inputs]  # autograd forbids in-place edits of leaves
+                inputs = [t.clone() for t in leaves]  # autograd forbids in-place edits of leaves
         first_node = relay.escapes.next_number()
         try:
             with torch.set_grad_enabled(has_graph), self._modes.on():
@@ -245,8 +254,11 @@ class Call:
             outputs = [t.detach() for t in outputs]
         if relay.escapes.traced:
             relay.escapes.ran(self.batch.number, self.unit, first_node)
+            relay.note_leaves(self.unit, run.outputs, leaves)
+            if are_hooked(inputs):
+                relay.graph_needed.add(self.unit)
         elif keeps_graph:
-            self._graph_at_turn = inputs, run.outputs
+            self._graph_at_turn = leaves, run.outputs
         if not randomness.state().same_as(before):
             self._random = before
         if [version_of(t) for t in tensors] != versions:
@@ -287,6 +299,7 @@ class Call:
             else:
                 inputs = self._detached(self._recall(stash))
                 outputs = self._replay(inputs, stack)
+                drop_hooks(self.unit.name, inputs, moved=self.unit in self._relay.graph_needed)
             self._outputs.check(outputs)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
             # The backward runs user code too: hooks, custom autograd functions, and checkpointing, which runs parts
@@ -425,26 +438,3 @@ def _without_modes(compute: Callable[[], T]) -> Callable[[], T]:
 def put_all(variables: Sequence[Variable], values: Sequence[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.put(value)
-
-
-def refuse_caches(unit: Unit, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses arguments that are caches of keys and values: the second run in the backward would fill them again."""
-    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for key, value in given:
-        if value is None or isinstance(value, torch.Tensor | bool | int | float | str):
-            continue  # the common case
-        for leaf in pytree.tree_leaves(value):
-            if any("Cache" in base.__name__ for base in type(leaf).__mro__):
-                name = _argument_name(forward, key)
-                raise ValueError(
-                    f"the unit {unit.name!r} was given a {type(leaf).__name__} as {name!r}, which it would fill a "
-                    "second time when it runs again in the backward. Switch caching off in training (use_cache=False)"
-                )
-
-
-def _argument_name(forward: Forward, key: int | str) -> str:
-    """The name of an argument, given its position or name. For errors only: reading a signature is slow."""
-    if isinstance(key, str):
-        return key
-    names = list(inspect.signature(forward).parameters)
-    return names[key] if key < len(names) else f"argument {key}"
