@@ -1,4 +1,4 @@
-"""Units whose code differentiates, hooks its inputs, or uses leaves outside the model, and derivatives through units."""
+"""Units whose code differentiates, hooks its inputs or uses leaves outside the model, and derivatives through units."""
 
 import functools
 

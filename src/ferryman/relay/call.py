@@ -33,13 +33,13 @@ from ferryman.exactness.reach import beyond
 from ferryman.exactness.snapshot import Snapshot
 from ferryman.exactness.variables import Variable
 from ferryman.model.units import Unit
-from ferryman.relay.arguments import refuse_transforms
 from ferryman.relay.call_node import CallNode, Handle, SavedInputs
 from ferryman.relay.hooked_inputs import are_hooked, drop_hooks, move_hooks
 from ferryman.relay.hooked_outputs import HookedOutputs
 from ferryman.relay.micro_batch import Direction, MicroBatch
 from ferryman.relay.modes import Modes, saving_hooks
 from ferryman.relay.stash import edited_since, version_of
+from ferryman.relay.unit_arguments import refuse_transforms
 from ferryman.runtime.rng import Randomness, State
 
 if TYPE_CHECKING:

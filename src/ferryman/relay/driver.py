@@ -23,7 +23,6 @@ from ferryman.exactness.weight_edits import WeightEdits
 from ferryman.model.binding import is_buffer
 from ferryman.model.units import Unit
 from ferryman.plan.plan import Plan
-from ferryman.relay.arguments import refuse_arguments
 from ferryman.relay.call import Call, Forward
 from ferryman.relay.call_host import CallHost
 from ferryman.relay.evaluation import Evaluation, refuse_other_devices
@@ -31,6 +30,7 @@ from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
 from ferryman.relay.parameter_server import ParameterServer
 from ferryman.relay.stash import DeviceStash, HostStash, Stash
 from ferryman.relay.step_state import Expectation, StepState, Visit, Work
+from ferryman.relay.unit_arguments import refuse_arguments
 from ferryman.relay.weight_slots import UnitOnDevice
 from ferryman.runtime import shutdown
 from ferryman.runtime.streams import Streams
