@@ -166,6 +166,8 @@ def test_parameters_are_no_option(run, crafted):
         ("lr", "fast", r"options\.lr must be like the optimizer's 0\.001, but is 'fast'"),
         ("lr", None, r"options\.lr must be like"),
         ("betas", {"tuple": [0.9]}, r"options\.betas must be like"),
+        ("foreach", "yes", r"options\.foreach must be like the optimizer's None, but is 'yes'"),
+        ("maximize", 1, r"options\.maximize must be like the optimizer's False, but is 1"),
         ("amsgrad", True, r"the optimizer cannot use them: .*they need other state"),
         ("betas", {"tuple": [1, 0.9]}, r"the optimizer cannot use them: ZeroDivisionError"),
     ],

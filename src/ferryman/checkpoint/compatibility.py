@@ -98,9 +98,11 @@ def check_members(
 def check_options(optimizer_view: OptimizerView, number: int, options: Mapping[str, Any], file: Path) -> None:
     """Checks the saved options of a group. Options that the optimizer has too must be of the same kind."""
     place = f"{file}: optimizer.groups[{number}].options"
-    mine = optimizer_view.optimizer.param_groups[number]
+    mine, known = optimizer_view.optimizer.param_groups[number], optimizer_view.optimizer.defaults
     for key, value in options.items():
-        if key in mine and not _is_alike(mine[key], value):
+        if mine.get(key) is None and key not in known:
+            continue  # an entry of the user's own that is not set here
+        if not _is_alike(mine.get(key), value):
             raise ValueError(f"{place}.{key} must be like the optimizer's {mine[key]!r}, but is {value!r}")
     try:
         optimizer_view.try_options(number, options)

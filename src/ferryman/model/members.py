@@ -11,8 +11,18 @@ from ferryman.model.units import Item, Unit
 
 
 def no_hooks(name: str, parameter: torch.Tensor) -> None:
-    """Refuses hooks that run when autograd has accumulated a gradient: the engine accumulates gradients itself."""
-    if parameter.requires_grad and parameter._post_accumulate_grad_hooks:
+    """Refuses hooks that would run when a gradient has been accumulated, or gradients of several parameters: the engine
+    accumulates gradients itself, and has one backward per call."""
+    if not parameter.requires_grad:
+        return
+    for hook in (parameter._backward_hooks or {}).values():
+        if getattr(hook, "__globals__", None) is vars(torch.autograd.graph):
+            raise ValueError(
+                f"{name!r} has a hook on the gradients of several tensors (register_multi_grad_hook), which the engine "
+                "never has together in the backward. Remove the hook, and do its work between "
+                f"engine.forward_backward(batch) and engine.update(), with engine.gradient({name!r})"
+            )
+    if parameter._post_accumulate_grad_hooks:
         raise ValueError(
             f"{name!r} has a hook (register_post_accumulate_grad_hook), which the engine cannot call in the backward: "
             "it accumulates gradients itself. Remove the hook, and do its work between backward and update: "
@@ -40,10 +50,10 @@ def unchanged(unit: Unit, flat: torch.Tensor, trained: dict[Item, bool]) -> None
 
 
 def none_added(model: nn.Module, units: Iterable[Unit]) -> None:
-    """Raises a ValueError if the model has a parameter that is in none of its units, and so would not be trained."""
+    """Raises a ValueError if a parameter of the model trains, but is in none of its units."""
     known = {id(item.tensor) for unit in units for item in unit.items}
     for name, parameter in model.named_parameters():
-        if id(parameter) not in known:
+        if parameter.requires_grad and id(parameter) not in known:
             raise ValueError(
                 f"{name!r} was added to the model after the engine was made, so the engine would not train it. Add a "
                 "block with engine.insert(); for other changes, close the engine, change the model, and make a new "

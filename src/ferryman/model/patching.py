@@ -75,7 +75,8 @@ class ModelPatch:
     def watch(self, modules: Iterable[nn.Module], reads: Reads) -> None:
         """Makes `state_dict` and `load_state_dict` of these modules wait for pending updates."""
         for module in modules:
-            if module not in self._hooks:
+            # A ScriptModule takes no hooks; the engine accepts those without weights, such as activation functions.
+            if module not in self._hooks and not isinstance(module, torch.jit.ScriptModule):
                 self._hooks[module] = (
                     module.register_state_dict_pre_hook(_Hook(lambda *_: reads.wait())),
                     module.register_state_dict_post_hook(_Hook(functools.partial(_remember, reads))),

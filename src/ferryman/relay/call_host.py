@@ -97,8 +97,9 @@ class CallHost:
         return module in self._turning_modules
 
     def trains(self, unit: Unit) -> bool:
-        """Whether any parameter that the unit's modules use, residents included, requires a gradient."""
-        return unit in self._training
+        """Whether anything that the unit uses requires a gradient: a parameter, residents included, or a leaf outside
+        the model."""
+        return unit in self._training or unit in self._using_leaves
 
     @contextlib.contextmanager
     def bound(self, unit: Unit, *, adopt: bool) -> Iterator[None]:

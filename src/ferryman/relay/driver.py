@@ -23,7 +23,7 @@ from ferryman.exactness.weight_edits import WeightEdits
 from ferryman.model.binding import is_buffer
 from ferryman.model.units import Unit
 from ferryman.plan.plan import Plan
-from ferryman.relay.call import Call, Forward, refuse_caches
+from ferryman.relay.call import Call, Forward
 from ferryman.relay.call_host import CallHost
 from ferryman.relay.evaluation import Evaluation, refuse_other_devices
 from ferryman.relay.inputs import Inputs
@@ -31,6 +31,7 @@ from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
 from ferryman.relay.parameter_server import ParameterServer
 from ferryman.relay.stash import DeviceStash, HostStash, Stash
 from ferryman.relay.step_state import Expectation, StepState, Visit, Work
+from ferryman.relay.unit_arguments import refuse_arguments
 from ferryman.relay.weight_slots import UnitOnDevice
 from ferryman.runtime import shutdown
 from ferryman.runtime.streams import Streams
@@ -73,7 +74,7 @@ class Relay(CallHost):
                 self._step.refuse_other_threads(unit)
                 running = self._step.running
                 assert running is not None
-                refuse_caches(unit, forward, args, kwargs)
+                refuse_arguments(unit, forward, args, kwargs)
                 self._check_call_in_backward(unit, running)
                 return Call(self, running, unit, module, forward, args, kwargs).run()
             if self.evaluation.runs:

@@ -51,10 +51,15 @@ def _modules(model: nn.Module) -> None:
                 f"{where} was compiled (module.compile()), and a compiled module cannot be streamed layer by layer; "
                 "pass the engine the uncompiled model"
             )
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in (*module.parameters(), *module.buffers())):
             raise ValueError(
                 f"{where} is a ScriptModule (torch.jit), whose weights the engine cannot move; pass the engine the "
                 "original module"
+            )
+        if any(nn.parameter.is_lazy(tensor) for tensor in module.parameters(recurse=False)):
+            raise ValueError(
+                f"{where} is a {type(module).__name__} whose parameters have no shape yet; call the model once with a "
+                "batch before you make the engine"
             )
         if type(module).__module__.startswith("torch.ao.nn.quantized"):
             raise ValueError(f"{where} is quantised ({type(module).__name__}) and does not train; quantise afterwards")

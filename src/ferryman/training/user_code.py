@@ -37,6 +37,11 @@ def weighted_loss(
                 f"ferryman: the model and the batch are on {device} while the loss runs. The loss's own tensors, such "
                 "as its parameters, must be there too: move them with .to(engine.device) before training"
             )
+        if "must have the same dtype" in str(error):
+            error.add_note(
+                "ferryman: precision= sets the dtype of the weights, and not that of the batch: convert what the model "
+                "is given (x.to(torch.bfloat16)), as for model.to(torch.bfloat16)"
+            )
         if "CallNode is a view" in str(error):
             error.add_note(
                 "ferryman: an output of a unit is edited in place, and this output is a view of another tensor. Use an "
