@@ -20,8 +20,9 @@ from support.slow import covering, cpu_is_slow, slow
 from support.updates import WAYS, adamw
 
 
-def compare(ranks, *args, **options):
-    found = ranks.run(rank_jobs.train, *args, **options)
+def compare(ranks, *args, memory=None, **options):
+    """Compares ranks that have this budget with one process that has none."""
+    found = ranks.run(rank_jobs.train, *args, memory=memory, **options)
     losses, norms, weights = rank_jobs.train_alone(*args, **options)
     for theirs in found:
         assert theirs[0] == pytest.approx(losses, rel=1e-5)
