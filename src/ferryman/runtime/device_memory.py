@@ -49,6 +49,12 @@ class DeviceMemory:
             torch.accelerator.synchronize(self._device)
             torch.accelerator.empty_cache()
 
+    def forget(self) -> None:
+        """Called after a trial: drops what it has left in the cache, and its peak."""
+        self.trim()
+        if self._counts:
+            torch.accelerator.reset_peak_memory_stats(self._device)
+
     def hold(self) -> None:
         """Called when all memory that the engine always has is allocated, and nothing else."""
         self.trim()

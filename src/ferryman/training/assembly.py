@@ -7,7 +7,6 @@ changing the policy of updates, do not.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -167,14 +166,15 @@ class Assembly:
     def try_out(self, works: Sequence[Callable[[], torch.Tensor]], room: int, roots: Roots, choice: Choice) -> Trial:
         """Measures the memory of micro-batches: see `memory_trial.measure`. After a failure, it can be called again."""
         memory = trial.Measured(self.memory, self._device, self.plan.fixed, room)
-        limit = contextlib.nullcontext() if room == sys.maxsize else self.memory.capped()
         try:
-            with undisturbed(self._model, self.relay.randomness), self.step(), limit:
+            with undisturbed(self._model, self.relay.randomness), self.step():
                 return trial.measure(self.relay, works, memory, roots, self.plan.units, choice)
         except BaseException:
             self.lanes.drain()
             self.relay.recover()
             raise
+        finally:
+            self.memory.forget()
 
     def recover(self) -> None:
         """Restores a consistent state after a failure. The lanes must be drained: they have dropped pending work."""

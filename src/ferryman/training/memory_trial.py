@@ -18,6 +18,9 @@ from ferryman.relay.trial import run_trial
 from ferryman.runtime.device_memory import DeviceMemory
 from ferryman.training.discovery import Discovery
 
+# A trial may exceed its room by this factor, to find out how much is needed if that is only a little more.
+_TRIAL_SLACK = 1.1
+
 
 def measure(
     relay: Relay,
@@ -92,7 +95,7 @@ class _Memory(Observer):
     def parked(self, batch: MicroBatch) -> None:
         peak = torch.accelerator.max_memory_allocated(self._device)
         self.reserved = max(self.reserved, self._measured.memory.peak - self._measured.fixed)
-        if self.reserved > self._measured.room:
+        if self.reserved > self._measured.room * _TRIAL_SLACK:
             raise TooLargeError(Need(self.reserved, self._where, is_all=False))
         self.stretches.append(Stretch(self._where, peak - self._floor))
         if batch.request is not None:
