@@ -13,7 +13,7 @@ from support.programs.program import FEATURES, Program, make_program, plain_resu
 from support.programs.results import differences
 
 CPU = torch.device("cpu")
-QUICK, MANY = 40, 500  # half of the quick ones on each device; `make test-all` runs all of the many on both
+QUICK, MANY = 60, 500  # half of the quick ones on each device; `make test-all` runs all of the many on both
 REFUSED = 0.1  # the share of programs that may be refused
 
 
