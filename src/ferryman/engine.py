@@ -94,9 +94,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._options = options = replace(options, device=self.device, host_threads=threads)
         compare(self._ranks, model, optimizer, options.compared())
 
+        segments = find_segments(self.device)  # before memory is counted: it leaves some in the allocator's cache
         self._memory = DeviceMemory(self.device, options.budget)
         self._recorder = Recorder(options.trace, model, self.device, options.budget, view, dtypes, self.share)
-        self._planner = Planner(model, self.device, options, dtypes, view, self.share, find_segments(self.device))
+        self._planner = Planner(model, self.device, options, dtypes, view, self.share, segments)
         self._blocks = Blocks(model, self.device)
         self._batch_check = BatchCheck(
             model, options.loss, options.reduction, self.device, None if options.split else options.budget
