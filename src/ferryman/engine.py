@@ -387,22 +387,12 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def _run_once(self, batch: Any, micro_batches: int | None, *, for_update: bool) -> torch.Tensor:
         prepared = self._prepare(batch, micro_batches)
-        relay, server, first_steps = self._parts.relay, self._parts.server, self._preparation.first_steps
+        relay, server = self._parts.relay, self._parts.server
         with self._running(prepared.choice, for_update=for_update) as interrupts:
             scale, total = server.scale.value, torch.zeros((), device=self.device)
-            if works := self._preparation.works(prepared.parts):
-                step = relay.new_step(
-                    works,
-                    prepared.seed,
-                    stash_on_host=prepared.choice.stash_on_host,
-                    staying=prepared.choice.staying,
-                    for_update=for_update,
-                    skipped=[unit for unit in self.units if self._blocks.are_skipped(unit.modules)],
-                    between_visits=interrupts.check,
-                    guard=first_steps.begin(prepared.parts, prepared.seed, skips=bool(self._blocks.skipped)),
-                )
-                total = relay.run(step)
-                first_steps.end()
+            if prepared.parts:
+                total = relay.run(self._preparation.new_step(prepared, interrupts, for_update=for_update))
+                self._preparation.first_steps.end()
             if for_update:  # also on a rank that has no micro-batches
                 server.send_rest(relay.gradients.on_host)
         return self._recorder.ran(prepared.parts, self._ranks.add(total if scale == 1 else total / scale))
@@ -461,17 +451,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _finish(self, optimizer_view: OptimizerView) -> None:
         """Starts the update with the gradients of this step, which have arrived or are on their way to the server."""
         with Interrupts():
-            relay, server, left = self._parts.relay, self._parts.server, self._parts.relay.gradients.on_host
-            eager = not self._parts.plan.staging.deferred
-            all_submitted = eager and not left  # the updates of the step
-            alone = self._ranks.alone  # other ranks may edit the weights that all share, and nobody would notice here
             try:
-                if alone and all_submitted:
-                    relay.fetch_ahead(eager=eager)
-                # Units are updated in the order in which the next step fetches them.
-                server.finish(self._parts.plan.in_forward_order, left)
-                if alone and not all_submitted:
-                    relay.fetch_ahead(eager=eager)
+                self._parts.finish_updates()
             except BaseException as error:
                 if not (isinstance(error, NonFiniteError) and error.agreed):
                     self._ranks.fail(error)
