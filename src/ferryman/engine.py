@@ -378,24 +378,21 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         can_retry = self._ranks.alone and not self._parts.relay.gradients.on_host
         for _ in range(_MAX_ATTEMPTS if can_retry else 1):
             try:
-                return self._run_once(batch, micro_batches, for_update=for_update)
+                prepared = self._prepare(batch, micro_batches)
+                relay, server = self._parts.relay, self._parts.server
+                with self._running(prepared.choice, for_update=for_update) as interrupts:
+                    scale, total = server.scale.value, torch.zeros((), device=self.device)
+                    if prepared.parts:
+                        total = relay.run(self._preparation.new_step(prepared, interrupts, for_update=for_update))
+                        self._preparation.first_steps.end()
+                    if for_update:  # also on a rank that has no micro-batches
+                        server.send_rest(relay.gradients.on_host)
+                return self._recorder.ran(prepared.parts, self._ranks.add(total if scale == 1 else total / scale))
             except NewStateError as error:
                 found = str(error)
             self._preparation.first_steps.forget()
             torch.set_rng_state(generator)
         raise too_late_to_follow(found)
-
-    def _run_once(self, batch: Any, micro_batches: int | None, *, for_update: bool) -> torch.Tensor:
-        prepared = self._prepare(batch, micro_batches)
-        relay, server = self._parts.relay, self._parts.server
-        with self._running(prepared.choice, for_update=for_update) as interrupts:
-            scale, total = server.scale.value, torch.zeros((), device=self.device)
-            if prepared.parts:
-                total = relay.run(self._preparation.new_step(prepared, interrupts, for_update=for_update))
-                self._preparation.first_steps.end()
-            if for_update:  # also on a rank that has no micro-batches
-                server.send_rest(relay.gradients.on_host)
-        return self._recorder.ran(prepared.parts, self._ranks.add(total if scale == 1 else total / scale))
 
     def _prepare(self, batch: Any, micro_batches: int | None) -> PreparedStep:
         """Prepares a step that all ranks agree on. If its micro-batches do not fit, the engine gets a smaller plan."""
@@ -451,8 +448,17 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _finish(self, optimizer_view: OptimizerView) -> None:
         """Starts the update with the gradients of this step, which have arrived or are on their way to the server."""
         with Interrupts():
+            relay, server, left = self._parts.relay, self._parts.server, self._parts.relay.gradients.on_host
+            eager = not self._parts.plan.staging.deferred
+            all_submitted = eager and not left  # the updates of this step
+            alone = self._ranks.alone  # other ranks may edit the weights that all share, and nobody would notice here
             try:
-                self._parts.finish_updates()
+                if alone and all_submitted:
+                    relay.fetch_ahead(eager=eager)
+                # Units are updated in the order in which the next step fetches them.
+                server.finish(self._parts.plan.in_forward_order, left)
+                if alone and not all_submitted:
+                    relay.fetch_ahead(eager=eager)
             except BaseException as error:
                 if not (isinstance(error, NonFiniteError) and error.agreed):
                     self._ranks.fail(error)

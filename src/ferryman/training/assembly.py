@@ -63,9 +63,6 @@ class Assembly:
         self._device = device
         self._optimizer_view = optimizer_view
         self._blocks = blocks
-        self._fetches_ahead = (
-            ranks.alone
-        )  # other ranks may edit the weights that all share, and nobody would notice here
         self._stepping = self._evaluates = False
         self._check_host(ranks)
         self.store = RamStore(self.all_units, device, optimizer_view, ranks)
@@ -165,17 +162,6 @@ class Assembly:
                 yield
         finally:
             self._stepping = False
-
-    def finish_updates(self) -> None:
-        """Submits the rest of a step's updates, and fetches the first units of the next step."""
-        eager, left = not self.plan.staging.deferred, self.relay.gradients.on_host
-        all_submitted = eager and not left  # the updates of the step
-        if self._fetches_ahead and all_submitted:
-            self.relay.fetch_ahead(eager=eager)
-        # Units are updated in the order in which the next step fetches them.
-        self.server.finish(self.plan.in_forward_order, left)
-        if self._fetches_ahead and not all_submitted:
-            self.relay.fetch_ahead(eager=eager)
 
     def try_out(self, works: Sequence[Callable[[], torch.Tensor]], room: int, roots: Roots, choice: Choice) -> Trial:
         """Measures the memory of micro-batches: see `memory_trial.measure`. After a failure, it can be called again."""
