@@ -247,7 +247,7 @@ def test_bf16_is_not_advised_to_who_has_it():
         (("gpt:small", *MACHINE, "--batch", "0"), "--batch 0"),
         (("gpt:small", *MACHINE, "--micro-batches", "9"), "micro_batches=9"),
         (("gpt:small", *MACHINE, "--batch", "4", "--micro-batches", "3"), "choose micro_batches=2"),
-        (("gpt:small", *MACHINE, "--sequence", "9999"), "longer than 'gpt:small' takes: 512"),
+        (("gpt:small", *MACHINE, "--sequence", "9999"), "longer than the context of 'gpt:small': 512 tokens"),
         (("gpt:small", *MACHINE, "--optimizer", "adamm"), "did you mean 'adam"),
         (("gpt:small", *MACHINE, "--precision", "fp8"), "precision='fp8'"),
         (("gpt:small", *MACHINE, "--updates", "stride"), "did you mean 'stride:K'"),

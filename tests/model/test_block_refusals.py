@@ -28,7 +28,7 @@ def sharing(model):
         (lambda engine, model: engine.insert(-1, Block()), r"cannot be inserted at -1"),
         (lambda engine, model: engine.insert("blocks.4", Block()), r"cannot be inserted at 'blocks\.4'"),
         (lambda engine, model: engine.insert(1.0, Block()), r"a number or its name; this is 1\.0"),
-        (lambda engine, model: engine.insert("head", Block()), r"'head' does not name a block.*like 'blocks\.0'"),
+        (lambda engine, model: engine.insert("head", Block()), r"'head' does not name a block.*such as 'blocks\.0'"),
         (lambda engine, model: engine.insert(1, model.blocks[0]), "shares a parameter or buffer with the model"),
         (lambda engine, model: engine.insert(1, sharing(model)), "shares a parameter or buffer with the model"),
         (lambda engine, model: engine.insert(1, lambda x: x), r"must be a torch\.nn\.Module; this is a function"),

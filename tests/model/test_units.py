@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from ferryman.model.binding import bind
 from ferryman.model.unit_discovery import find_units
 from ferryman.model.units import ALIGNMENT
 from support.models import CASES, Block, Toy, build
@@ -111,8 +112,7 @@ def test_a_shared_parameter_knows_all_its_places():
     (item,) = unit.items
     assert {place.name for place in item.places} == {"transformer.wte.weight", "lm_head.weight"}
     other = torch.zeros_like(item.tensor)
-    for place in item.places:
-        place.bind(other)
+    bind([(item, other)])
     assert model.lm_head.weight is model.transformer.wte.weight is other
 
 

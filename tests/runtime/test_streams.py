@@ -40,4 +40,5 @@ def test_an_engine_makes_no_others(virtual, monkeypatch):
             engine.step(text(8, seed), 4)
         lanes = [lane for lane in engine._parts.lanes if isinstance(lane, DeviceLane)]
         assert {lane.name for lane in lanes} > {"compute", "h2d", "d2h", "stash in", "stash out", "update", "norms"}
-    assert len(made) <= HARDWARE_QUEUES
+    # One more finds out the sizes of the allocator's segments before anything runs.
+    assert len(made) <= HARDWARE_QUEUES + 1

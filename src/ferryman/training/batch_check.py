@@ -173,6 +173,7 @@ class BatchCheck:
                     except Exception as error:
                         problems.append(error)
                         continue
+                problems.clear()  # their tracebacks keep tensors on the device
                 whole, one, two, one_twice, two_twice = map(float, losses)
                 times = 1 if self._reduction == "mean" else 2
                 noise = max(abs(one_twice - times * one), abs(two_twice - times * two))
