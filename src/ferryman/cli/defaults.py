@@ -6,12 +6,17 @@ All other defaults that both have are those of `TrainOptions`.
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from ferryman.cli.model_argument import ModelSpec
+from ferryman.model.chunked_loss import find_head
 from ferryman.runtime.sizes import parse_bytes
 from ferryman.training import checks
 
 LONGEST = 1024  # tokens in a window
+
+# What settings of the engine do by default in these commands, where that is not what the engine does.
+DEFAULT_TEXTS = {"memory": "nine tenths of what is free", "chunked_loss": "yes, if the model's head is a linear layer"}
 
 _SHARE = 0.9  # of the free device memory: an allocator's gaps, and what libraries take for themselves, need some
 
@@ -39,3 +44,8 @@ def budget(device: torch.device, memory: int | str | None) -> int | None:
         return int(_SHARE * torch.accelerator.get_memory_info(device)[0])
     except (NotImplementedError, RuntimeError):  # not every device tells
         return None
+
+
+def chunked_loss(given: bool | None, model: nn.Module) -> bool:
+    """Whether the loss is computed in chunks of the vocabulary: wherever that is possible."""
+    return find_head(model) is not None if given is None else given
