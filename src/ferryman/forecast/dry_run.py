@@ -87,10 +87,10 @@ def dry_run(
 ) -> DryRun:
     """Runs one micro-batch; `model` and `batch` are on meta. Raises a DryRunError if the model needs real data."""
     turns = set[nn.Module]()
+    head = ChunkedHead(model, units, lambda: True) if chunked_loss else None
     for _ in range(2):  # the second run knows where the turn is, and keeps the graph there
         driver = _Driver(units, turns)
         try:
-            head = ChunkedHead(model, units, lambda: True) if chunked_loss else None
             with caches_off(model), _patched(driver, units, head), _bound((*units, residents)):
                 driver.run(lambda: weighted_loss(loss, model, batch, 1.0, _META, lambda *_: None))
         except Exception as error:

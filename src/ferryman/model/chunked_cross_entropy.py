@@ -14,6 +14,7 @@ products in place of three, for memory that does not depend on the size of the v
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -57,14 +58,15 @@ def chunked_cross_entropy(
     `hidden` is (tokens, width), `target` is (tokens,).
     """
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):  # as `linear` would
-        dtype = torch.get_autocast_dtype(kind)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    ignored = target == ignore_index
-    # Ignored tokens must not contribute, whatever their hidden states are (0 * inf is NaN).
-    hidden = hidden.masked_fill(ignored.unsqueeze(1), 0)
-    target = target.masked_fill(ignored, 0)
-    with torch.autocast(kind, enabled=False):
+    with contextlib.ExitStack() as stack:
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # as in `linear`
+            dtype = torch.get_autocast_dtype(kind)
+            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        ignored = target == ignore_index
+        # Ignored tokens must not contribute, whatever their hidden states are (0 * inf is NaN).
+        hidden = hidden.masked_fill(ignored.unsqueeze(1), 0)
+        target = target.masked_fill(ignored, 0)
         losses: torch.Tensor = _TokenLosses.apply(hidden, weight, bias, target, adjustments)  # type: ignore[no-untyped-call]
     losses = losses.masked_fill(ignored, 0)
     if reduction == "sum":
