@@ -25,7 +25,7 @@ VOCABULARY, TOKENS, FEW, WIDTH, ROUNDS = 128_256, 1024, 16, 64, 3
 TARGET = 0.1  # of the logits' size
 
 
-def make(dtype: torch.dtype) -> LlamaForCausalLM:
+def make() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -36,7 +36,7 @@ def make(dtype: torch.dtype) -> LlamaForCausalLM:
         num_key_value_heads=4,
         max_position_embeddings=TOKENS,
     )
-    return LlamaForCausalLM(config).to(dtype).train()
+    return LlamaForCausalLM(config).train()
 
 
 def batch_of(tokens: int) -> dict[str, torch.Tensor]:
@@ -57,8 +57,8 @@ def peak(engine: Engine, tokens: int) -> int:
     return torch.accelerator.max_memory_allocated(DEVICE)
 
 
-def compare(dtype: torch.dtype) -> None:
-    model = make(dtype)
+def compare() -> None:
+    model = make()
     logits = TOKENS * VOCABULARY * 4
     above, engines = {}, {}
     for name, chunked in (("whole logits", False), ("chunks", True)):
@@ -70,7 +70,7 @@ def compare(dtype: torch.dtype) -> None:
     elapsed, processor = medians_of(ways, rounds=ROUNDS, warm=0)  # steps above have warmed it up
     for engine in engines.values():
         engine.close()
-    print(f"\n{dtype}: logits of {logits / 1e6:.0f} MB; at most {TARGET:.0%} of that above the rest")
+    print(f"\nlogits of {logits / 1e6:.0f} MB; at most {TARGET:.0%} of that above the rest")
     print(f"{'':14}{'above the rest':>16}{'of the logits':>15}{'step':>10}{'ratio':>8}{'processor':>12}{'ratio':>8}")
     for name in ways:
         ratios = [took[name] / took["whole logits"] for took in (elapsed, processor)]
@@ -82,6 +82,5 @@ def compare(dtype: torch.dtype) -> None:
 
 if __name__ == "__main__":
     print(machine())
-    print(f"{TOKENS:,} tokens, a vocabulary of {VOCABULARY:,}, width {WIDTH}, forward and backward")
-    compare(torch.float32)
-    compare(torch.bfloat16)
+    print(f"{TOKENS:,} tokens, a vocabulary of {VOCABULARY:,}, width {WIDTH}, float32, forward and backward")
+    compare()
