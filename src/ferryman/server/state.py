@@ -19,11 +19,7 @@ from ferryman.model.units import (
     Subgroup,
     Unit,
     master_dtype,
-    master_itemsize,
     overlap,
-    trained_elements,
-    trained_offsets,
-    weight_itemsize,
 )
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server import kernels
@@ -47,7 +43,7 @@ class UpdateArgs:
 
 def bounds(unit: Unit, optimizer_view: OptimizerView, share: Share) -> list[int]:
     """The elements at which each rank's part of a unit's trained elements begins, and the end of the last part."""
-    total = trained_elements(unit)
+    total = unit.trained_elements
     if not is_whole(unit, optimizer_view):
         return share.bounds(total, GRAIN)
     owner = zlib.crc32(unit.name.encode()) % share.size  # one rank owns all of it
@@ -97,15 +93,24 @@ class _Part(NamedTuple):
         return int(self.elements.stop - self.elements.start)
 
 
+class _Shared(NamedTuple):
+    """What a tensor and a range of the unit's trained elements have in common: everything but the gradient."""
+
+    gradient: slice  # of the range
+    weights: torch.Tensor
+    master: torch.Tensor | None
+    states: Sequence[torch.Tensor]
+
+
 class UnitState:
     """The optimizer state of one unit: the part that this rank owns."""
 
     def __init__(self, unit: Unit, optimizer_view: OptimizerView, device: torch.device, share: Share) -> None:
         self._optimizer_view = optimizer_view
-        self._offsets = trained_offsets(unit)
+        self._offsets = unit.trained_offsets
         self.low, high = part(unit, optimizer_view, share)
         count = state_itemsize(unit, optimizer_view) // STATE.itemsize
-        sizes = [(high - self.low) * itemsize for itemsize in (master_itemsize(unit), *[STATE.itemsize] * count)]
+        sizes = [(high - self.low) * itemsize for itemsize in (unit.master_itemsize, *[STATE.itemsize] * count)]
         ends = list(itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
         self._memory = PinnedMemory(ends[-1], device)  # one registration for all
         starts = [0, *ends[:-1]]
@@ -120,9 +125,12 @@ class UnitState:
         self._versions: dict[Item, int] = {}
         self._torch: dict[Item, torch.optim.Optimizer] = {}  # for tensors that torch's own optimizers update
         self._theirs: dict[Item, dict[str, Any]] = {}  # what torch's optimizer had of a tensor when it was taken
+        # Made at the first update of each range. The engine refuses parameters whose memory was exchanged.
+        self._shared: dict[tuple[Item, int, int], _Shared | None] = {}
+        self._subgroups: dict[Subgroup, SubgroupMemory] = {}
         self._master: dict[Item, torch.Tensor | None] = {}
         for item, mine in self._parts.items():
-            dtype, at = master_dtype(item.dtype), mine.at * master_itemsize(unit)
+            dtype, at = master_dtype(item.dtype), mine.at * unit.master_itemsize
             end = at if dtype is None else at + mine.size * dtype.itemsize
             self._master[item] = None if dtype is None else self._masters[at:end].view(dtype)
             self._start(item)
@@ -273,15 +281,18 @@ class UnitState:
 
     def memory_of(self, subgroup: Subgroup, weights: torch.Tensor) -> SubgroupMemory:
         """The host memory of a subgroup that this rank owns; `weights` is the unit's flat memory."""
-        lacking = master_itemsize(subgroup.unit)
+        if (known := self._subgroups.get(subgroup)) is not None:
+            return known
+        lacking = subgroup.unit.master_itemsize
         low, high = subgroup.start - self.low, subgroup.stop - self.low
         rest = [self._masters[low * lacking : high * lacking]] if lacking else []
         rest += [state[low * STATE.itemsize : high * STATE.itemsize] for state in self._states]
-        return SubgroupMemory(self.spans(subgroup, weights), rest)
+        memory = self._subgroups[subgroup] = SubgroupMemory(self.spans(subgroup, weights), rest)
+        return memory
 
     def spans(self, subgroup: Subgroup, weights: torch.Tensor) -> list[Span]:
         """The weights of a subgroup, in as few spans as possible; any rank may own it."""
-        width, spans = weight_itemsize(subgroup.unit), list[Span]()
+        width, spans = subgroup.unit.weight_itemsize, list[Span]()
         before: Item | None = None  # in the unit
         for item in subgroup.unit.items:
             neighbour, before = before, item
@@ -314,6 +325,7 @@ class UnitState:
         `only`: the tensors that have a gradient. The steps of the others do not count.
         """
         ruled: dict[str, tuple[Rule, list[Piece]]] = {}
+        count = gradients.numel()
         with torch._C.DisableTorchFunctionSubclass():  # others' reads of the weights wait for this (see reads.py)
             for args in requested:
                 item, rule = args.item, args.rule
@@ -322,27 +334,40 @@ class UnitState:
                         self._not_updated.add(item)
                         self._steps[item] -= 1
                     continue
-                shared = overlap(item, self._offsets[item], start, gradients.numel())
+                shared = self._shared_with(item, rule, start, count)
                 if shared is None:
                     continue
-                at, gradient = shared[0], gradients[shared[1]]
+                gradient = gradients[shared.gradient]
                 if rule is None:
                     self._update_by_torch(args, gradient, factor)
                     continue
-                master, before = self._master[item], self._parts[item].elements.start
-                own = slice(at.start - before, at.stop - before)
-                piece = Piece(
-                    gradient,
-                    item.tensor.data.view(-1)[at],
-                    None if master is None else master[own],
-                    [state[own] for state in self._states_of(item, rule)],
-                    (factor, *args.numbers[1:]),
-                )
+                numbers = (factor, *args.numbers[1:])
+                piece = Piece(gradient, shared.weights, shared.master, shared.states, numbers)
                 ruled.setdefault(rule.name, (rule, []))[1].append(piece)
             for rule, pieces in ruled.values():
                 kernels.update(rule, pieces, threads=threads)
 
+    def _shared_with(self, item: Item, rule: Rule | None, start: int, count: int) -> _Shared | None:
+        """What the tensor shares with the `count` elements of the unit from `start` on; None if they have none of it.
+        The tensor's rule is always the same."""
+        key = item, start, count
+        if key not in self._shared:
+            both, found = overlap(item, self._offsets[item], start, count), None
+            if both is not None:
+                (at, gradient), master, before = both, self._master[item], self._parts[item].elements.start
+                own = slice(at.start - before, at.stop - before)
+                found = _Shared(
+                    gradient,
+                    item.tensor.data.view(-1)[at],
+                    None if master is None else master[own],
+                    [] if rule is None else [state[own] for state in self._states_of(item, rule)],
+                )
+            self._shared[key] = found
+        return self._shared[key]
+
     def close(self) -> None:
+        self._shared.clear()
+        self._subgroups.clear()
         self._memory.close()
 
     def _states_of(self, item: Item, rule: Rule) -> list[torch.Tensor]:

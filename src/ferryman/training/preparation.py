@@ -70,9 +70,10 @@ class Preparation:
         if is_nothing(batch) and not self._ranks.alone:
             return Choice(0, stash_on_host=False), []
         choice = self._micro_batching.choose(batch, micro_batches, begun=self._has_begun)
-        self._batch_check.check(batch, micro_batches, choice.micro_batches, self._assembly, self.first_steps.roots)
-        parts = parts_of(batch, choice.micro_batches, self._options.reduction, self._options.split)
-        self._check_first(parts, choice, _next_seed())
+        with self._assembly.memory.capped():
+            self._batch_check.check(batch, micro_batches, choice.micro_batches, self._assembly, self.first_steps.roots)
+            parts = parts_of(batch, choice.micro_batches, self._options.reduction, self._options.split)
+            self._check_first(parts, choice, _next_seed())
         return choice, parts
 
     def agree(self, choice: Choice, parts: list[Part]) -> PreparedStep:
@@ -90,12 +91,12 @@ class Preparation:
         return [self._work(part.content, part.weight * scale) for part in parts]
 
     def _work(self, content: Any, weight: float) -> Callable[[], torch.Tensor]:
-        adopt = self._assembly.relay.adopt
-        return lambda: weighted_loss(self._options.loss, self._model, content, weight, self._device, adopt)
+        relay, loss = self._assembly.relay, self._options.loss
+        return lambda: weighted_loss(loss, self._model, content, weight, self._device, relay.inputs.bring, relay.adopt)
 
-    def _try_out(self, contents: list[Any], room: int) -> Trial:
+    def _try_out(self, contents: list[Any], room: int, choice: Choice) -> Trial:
         works = [self._work(content, 1 / len(contents)) for content in contents]
-        return self._assembly.try_out(works, room, self.first_steps.roots)
+        return self._assembly.try_out(works, room, self.first_steps.roots, choice)
 
     @property
     def _has_begun(self) -> bool:
