@@ -94,9 +94,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._options = options = replace(options, device=self.device, host_threads=threads)
         compare(self._ranks, model, optimizer, options.compared())
 
+        segments = find_segments(self.device)  # before memory is counted: it leaves some in the allocator's cache
         self._memory = DeviceMemory(self.device, options.budget)
         self._recorder = Recorder(options.trace, model, self.device, options.budget, view, dtypes, self.share)
-        self._planner = Planner(model, self.device, options, dtypes, view, self.share, find_segments(self.device))
+        self._planner = Planner(model, self.device, options, dtypes, view, self.share, segments)
         self._blocks = Blocks(model, self.device)
         self._batch_check = BatchCheck(
             model, options.loss, options.reduction, self.device, None if options.split else options.budget
@@ -383,34 +384,21 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         can_retry = self._ranks.alone and not self._parts.relay.gradients.on_host
         for _ in range(_MAX_ATTEMPTS if can_retry else 1):
             try:
-                return self._run_once(batch, micro_batches, for_update=for_update)
+                prepared = self._prepare(batch, micro_batches)
+                relay, server = self._parts.relay, self._parts.server
+                with self._running(prepared.choice, for_update=for_update) as interrupts:
+                    scale, total = server.scale.value, torch.zeros((), device=self.device)
+                    if prepared.parts:
+                        total = relay.run(self._preparation.new_step(prepared, interrupts, for_update=for_update))
+                        self._preparation.first_steps.end()
+                    if for_update:  # also on a rank that has no micro-batches
+                        server.send_rest(relay.gradients.on_host)
+                return self._recorder.ran(prepared.parts, self._ranks.add(total if scale == 1 else total / scale))
             except NewStateError as error:
                 found = str(error)
             self._preparation.first_steps.forget()
             torch.set_rng_state(generator)
         raise too_late_to_follow(found)
-
-    def _run_once(self, batch: Any, micro_batches: int | None, *, for_update: bool) -> torch.Tensor:
-        prepared = self._prepare(batch, micro_batches)
-        relay, server, first_steps = self._parts.relay, self._parts.server, self._preparation.first_steps
-        with self._running(prepared.choice, for_update=for_update) as interrupts:
-            scale, total = server.scale.value, torch.zeros((), device=self.device)
-            if works := self._preparation.works(prepared.parts):
-                step = relay.new_step(
-                    works,
-                    prepared.seed,
-                    stash_on_host=prepared.choice.stash_on_host,
-                    staying=prepared.choice.staying,
-                    for_update=for_update,
-                    skipped=[unit for unit in self.units if self._blocks.are_skipped(unit.modules)],
-                    between_visits=interrupts.check,
-                    guard=first_steps.begin(prepared.parts, prepared.seed, skips=bool(self._blocks.skipped)),
-                )
-                total = relay.run(step)
-                first_steps.end()
-            if for_update:  # also on a rank that has no micro-batches
-                server.send_rest(relay.gradients.on_host)
-        return self._recorder.ran(prepared.parts, self._ranks.add(total if scale == 1 else total / scale))
 
     def _prepare(self, batch: Any, micro_batches: int | None) -> PreparedStep:
         """Prepares a step that all ranks agree on. If its micro-batches do not fit, the engine gets a smaller plan."""
@@ -468,7 +456,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         with Interrupts():
             relay, server, left = self._parts.relay, self._parts.server, self._parts.relay.gradients.on_host
             eager = not self._parts.plan.staging.deferred
-            all_submitted = eager and not left  # the updates of the step
+            all_submitted = eager and not left  # the updates of this step
             alone = self._ranks.alone  # other ranks may edit the weights that all share, and nobody would notice here
             try:
                 if alone and all_submitted:

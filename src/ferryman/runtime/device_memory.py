@@ -79,6 +79,8 @@ class DeviceMemory:
         now = self._reserved()
         self._others += max(0, now - self._last)
         self._others = min(self._others, max(0, now - self._held))
+        # Memory that the engine had reserved after its last call may have been freed since, and taken by others.
+        self._others = max(self._others, self._allocated() - self._held)
         self._is_counting = True
         try:
             yield
@@ -101,6 +103,9 @@ class DeviceMemory:
             yield
         finally:
             module.set_per_process_memory_fraction(before, self._device)
+
+    def _allocated(self) -> int:
+        return torch.accelerator.memory_allocated(self._device) if self._counts else 0
 
     def _reserved(self) -> int:
         return torch.accelerator.memory_reserved(self._device) if self._counts else 0

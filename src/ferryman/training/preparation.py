@@ -14,6 +14,7 @@ from ferryman.model.members import none_added, unchanged
 from ferryman.options import EngineOptions
 from ferryman.plan.batch import Part, parts_of
 from ferryman.plan.fit import Choice, Trial, advice
+from ferryman.relay.step_state import StepState
 from ferryman.runtime import host_memory
 from ferryman.runtime.interrupts import Interrupts
 from ferryman.training import checks
@@ -84,6 +85,20 @@ class Preparation:
         statuses = exchange_status(self._ranks, mine)
         before = sum(status.parts for status in statuses[:rank])
         return PreparedStep(choice, weigh(parts, statuses, rank, reduction), statuses[0].seed + before)
+
+    def new_step(self, prepared: PreparedStep, interrupts: Interrupts, *, for_update: bool) -> StepState:
+        """Makes a step, which the relay runs."""
+        choice, parts, seed = prepared
+        return self._assembly.relay.new_step(
+            self.works(parts),
+            seed,
+            stash_on_host=choice.stash_on_host,
+            staying=choice.staying,
+            for_update=for_update,
+            skipped=[unit for unit in self._assembly.plan.units if self._blocks.are_skipped(unit.modules)],
+            between_visits=interrupts.check,
+            guard=self.first_steps.begin(parts, seed, skips=bool(self._blocks.skipped)),
+        )
 
     def works(self, parts: Sequence[Part]) -> list[Callable[[], torch.Tensor]]:
         """Functions that run the user's code for each micro-batch and return its weighted and scaled loss."""
