@@ -148,6 +148,12 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._finish(optimizer_view)
 
     @one_call_at_a_time
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """Returns the loss of a batch without gradients, as in a step: with `chunked_loss`, without logits."""
+        self._check_open()
+        return self._parts.evaluate(self._options.loss, batch)
+
+    @one_call_at_a_time
     def zero_grad(self) -> None:
         """Drops all gradients."""
         self._drop_gradients()

@@ -199,6 +199,14 @@ class PlainOptions:
             needs_optimizer=True,
         ),
     ] = None
+    chunked_loss: Annotated[
+        bool | None,
+        Setting(
+            help="Compute the cross entropy of a causal language model in chunks of the vocabulary. The logits, often "
+            "the largest activation, never exist as a whole in a step.",
+            default="no",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         for name, setting in declared(type(self)).items():

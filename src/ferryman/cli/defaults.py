@@ -6,12 +6,20 @@ All other defaults are declared in `TrainOptions`.
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from ferryman.cli.model_argument import ModelSpec
+from ferryman.model.chunked_loss import find_head
 from ferryman.runtime.sizes import parse_bytes
 from ferryman.training import checks
 
 MAX_SEQUENCE = 1024  # tokens, by default
+
+# The defaults of engine settings in these commands, where they differ from those of the engine.
+DEFAULT_TEXTS = {
+    "memory": "90% of the free device memory",
+    "chunked_loss": "yes, if the model's head is a linear layer",
+}
 
 _MEMORY_SHARE = 0.9  # of the free device memory; fragmentation and the device's libraries need the rest
 
@@ -39,3 +47,8 @@ def budget(device: torch.device, memory: int | str | None) -> int | None:
         return int(_MEMORY_SHARE * torch.accelerator.get_memory_info(device)[0])
     except (NotImplementedError, RuntimeError):  # not every device reports its memory
         return None
+
+
+def chunked_loss(given: bool | None, model: nn.Module) -> bool:
+    """Whether the loss is computed in chunks of the vocabulary: wherever that is possible."""
+    return find_head(model) is not None if given is None else given

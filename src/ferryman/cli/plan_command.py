@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import math
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +17,7 @@ from torch import nn
 
 from ferryman.cli import engine_flags
 from ferryman.cli.advice import advice, assumptions
-from ferryman.cli.defaults import MAX_SEQUENCE, window
+from ferryman.cli.defaults import DEFAULT_TEXTS, MAX_SEQUENCE, chunked_loss, window
 from ferryman.cli.engine_flags import values_of
 from ferryman.cli.machine import MachineDescription, describe_machine
 from ferryman.cli.model_argument import ModelSpec, parse_model, sizes
@@ -125,6 +126,7 @@ def plan(
     checks.settings(training, given.device)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its hints are about running the model
     built = description.on_meta()
+    training = replace(training, chunked_loss=chunked_loss(training.chunked_loss, built))
     outlook = estimate(built, OPTIMIZERS[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device)
     if as_json:
         typer.echo(json.dumps(_document(description, built, training, given, outlook), indent=2))
@@ -146,7 +148,7 @@ _OWN = [
     if one.kind is not inspect.Parameter.VAR_KEYWORD
 ]
 plan.__signature__ = engine_flags.signature(  # type: ignore[attr-defined]
-    _OWN, map(engine_flags.parameter, _SETTINGS), before="as_json"
+    _OWN, (engine_flags.parameter(name, DEFAULT_TEXTS.get(name, "")) for name in _SETTINGS), before="as_json"
 )
 
 

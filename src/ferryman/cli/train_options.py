@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 import typer
 
 from ferryman.cli import engine_flags
-from ferryman.cli.defaults import MAX_SEQUENCE
+from ferryman.cli.defaults import DEFAULT_TEXTS, MAX_SEQUENCE
 from ferryman.cli.engine_flags import NONE, flag, number_or_none, opposite
 from ferryman.cli.model_argument import sizes
 from ferryman.data.text import SUFFIXES
@@ -244,8 +244,7 @@ def _words(name: str, value: Any) -> list[str]:
 def _parameters() -> dict[str, inspect.Parameter]:
     """The parameters of the command, in the order in which `--help` shows them."""
     own = [one for one in inspect.signature(TrainOptions).parameters.values() if one.name not in engine_flags.SETTINGS]
-    texts = {"memory": "90% of the free device memory"}
-    engine = [engine_flags.parameter(name, texts.get(name, "")) for name in engine_flags.SETTINGS]
+    engine = [engine_flags.parameter(name, DEFAULT_TEXTS.get(name, "")) for name in engine_flags.SETTINGS]
     return dict(engine_flags.signature(own, engine, before="output").parameters)
 
 

@@ -17,7 +17,7 @@ from ferryman.checkpoint.directory import series, step_of
 from ferryman.checkpoint.manifest import is_whole
 from ferryman.checkpoint.stream import DamagedError
 from ferryman.cli.corpus import Corpus, check_batch, open_corpus
-from ferryman.cli.defaults import budget
+from ferryman.cli.defaults import budget, chunked_loss
 from ferryman.cli.engine_flags import flag
 from ferryman.cli.machine import find_device
 from ferryman.cli.model_argument import ModelSpec, parse_model
@@ -93,7 +93,8 @@ class TrainingRun:
         model = _build(self.description, empty=resumes)
         optimizer = make_optimizer(model, options)
         began = time.monotonic()
-        settings = {**options.for_engine(), "memory": self.budget}
+        chunked = chunked_loss(options.chunked_loss, model)
+        settings = {**options.for_engine(), "memory": self.budget, "chunked_loss": chunked}
         with self._stop, Engine(model, optimizer, trace=self.trace, **settings) as engine:
             if resumes:
                 self.last_checkpoint = self._load(engine)
@@ -178,7 +179,7 @@ class TrainingRun:
         # A batch of the size of a micro-batch fits, since it fits in a step.
         most = -(-self.options.batch // self._ranks.size)
         size = max(1, most // max(self._micro_batches)) if any(self._micro_batches) else 1
-        loss = evaluate(model, self.corpus.validation, size, self.options.eval_windows, self._stop, self._ranks)
+        loss = evaluate(engine, model, self.corpus.validation, size, self.options.eval_windows, self._stop, self._ranks)
         if loss is None:
             self._agree(engine)
             return
@@ -326,7 +327,9 @@ class TrainingRun:
         return None if note is None else note.values["device_share"]
 
 
-def evaluate(model: nn.Module, windows: Windows, size: int, most: int, stop: StopRequest, ranks: Ranks) -> float | None:
+def evaluate(
+    engine: Engine, model: nn.Module, windows: Windows, size: int, most: int, stop: StopRequest, ranks: Ranks
+) -> float | None:
     """The mean loss over the first windows, which are distributed over the ranks; None if asked to stop.
 
     The layers stream through the device here as well.
@@ -334,12 +337,11 @@ def evaluate(model: nn.Module, windows: Windows, size: int, most: int, stop: Sto
     total, count = 0.0, 0
     model.eval()
     try:
-        with torch.no_grad():
-            for batch in windows.in_order(size, most, ranks.share):
-                if stop.asked is not None:
-                    break
-                total += model(**batch).loss.item() * len(batch["input_ids"])
-                count += len(batch["input_ids"])
+        for batch in windows.in_order(size, most, ranks.share):
+            if stop.asked is not None:
+                break
+            total += engine.evaluate(batch).item() * len(batch["input_ids"])
+            count += len(batch["input_ids"])
     finally:
         model.train()
     codes, totals, counts = zip(*ranks.count([stop.code, total, count]), strict=True)

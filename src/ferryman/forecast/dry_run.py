@@ -38,6 +38,7 @@ from ferryman.exactness.escapes import Escapes
 from ferryman.exactness.reach import context_variables
 from ferryman.exactness.user_state import UserState
 from ferryman.model.binding import bind
+from ferryman.model.chunked_loss import ChunkedHead
 from ferryman.model.loss import Loss
 from ferryman.model.patching import ModelPatch
 from ferryman.model.units import Item, Unit
@@ -81,13 +82,16 @@ class DryRun:
     backward: float  # including the recomputation of units
 
 
-def dry_run(model: nn.Module, units: Sequence[Unit], residents: Unit, loss: Loss, batch: Any) -> DryRun:
+def dry_run(
+    model: nn.Module, units: Sequence[Unit], residents: Unit, loss: Loss, batch: Any, *, chunked_loss: bool = False
+) -> DryRun:
     """Runs one micro-batch; `model` and `batch` are on meta. Raises a DryRunError if the model needs real data."""
     turns = set[nn.Module]()
+    head = ChunkedHead(model, units, lambda: True) if chunked_loss else None
     for _ in range(2):  # the second run knows where the turn is, and keeps the graph there
         driver = _Driver(units, turns)
         try:
-            with caches_off(model), _patched(driver, units), _bound((*units, residents)):
+            with caches_off(model), _patched(driver, units, head), _bound((*units, residents)):
                 driver.run(lambda: weighted_loss(loss, model, batch, 1.0, _META, lambda part: part, lambda *_: None))
         except Exception as error:
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -397,13 +401,17 @@ def _make(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _patched(driver: _Driver, units: Sequence[Unit]) -> Iterator[None]:
+def _patched(driver: _Driver, units: Sequence[Unit], head: ChunkedHead | None) -> Iterator[None]:
     """Context in which the units' modules are called through `driver`."""
     patch = ModelPatch()
     try:
+        if head is not None:
+            head.add_loss(patch)
         for unit in units:
             for module in unit.modules:
                 patch.replace(module, _relayed(driver, unit, module, module.forward))
+        if head is not None:
+            head.defer(patch)
         yield
     finally:
         patch.end()

@@ -176,7 +176,9 @@ def _fit(planner: Planner, training: Training) -> tuple[Estimate, Callable[[Plan
 
     @functools.cache
     def dry_run_of(plan_units: tuple[Unit, ...], residents: Unit, samples: int) -> DryRun:
-        return dry_run(planner.model, plan_units, residents, model_loss, take(batch, samples))
+        chunked_loss = bool(training.chunked_loss)
+        parts = take(batch, samples)
+        return dry_run(planner.model, plan_units, residents, model_loss, parts, chunked_loss=chunked_loss)
 
     def of(plan: Plan, samples: int) -> DryRun:
         return dry_run_of(plan.units, plan.residents, samples)

@@ -17,6 +17,8 @@ from torch import nn
 from ferryman.checkpoint.contents import Contents
 from ferryman.distributed.ranks import Ranks, Share
 from ferryman.model.blocks import Blocks
+from ferryman.model.chunked_loss import ChunkedHead
+from ferryman.model.loss import Loss
 from ferryman.model.patching import ModelPatch
 from ferryman.model.precision import Scale
 from ferryman.model.reads import Reads
@@ -37,7 +39,7 @@ from ferryman.server.server import Server
 from ferryman.server.store import RamStore, account
 from ferryman.training import memory_trial as trial
 from ferryman.training.gradients import Gradients
-from ferryman.training.user_code import caches_off, evaluation, undisturbed
+from ferryman.training.user_code import caches_off, evaluation, to_device, undisturbed
 
 
 class Assembly:
@@ -89,15 +91,20 @@ class Assembly:
         self._patch = ModelPatch()
         self._when_dropped = caller.when_dropped(self._close_dropped)
         try:
-            self._install(plan)
+            self._install(plan, chunked_loss=bool(options.chunked_loss))
         except BaseException as error:  # a module that refuses to be patched
             ranks.fail(error)
             self.close(together=ranks.alone)
             raise
 
-    def _install(self, plan: Plan) -> None:
+    def _install(self, plan: Plan, *, chunked_loss: bool) -> None:
         """Installs the parts in the user's model and optimizer."""
+        head = ChunkedHead(self._model, plan.units, lambda: self._stepping) if chunked_loss else None
+        if head is not None:
+            head.add_loss(self._patch)
         self._take_over(plan.units)
+        if head is not None:
+            head.defer(self._patch)
         for block in self._blocks:
             self._take_over_block(block)
         self._patch.replace(self._model, self._outside_steps(self._model.forward))
@@ -162,6 +169,13 @@ class Assembly:
                 yield
         finally:
             self._stepping = False
+
+    def evaluate(self, loss: Loss, batch: Any) -> torch.Tensor:
+        """The loss of a batch without gradients. Units are copied to the device as they are called."""
+        self.store.check_values()
+        self.reads.wait()
+        with self.step(), self.relay.evaluation.running(), torch.no_grad():
+            return loss(self._model, to_device(batch, self._device))
 
     def try_out(self, works: Sequence[Callable[[], torch.Tensor]], room: int, roots: Roots, choice: Choice) -> Trial:
         """Measures the memory of micro-batches: see `memory_trial.measure`. After a failure, it can be called again."""
