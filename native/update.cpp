@@ -8,12 +8,21 @@ struct Piece {
   const void* gradient;
   void* weights;  // the working copy
   void* master;   // what float32 has beyond it: the low 16 bits (bfloat16), a float32 copy (float16), nothing (float32)
-  float* first;   // the optimizer's state, or nothing
-  float* second;
+  void* first;    // the optimizer's state, or nothing
+  void* second;
+  float* first_scales;  // in eight bits: one for each block
+  float* second_scales;
+  int64_t index;     // of the first element in its tensor
+  uint32_t keys[2];  // of the noise with which moments are rounded to bfloat16
   int32_t gradient_dtype;
   int32_t weight_dtype;
+  int32_t format;   // of the state
   float hyper[10];  // by rule; the first is what the gradient is multiplied by
 };
+
+constexpr int64_t kBlock = 256;  // elements of a moment in eight bits that share a scale
+
+enum Format : int { kWide = 0, kNoisy = 1, kCoded = 2 };  // float32, bfloat16, eight bits
 
 }  // namespace ferryman
 
@@ -35,10 +44,11 @@ constexpr int64_t kSmallestBlock = 1 << 14, kLargestBlock = 1 << 18, kBlocksPerT
 int64_t block_size(const Piece* pieces, int64_t count, int threads) {
   int64_t elements = 0;
   for (int64_t i = 0; i < count; ++i) elements += pieces[i].count;
-  return std::clamp(elements / (threads * kBlocksPerThread), kSmallestBlock, kLargestBlock);
+  return std::clamp(elements / (threads * kBlocksPerThread), kSmallestBlock, kLargestBlock) / kBlock * kBlock;
 }
 
 constexpr int kMasterWidth[] = {0, 2, 4};  // by the weights' dtype
+constexpr int kStateWidth[] = {4, 2, 1};   // by the format
 
 Piece cut(const Piece& whole, int64_t start, int64_t count) {
   Piece piece = whole;
@@ -46,18 +56,22 @@ Piece cut(const Piece& whole, int64_t start, int64_t count) {
   piece.gradient = static_cast<const char*>(whole.gradient) + start * (whole.gradient_dtype == kFloat32 ? 4 : 2);
   piece.weights = static_cast<char*>(whole.weights) + start * (whole.weight_dtype == kFloat32 ? 4 : 2);
   if (whole.master) piece.master = static_cast<char*>(whole.master) + start * kMasterWidth[whole.weight_dtype];
-  if (whole.first) piece.first = whole.first + start;
-  if (whole.second) piece.second = whole.second + start;
+  const int64_t state = start * kStateWidth[whole.format];
+  if (whole.first) piece.first = static_cast<char*>(whole.first) + state;
+  if (whole.second) piece.second = static_cast<char*>(whole.second) + state;
+  if (whole.first_scales) piece.first_scales = whole.first_scales + start / kBlock;
+  if (whole.second_scales) piece.second_scales = whole.second_scales + start / kBlock;
+  piece.index = whole.index + start;
   return piece;
 }
 
-using UpdateFor = void (*(*)(int, int, int))(const Piece&);
+using UpdateFor = void (*(*)(int, int, int, int))(const Piece&);
 constexpr UpdateFor kUpdateFor[] = FERRYMAN_EVERY_ISA(update_for);
 
 }  // namespace
 }  // namespace ferryman
 
-// Elementwise: the result depends neither on the number of threads nor on where pieces begin.
+// Elementwise, or by blocks: the result depends neither on the number of threads nor on where pieces begin.
 FERRYMAN_EXPORT int ferryman_update(int rule, const ferryman::Piece* pieces, int64_t count, int isa, int threads) {
   using namespace ferryman;
   const int64_t size = block_size(pieces, count, threads);
@@ -67,7 +81,7 @@ FERRYMAN_EXPORT int ferryman_update(int rule, const ferryman::Piece* pieces, int
       blocks.push_back(cut(pieces[i], start, std::min(size, pieces[i].count - start)));
   parallel(threads, static_cast<int64_t>(blocks.size()), [&](int64_t block) {
     const Piece& piece = blocks[block];
-    kUpdateFor[isa](rule, piece.gradient_dtype, piece.weight_dtype)(piece);
+    kUpdateFor[isa](piece.format, rule, piece.gradient_dtype, piece.weight_dtype)(piece);
   });
   return 0;
 }

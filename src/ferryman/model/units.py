@@ -18,6 +18,12 @@ GRADIENT = torch.float32  # the dtype in which gradients of micro-batches accumu
 
 GRAIN = 16  # elements: alignment of tensors in flat memories of gradients and optimizer state; the widest register
 
+BLOCK = 256  # elements of a moment in eight bits that share a scale
+
+SHORTEST_COMPACT = 2 * BLOCK  # elements of scratch memory in which a block can be updated
+
+SMALL = 4096  # tensors with fewer elements have their moments in float32, whatever the format of the others
+
 ALIGNMENT = 256  # bytes: alignment of tensors in a unit's flat memory; enough for any vector load
 
 
@@ -106,7 +112,10 @@ class Unit:
     @functools.cached_property
     def trained_elements(self) -> int:
         """The length of flat memories of gradients and of optimizer state."""
-        return sum(-(-item.tensor.numel() // GRAIN) * GRAIN for item in self.trained)
+        end = 0
+        for item in self.trained:
+            end = _end_of(item, _begin_of(item, end))
+        return end
 
     @functools.cached_property
     def weight_itemsize(self) -> int:
@@ -127,9 +136,20 @@ def trained_offsets(unit: Unit) -> dict[Item, int]:
     """The first element of each trained tensor in flat memories of gradients and of optimizer state."""
     offsets, end = {}, 0
     for item in unit.trained:
-        offsets[item] = end
-        end += -(-item.tensor.numel() // GRAIN) * GRAIN
+        offsets[item] = _begin_of(item, end)
+        end = _end_of(item, offsets[item])
     return offsets
+
+
+def _begin_of(item: Item, end: int) -> int:
+    """Where a tensor begins after `end`: large ones with a block, so that cuts between blocks are cuts of the unit."""
+    grain = GRAIN if item.tensor.numel() < SMALL else BLOCK
+    return -(-end // grain) * grain
+
+
+def _end_of(item: Item, begin: int) -> int:
+    grain = GRAIN if item.tensor.numel() < SMALL else BLOCK
+    return begin + -(-item.tensor.numel() // grain) * grain
 
 
 def trained_elements(unit: Unit) -> int:

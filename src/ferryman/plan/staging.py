@@ -12,6 +12,7 @@ are relayed, device memory must stay constant, so these gradients wait on the ho
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from ferryman.model.units import (
     GRADIENT,
     GRAIN,
+    SHORTEST_COMPACT,
     Subgroup,
     Unit,
     cut_into_subgroups,
@@ -80,12 +82,15 @@ class Staging:
 
     policy: Policy
     subgroup: int  # elements
-    state_itemsize: Callable[[Unit], int | None]  # bytes of optimizer state per element; None: the host must update it
+    # Bytes of optimizer state per element, small tensors excepted; None: the host must update it.
+    state_itemsize: Callable[[Unit], float | None]
     deferred: bool
     may_have_gradient_berths: bool = True  # whether gradients may wait on the device
     cuts: Callable[[Unit], list[int]] | None = None  # with several ranks, the boundaries between their parts
     rank: int = 0
     for_ranks: bool = False  # updates are deferred only because there are several ranks
+    # If state is compact: how many bytes more the unit's small tensors have, whose state is not.
+    small_state: Callable[[Unit], int] | None = None
 
     @property
     def note(self) -> str | None:
@@ -172,19 +177,25 @@ class Staging:
 
     # Bytes.
 
-    def element_bytes(self, unit: Unit) -> int:
-        """Bytes per element in a berth; 0 if a device cannot update the unit."""
-        if self.state_itemsize(unit) is None:
+    def _bytes_for(self, unit: Unit, elements: int) -> int:
+        """Bytes of berths for so many elements of a unit, at most; 0 if a device cannot update it."""
+        if self.state_itemsize(unit) is None or not elements:
             return 0
-        return weight_itemsize(unit) + self._state_bytes(unit) + GRADIENT.itemsize
+        each = weight_itemsize(unit) + self._state_bytes(unit) + GRADIENT.itemsize
+        return math.ceil(elements * each) + (0 if self.small_state is None else self.small_state(unit))
 
-    def _state_bytes(self, unit: Unit) -> int:
+    @property
+    def scratch(self) -> int:
+        """Elements for which an update on the device has temporary memory."""
+        return self.subgroup if self.small_state is None else max(self.subgroup, SHORTEST_COMPACT)
+
+    def _state_bytes(self, unit: Unit) -> float:
         """Bytes per element, apart from weights: the bits that these lack in float32, and the optimizer state."""
         return master_itemsize(unit) + (self.state_itemsize(unit) or 0)
 
     def berth_bytes(self, units: Iterable[Unit]) -> int:
         """Bytes of a berth that fits a subgroup of any of these units."""
-        return self.subgroup * max((self.element_bytes(unit) for unit in units), default=0)
+        return max((self._bytes_for(unit, self.subgroup) for unit in units), default=0)
 
     def traffic(self, units: Sequence[Unit], *, held: bool) -> tuple[Traffic, int]:
         """Bytes per parameter that cross the link if its gradient is on the device, and bytes of that gradient."""
@@ -207,9 +218,9 @@ class Staging:
         resident, waiting = self._resident, self._gradient_berths(held=held)
         return {
             "update staging": self.berths * self.berth_bytes(units)
-            + _SCRATCH_ITEMSIZE * self.subgroup
+            + _SCRATCH_ITEMSIZE * self.scratch
             + 8 * most_tensors(units),  # a sum of squares for each tensor
-            "state on the device": sum(cut.selected_elements(resident) * self.element_bytes(cut.unit) for cut in cuts),
+            "state on the device": sum(self._bytes_for(cut.unit, cut.selected_elements(resident)) for cut in cuts),
             "gradients on the device": sum(
                 cut.selected_elements(waiting) * landing_dtype(cut.unit).itemsize for cut in cuts
             ),
