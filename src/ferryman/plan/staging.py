@@ -177,7 +177,7 @@ class Staging:
 
     # Bytes.
 
-    def _bytes_for(self, unit: Unit, elements: int) -> int:
+    def bytes_for(self, unit: Unit, elements: int) -> int:
         """Bytes of berths for so many elements of a unit, at most; 0 if a device cannot update it."""
         if self.state_itemsize(unit) is None or not elements:
             return 0
@@ -195,7 +195,7 @@ class Staging:
 
     def berth_bytes(self, units: Iterable[Unit]) -> int:
         """Bytes of a berth that fits a subgroup of any of these units."""
-        return max((self._bytes_for(unit, self.subgroup) for unit in units), default=0)
+        return max((self.bytes_for(unit, self.subgroup) for unit in units), default=0)
 
     def traffic(self, units: Sequence[Unit], *, held: bool) -> tuple[Traffic, int]:
         """Bytes per parameter that cross the link if its gradient is on the device, and bytes of that gradient."""
@@ -220,7 +220,7 @@ class Staging:
             "update staging": self.berths * self.berth_bytes(units)
             + _SCRATCH_ITEMSIZE * self.scratch
             + 8 * most_tensors(units),  # a sum of squares for each tensor
-            "state on the device": sum(self._bytes_for(cut.unit, cut.selected_elements(resident)) for cut in cuts),
+            "state on the device": sum(self.bytes_for(cut.unit, cut.selected_elements(resident)) for cut in cuts),
             "gradients on the device": sum(
                 cut.selected_elements(waiting) * landing_dtype(cut.unit).itemsize for cut in cuts
             ),

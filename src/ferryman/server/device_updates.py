@@ -283,7 +283,9 @@ class DeviceUpdates:
         return Berth(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def _size_of(self, subgroup: Subgroup) -> int:
-        """Bytes of a berth for this subgroup."""
+        """Bytes of a berth for this subgroup. The plan has a bound if tensors of one unit differ in format."""
+        if self._staging.small_state is None:
+            return self._staging.bytes_for(subgroup.unit, subgroup.size)
         memory = self._store.state(subgroup.unit).memory_of(subgroup, self._store.weights(subgroup.unit))
         of_elements = subgroup.size * (weight_itemsize(subgroup.unit) + GRADIENT.itemsize)
         return of_elements + sum(part.nbytes for part in memory.rest)
