@@ -87,7 +87,7 @@ class Piece(NamedTuple):
     states: Sequence[torch.Tensor]  # in one of `moments.FORMATS`
     numbers: Numbers  # of the rule; the gradient is multiplied by the first
     scales: Sequence[torch.Tensor] = ()  # of states in eight bits; then the part begins and ends with a block
-    index: int = 0  # of the first element in its tensor
+    first: int = 0  # the index of its first element in the tensor
     keys: tuple[int, int] = (0, 0)  # of the noise that rounds to bfloat16: `moments.noise_keys`
 
     @property
@@ -109,7 +109,7 @@ class Scratch:
         return first, second, third
 
     def fifths(self) -> tuple[torch.Tensor, ...]:
-        return self._memory.split(self.compact_length)[:5]
+        return tuple(self._memory[: 5 * self.compact_length].view(5, self.compact_length))
 
     def doubles(self, count: int) -> torch.Tensor:
         return self._memory[: 2 * count].view(torch.float64)
@@ -172,7 +172,7 @@ def _raw(piece: Piece) -> native.PieceStruct:
         None if piece.master is None else piece.master.data_ptr(),
         *(*states, None, None)[:2],
         *(*(scales.data_ptr() for scales in piece.scales), None, None)[:2],
-        piece.index,
+        piece.first,
         piece.keys,
         _DTYPES[piece.gradient.dtype],
         _DTYPES[piece.weights.dtype],
@@ -221,7 +221,9 @@ def _update_compact(rule: Rule, piece: Piece, at: slice, scratch: Scratch) -> No
     weights, master = piece.weights[at], None if piece.master is None else piece.master[at]
     codes, count = [state[at] for state in piece.states], weights.numel()
     blocks = slice(at.start // BLOCK, -(-(at.start + count) // BLOCK))
-    scales = [scale[blocks] for scale in piece.scales] or [None] * len(codes)
+    scales: list[torch.Tensor | None] = [scale[blocks] for scale in piece.scales]
+    if not scales:
+        scales = [None] * len(codes)
     whole = -(-count // BLOCK) * BLOCK if piece.scales else count
     first, second, third, *wide = (memory[:whole] for memory in scratch.fifths())
     roots = [name == rule.root for name in rule.states]
@@ -234,7 +236,7 @@ def _update_compact(rule: Rule, piece: Piece, at: slice, scratch: Scratch) -> No
             moments.write(values, code, scale, root, first)
         return
     noise = first.view(torch.int32)
-    moments.draw(piece.index + at.start, piece.keys, noise, second.view(torch.int32))
+    moments.draw(piece.first + at.start, piece.keys, noise, second.view(torch.int32))
     for number, (code, values) in enumerate(zip(codes, states, strict=True)):
         moments.round_with(noise, number > 0, values, code, (second, third))
 
