@@ -30,6 +30,7 @@ static inline void store(Number* to, Pair x) {
 
 // What the weights are: float32 themselves, or a narrow working copy beside the float32 master.
 struct Plain {
+  static constexpr bool kHasMaster = false;
   typedef float Weight;
   typedef float Master;
   static inline Pair read(const float* weights, const float*) { return load_pair(weights); }
@@ -41,6 +42,7 @@ struct Plain {
 // bfloat16, and the 16 bits that it lacks: high = (bits + 0x8000) >> 16, low = bits - (high << 16), which are the lower
 // bits themselves. A NaN stays one in both forms: where the sum would carry it on to zero, high is bits >> 16.
 struct Split {
+  static constexpr bool kHasMaster = true;
   typedef Bfloat16 Weight;
   typedef int16_t Master;
   static inline Pair read(const Bfloat16* weights, const int16_t* master) {
@@ -56,6 +58,7 @@ struct Split {
 };
 
 struct Half {
+  static constexpr bool kHasMaster = true;
   typedef Float16 Weight;
   typedef float Master;
   static inline Pair read(const Float16*, const float* master) { return load_pair(master); }
@@ -178,17 +181,20 @@ struct Stretch {
         weights(static_cast<typename Form::Weight*>(piece.weights)),
         master(static_cast<typename Form::Master*>(piece.master)),
         states{static_cast<Code*>(piece.first), static_cast<Code*>(piece.second)} {}
-  inline void advance(int64_t count) {
-    gradient += count;
-    weights += count;
-    if (master) master += count;
-    for (int i = 0; i < Rule::kStates; ++i) states[i] += count;
+  // The same from a later element on. An index that all arrays share costs less than five pointers that move.
+  inline Stretch from(int64_t index) const {
+    Stretch later = *this;
+    later.gradient += index;
+    later.weights += index;
+    if (Form::kHasMaster) later.master += index;
+    for (int i = 0; i < Rule::kStates; ++i) later.states[i] += index;
+    return later;
   }
-  inline void prefetch(int ahead) const {
-    __builtin_prefetch(gradient + ahead);
-    __builtin_prefetch(weights + ahead, 1);
-    if (master) __builtin_prefetch(master + ahead, 1);
-    for (int i = 0; i < Rule::kStates; ++i) __builtin_prefetch(states[i] + ahead, 1);
+  inline void prefetch() const {
+    __builtin_prefetch(gradient);
+    __builtin_prefetch(weights, 1);
+    if (Form::kHasMaster) __builtin_prefetch(master, 1);
+    for (int i = 0; i < Rule::kStates; ++i) __builtin_prefetch(states[i], 1);
   }
 };
 
@@ -204,7 +210,7 @@ struct Rest {
   Rest(const Stretch<Rule, Number, Form, Code>& from, int64_t count) {
     memcpy(gradient, from.gradient, count * sizeof(Number));
     memcpy(weights, from.weights, count * sizeof(weights[0]));
-    if (from.master) memcpy(master, from.master, count * sizeof(master[0]));
+    if (Form::kHasMaster) memcpy(master, from.master, count * sizeof(master[0]));
     for (int i = 0; i < Rule::kStates; ++i) memcpy(states[i], from.states[i], count * sizeof(Code));
     here.gradient = gradient;
     here.weights = weights;
@@ -213,7 +219,7 @@ struct Rest {
   }
   inline void give(const Stretch<Rule, Number, Form, Code>& to, int64_t count) const {
     memcpy(to.weights, weights, count * sizeof(weights[0]));
-    if (to.master) memcpy(to.master, master, count * sizeof(master[0]));
+    if (Form::kHasMaster) memcpy(to.master, master, count * sizeof(master[0]));
     for (int i = 0; i < Rule::kStates; ++i) memcpy(to.states[i], states[i], count * sizeof(Code));
   }
 };
@@ -221,6 +227,7 @@ struct Rest {
 // How many elements ahead memory is asked for what comes next: with up to five streams, each in pages of its own, the
 // processor does not foresee it all. Nothing beyond a piece is read: to ask is not to read.
 constexpr int kAhead = 128;
+constexpr int kLine = 32;  // numbers of 16 bits in a cache line
 
 // States in float32.
 template <class Rule, class Number, class Form>
@@ -237,17 +244,16 @@ template <class Rule, class Number, class Form>
 __attribute__((flatten)) static void update(const Piece& piece) {
   const Rule rule(piece.hyper);
   const Pair factor = each(piece.hyper[0]);
-  Stretch<Rule, Number, Form, float> at(piece);
-  int64_t left = piece.count;
-  for (; left >= kPair; left -= kPair) {
-    at.prefetch(kAhead);
-    update_pair(rule, factor, at);
-    at.advance(kPair);
+  const Stretch<Rule, Number, Form, float> at(piece);
+  int64_t done = 0;
+  for (; done + kPair <= piece.count; done += kPair) {
+    at.from(done + kAhead).prefetch();
+    update_pair(rule, factor, at.from(done));
   }
-  if (left > 0) {
-    Rest<Rule, Number, Form, float, kPair> rest(at, left);
+  if (const int64_t left = piece.count - done) {
+    Rest<Rule, Number, Form, float, kPair> rest(at.from(done), left);
     update_pair(rule, factor, rest.here);
-    rest.give(at, left);
+    rest.give(at.from(done), left);
   }
 }
 
@@ -273,10 +279,8 @@ struct Noise {
   }
 };
 
-static inline Words rounded(Floats values, Words noise) {
-  const Words is_number = reinterpret_cast<Words>(values == values);  // a carry would turn a NaN into zero
-  return reinterpret_cast<Words>(values) + (noise & is_number);
-}
+// Infinity, and what arithmetic makes where there is no number, have zeros in their lower half: nothing is carried on.
+static inline Words rounded(Floats values, Words noise) { return reinterpret_cast<Words>(values) + noise; }
 
 template <class Rule, class Number, class Form>
 static inline void update_noisy_pair(const Rule& rule, Pair factor, const Stretch<Rule, Number, Form, Bfloat16>& at,
@@ -295,19 +299,22 @@ template <class Rule, class Number, class Form>
 __attribute__((flatten)) static void update_noisy(const Piece& piece) {
   const Rule rule(piece.hyper);
   const Pair factor = each(piece.hyper[0]);
-  Stretch<Rule, Number, Form, Bfloat16> at(piece);
+  const Stretch<Rule, Number, Form, Bfloat16> at(piece);
   Noise noise(piece);
-  int64_t left = piece.count;
-  for (; left >= kPair; left -= kPair) {
-    at.prefetch(kAhead);
-    update_noisy_pair(rule, factor, at, noise);
-    at.advance(kPair);
-    noise.advance();
+  int64_t done = 0;
+  for (; done + kLine <= piece.count; done += kLine) {
+    at.from(done + kAhead).prefetch();
+    for (int i = 0; i < kLine; i += kPair) {
+      update_noisy_pair(rule, factor, at.from(done + i), noise);
+      noise.advance();
+    }
   }
-  if (left > 0) {
-    Rest<Rule, Number, Form, Bfloat16, kPair> rest(at, left);
+  for (; done < piece.count; done += kPair) {
+    const int64_t left = piece.count - done < kPair ? piece.count - done : kPair;
+    Rest<Rule, Number, Form, Bfloat16, kPair> rest(at.from(done), left);
     update_noisy_pair(rule, factor, rest.here, noise);
-    rest.give(at, left);
+    rest.give(at.from(done), left);
+    noise.advance();
   }
 }
 
@@ -400,45 +407,55 @@ static inline float largest(Pair values) {
   return most;
 }
 
-template <class Rule, class Number, class Form>
-static inline void update_block(const Rule& rule, Pair factor, Stretch<Rule, Number, Form, uint8_t> at,
-                                float* const* scales) {
-  constexpr int kPairs = kBlock / kPair;
-  Pair kept[Rule::kStates][kPairs], most[Rule::kStates], scale[Rule::kStates];
+// The new moments of a block, until its codes can be made: when its largest are known. The codes are made beside the next
+// block's square roots and divisions, for which a core has to wait anyway.
+template <class Rule>
+struct Pending {
+  static constexpr int kPairs = kBlock / kPair;
+  Pair kept[Rule::kStates][kPairs], by[Rule::kStates];
   uint8_t* codes[Rule::kStates];
+  inline void encode(int n) const {
+    for (int i = 0; i < Rule::kStates; ++i) {
+      if (i == Rule::kRoot)
+        encode_root(codes[i] + n * kPair, kept[i][n] * by[i]);
+      else
+        encode_signed(codes[i] + n * kPair, kept[i][n] * by[i]);
+    }
+  }
+};
+
+template <bool kHasBefore, class Rule, class Number, class Form>
+static inline void update_block(const Rule& rule, Pair factor, const Stretch<Rule, Number, Form, uint8_t>& at,
+                                float* const* scales, Pending<Rule>& now, const Pending<Rule>& before) {
+  Pair most[Rule::kStates], scale[Rule::kStates];
   for (int i = 0; i < Rule::kStates; ++i) {
     most[i] = each(0);
     scale[i] = each(*scales[i]);
-    codes[i] = at.states[i];
+    now.codes[i] = at.states[i];
   }
-  for (int n = 0; n < kPairs; ++n) {
-    if (n * kPair % 32 == 0) at.prefetch(kBlock);  // a cache line of 16-bit numbers
+  for (int n = 0; n < Pending<Rule>::kPairs; ++n) {
+    if (n % (kLine / kPair) == 0) at.from(kBlock + n * kPair).prefetch();
+    const Stretch<Rule, Number, Form, uint8_t> here = at.from(n * kPair);
     Pair state[2], root;
     for (int i = 0; i < Rule::kStates; ++i) {
-      state[i] = (i == Rule::kRoot ? decode_root(at.states[i]) : decode_signed(at.states[i])) * scale[i];
+      state[i] = (i == Rule::kRoot ? decode_root(here.states[i]) : decode_signed(here.states[i])) * scale[i];
       if (i == Rule::kRoot) state[i] = state[i] * state[i];
     }
-    Pair weight = Form::read_mixed(at.weights, at.master);
-    rule(weight, load_mixed(at.gradient) * factor, state, root);
-    Form::write_mixed(at.weights, at.master, weight);
+    Pair weight = Form::read_mixed(here.weights, here.master);
+    rule(weight, load_mixed(here.gradient) * factor, state, root);
+    if (kHasBefore) before.encode(n);
+    Form::write_mixed(here.weights, here.master, weight);
     for (int i = 0; i < Rule::kStates; ++i) {
-      kept[i][n] = i == Rule::kRoot ? root : state[i];
+      now.kept[i][n] = i == Rule::kRoot ? root : state[i];
       most[i] = maximum(most[i], i == Rule::kRoot ? root : size_of(state[i]));
     }
-    at.advance(kPair);
   }
   for (int i = 0; i < Rule::kStates; ++i) {
     const bool is_root = i == Rule::kRoot;
     const float top = is_root ? kTopRoot : kTopSigned, found = largest(most[i]);
     const bool none = !(found > (is_root ? kNoneRoot : kNoneSigned));
-    const Pair by = each(none ? 0.0f : top / found);
+    now.by[i] = each(none ? 0.0f : top / found);
     *scales[i] = none ? 0.0f : found / top;
-    for (int n = 0; n < kPairs; ++n) {
-      if (is_root)
-        encode_root(codes[i] + n * kPair, kept[i][n] * by);
-      else
-        encode_signed(codes[i] + n * kPair, kept[i][n] * by);
-    }
   }
 }
 
@@ -447,18 +464,25 @@ template <class Rule, class Number, class Form>
 __attribute__((flatten)) static void update_coded(const Piece& piece) {
   const Rule rule(piece.hyper);
   const Pair factor = each(piece.hyper[0]);
-  Stretch<Rule, Number, Form, uint8_t> at(piece);
+  const Stretch<Rule, Number, Form, uint8_t> at(piece);
   float* scales[2] = {piece.first_scales, piece.second_scales};
-  int64_t left = piece.count;
-  for (; left >= kBlock; left -= kBlock) {
-    update_block(rule, factor, at, scales);
-    at.advance(kBlock);
+  Pending<Rule> pending[2];
+  int64_t done = 0;
+  int turn = 0;
+  for (; done + kBlock <= piece.count; done += kBlock, turn ^= 1) {
+    if (done > 0)
+      update_block<true>(rule, factor, at.from(done), scales, pending[turn], pending[turn ^ 1]);
+    else
+      update_block<false>(rule, factor, at, scales, pending[turn], pending[turn ^ 1]);
     for (int i = 0; i < Rule::kStates; ++i) ++scales[i];
   }
-  if (left > 0) {
-    Rest<Rule, Number, Form, uint8_t, kBlock> rest(at, left);
-    update_block(rule, factor, rest.here, scales);
-    rest.give(at, left);
+  if (done > 0)
+    for (int n = 0; n < Pending<Rule>::kPairs; ++n) pending[turn ^ 1].encode(n);
+  if (const int64_t left = piece.count - done) {
+    Rest<Rule, Number, Form, uint8_t, kBlock> rest(at.from(done), left);
+    update_block<false>(rule, factor, rest.here, scales, pending[0], pending[1]);
+    for (int n = 0; n < Pending<Rule>::kPairs; ++n) pending[0].encode(n);
+    rest.give(at.from(done), left);
   }
 }
 

@@ -196,3 +196,45 @@ def test_what_cannot_be_compact_is_refused(kept):
             Engine(network, optimizer, device="cpu", loss=loss, state=kept)
     with pytest.raises(ValueError, match="choose 'fp32', 'bf16' or '8bit'"):
         Engine(network, torch.optim.AdamW(network.parameters()), device="cpu", loss=loss, state="4bit")
+
+
+class Stack(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(count))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for one in self.blocks:
+            inputs = one(inputs)
+        return inputs
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(96, 96), nn.Tanh())
+
+
+@compact
+def test_blocks_are_inserted_and_removed_with_their_state(kept, device):
+    torch.manual_seed(0)
+    network = Stack(3)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+
+    def square(stack: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return stack(rows).square().mean()
+
+    with Engine(network, optimizer, device=device, loss=square, state=kept) as engine:
+        rows = torch.randn(4, 96)
+        engine.step(rows, micro_batches=2)
+        last = network.blocks[2][0].weight
+        before = optimizer.state[last]["exp_avg"].clone()
+        removed = engine.remove(1)
+        assert optimizer.state[removed[0].weight]["exp_avg"].any()
+        assert torch.equal(optimizer.state[last]["exp_avg"], before)
+        new = block()
+        optimizer.add_param_group({"params": list(new.parameters())})
+        engine.insert(0, new)
+        start = new[0].weight.detach().clone()
+        engine.step(rows, micro_batches=2)
+        assert optimizer.state[last]["step"] == 2
+        assert optimizer.state[new[0].weight]["step"] == 1
+        assert not torch.equal(new[0].weight, start)
