@@ -1,15 +1,14 @@
-"""Checkpoints against the disk: how fast `engine.save` and `engine.load` are, beside plain writes and reads.
+"""Compares `engine.save` and `engine.load` with plain writes and reads of the same bytes.
 
     python benchmarks/checkpoint.py [megabytes] [directory]
 
-A model with the optimizer's state of about so many megabytes is saved and loaded; and the same number of bytes, in
-files of the same sizes, is written from, and read into, one buffer that holds all of them, 16 MiB at a time. Writes
-end with fsync, on both sides. Reads are made twice: *cold*, after the system was asked to forget the files, and *warm*,
-from its cache. All ways run in turn, round after round, and medians are compared, so that a busy disk disturbs them
-alike. Then, each once more, for the host memory that they take: the highest resident size over that before.
+The engine saves and loads a model that takes about `megabytes` with its optimizer state. For comparison, the same
+number of bytes is written from and read into one buffer, in files of the same sizes, 16 MiB at a time. All writes end
+with fsync. Files are read *cold*, after the system was asked to drop them from its cache, and *warm*, from the cache.
+All variants run in turn, round after round, and medians are compared, so that a busy disk affects all of them alike.
+Each then runs once more to measure host memory: the peak of the resident size, minus the size before.
 
-Checksums are in `save` and `load`, and a second core helps with both. Where none is free, they are in the way of reads
-from the cache.
+`save` and `load` compute checksums on a second core. If no core is free, this slows down reads from the cache.
 """
 
 import os

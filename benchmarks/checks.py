@@ -1,16 +1,16 @@
-"""What the checks of "never silently wrong" cost, on the virtual accelerator.
+"""Measures the cost of the exactness checks (docs/exactness.md), on the virtual accelerator.
 
     python benchmarks/checks.py [compute | exchange]
 
-*compute*: a step of the compute-bound model of relay.py. By default a guard surveys the user's variables in every step,
-and second runs are compared with first runs, by checksums, in the first steps and in every 32nd after those. The
-default is thus weighed from steps with the guard alone and steps with both.
+*compute*: a step of the compute-bound model of relay.py. By default, a guard surveys the user's variables in every
+step, and second runs are compared with first runs, by checksums, in the first steps and then in every 32nd step. So the
+cost of the default is a weighted mean of steps with the guard alone and steps with both checks.
 
-*exchange*: a model of 1,000 modules and 32 micro-batches, whose variables are swapped whenever another micro-batch goes
-on: with no variable that changes, with one on the model, and with one in each block.
+*exchange*: a model of 1,000 modules and 32 micro-batches, whose variables are swapped whenever another micro-batch
+continues. No variable changes, or one on the model, or one in each block.
 
-The ways are run in turn, round after round, and their medians compared. Other work on the machine disturbs elapsed time
-far more than processor time, in which the same steps are therefore given as well.
+All variants run in turn, round after round, and medians are compared. Processor time is shown as well, since other work
+on the machine affects it far less than elapsed time.
 """
 
 import copy

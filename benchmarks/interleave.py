@@ -1,4 +1,4 @@
-"""Updates shared by host and device, on the virtual accelerator, at link rates from useless to ample.
+"""Measures updates shared by host and device, on the virtual accelerator, over a wide range of link rates.
 
     python benchmarks/interleave.py [--quick] [--trace trace.json]
 

@@ -2,11 +2,12 @@
 
     python benchmarks/paper_tables.py [--json]
 
-Nothing is measured here: `ferryman.cost` predicts, from published rates, what others measured on 4 x H100 and 4 x A100.
-Four processes share the parameters and the host, each with a device and a link of its own, so one quarter is computed,
-in subgroups of 100 M. The published code has one staging buffer and one stream: one berth, one way at a time.
+Nothing is measured here: `ferryman.plan.performance` predicts, from published rates, what others measured on 4 x H100
+and 4 x A100. Four processes share the parameters and the host, each with its own device and link, so one quarter is
+computed, in subgroups of 100 M. The published code has one staging buffer and one stream: one berth, and one direction
+at a time.
 
-What goes in:
+Inputs:
 
 - Given: parameters per second with the host alone (8.6 and 3.8 G), 55.2 GB/s of PCIe 5 for H100, and half of that for
   the PCIe 4 of A100. Master weights and two moments in float32: 12 bytes in and 12 out. Weights in bfloat16: 2 in.
@@ -15,14 +16,14 @@ What goes in:
 - Assumed: the device updates at its memory's bandwidth over 28 bytes, 60 % reached. It is never the bottleneck.
 - Fitted, on the column k=10 alone, one number for each machine: parameters per second that the host updates when
   nothing blocks it. The curve over k is nearly flat, and k=10, with a tenth on the device, is already 1.3 to 1.5 times
-  the host alone. So most of the gain is not the device's. It is that down-conversion and copies of weights no longer
-  stop the host, and that is what this number separates from the published host-only rate.
+  as fast as the host alone. So most of the gain does not come from the device, but from down-conversion and copies of
+  weights that no longer block the host. This number separates that effect from the published host-only rate.
 - Fitted, on the column 0 % of the static table: seconds of an iteration that are in none of the published phases.
 
-The numbers come from those columns, but the form of the model does not: that the host slows down by what crosses was
-found by looking at all strides on H100. The other tables were not looked at for it. The count of 40 matters most at
-k=2: with 28 the largest error of a stride is 11 %, with 52 it is 17 % and with 64 it is 23 %, both on A100. With
-55.2 GB/s for A100, too, no stride changes by more than 0.1 %, since the host bounds them all.
+The fitted numbers come from those columns alone. The form of the model does not: that transfers slow down the host was
+found by looking at all strides on H100, but at none of the other tables. The count of 40 bytes matters most at k=2:
+with 28 the largest error of a stride is 11 %, with 52 it is 17 % and with 64 it is 23 %, both on A100. With 55.2 GB/s
+for A100 as well, no stride changes by more than 0.1 %, since the host bounds all of them.
 """
 
 import argparse

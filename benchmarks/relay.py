@@ -1,13 +1,13 @@
-"""The relay on the virtual accelerator: how close a step comes to its lower bound, and what it saves.
+"""Measures how close a step comes to its lower bound, and what the relay saves, on the virtual accelerator.
 
     python benchmarks/relay.py [trace.json]
 
 The bound is per phase (docs/architecture.md): forward max(compute, bytes in, host if updates are deferred) + backward
 max(compute, bytes in, bytes out, host if they are eager). Compute is measured in the same run, round by round, with all
-weights already on the device; bytes are those that the step moved, over the bandwidth. Compute runs on one thread.
-Simulated copies are memcpy on the other core, so sizes and bandwidths (tens of MB/s) are chosen such that they take
-next to nothing of it. For the same reason a slow host is simulated, too: it updates as ever, and then sleeps until the
-time is over that the elements take at its rate.
+weights already on the device. The time of a link is the number of bytes that the step moved, divided by the bandwidth.
+Compute runs on one thread. Simulated copies are memcpy on the other core, so sizes and bandwidths (tens of MB/s) are
+chosen such that they hardly load it. For the same reason, a slow host is simulated: it updates as usual, and then
+sleeps for the rest of the time that its rate would need.
 """
 
 import copy

@@ -1,14 +1,14 @@
-"""Several ranks against one: samples per second for each, host memory over all, and what crosses each link.
+"""Compares several ranks with one: samples per second per rank, total host memory, and bytes over each link.
 
     python benchmarks/scaling.py [rounds]
 
 Every rank is a process with a virtual accelerator and a throttled link of its own, and gets the same number of
-micro-batches. The step is bound by the links: compute is kept small, since all ranks share this machine's cores, where
-real ones have a device each. One, two and four ranks run in turn, round after round; medians are compared.
+micro-batches. Steps are bound by the links. Compute is kept small, because all ranks share the cores of this machine,
+while real ranks have a device each. One, two and four ranks run in turn, round after round; medians are compared.
 
-Host memory is that of all ranks together, after two steps: proportional set sizes (what several processes share counts
-once), without the virtual devices' own memory. Of two models that differ in depth alone the difference is taken, and
-divided by their difference in parameters: what does not grow with the model, such as a process's own, falls out.
+Host memory is the total of all ranks after two steps: proportional set sizes, in which shared memory counts once,
+without the memory of the virtual devices. It is measured for two models that differ only in depth. The difference is
+divided by the difference in parameters, so memory that does not grow with the model does not count.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The virtual accelerator: is its link as fast as it says, does it work both ways at once, does compute cost extra?
+"""Measures the virtual accelerator: the rate of its link, both directions at once, and the overhead of its compute.
 
     python benchmarks/virtual_device.py
 

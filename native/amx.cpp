@@ -1,4 +1,4 @@
-// Does AMX really work here? The only sure answer is to try: see src/ferryman/runtime/amx.py.
+// Tests whether AMX works here by running its instructions: see src/ferryman/runtime/amx.py.
 #include "isa.h"
 
 #if defined(__x86_64__) && defined(__linux__)

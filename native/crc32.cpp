@@ -1,8 +1,8 @@
-// The checksum of zlib, by carry-less multiplication: several times as fast, so that it hides behind any disk.
+// The CRC-32 of zlib, by carry-less multiplication: several times as fast as zlib, so that disks are slower.
 //
 // After Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ" (Intel, 2009): 64 bytes at a time
-// are folded into the next 64, then into 16, then reduced to 32 bits; or 128 at a time, where one instruction multiplies
-// two pairs. The constants are powers of x modulo the polynomial, reflected, as all of this is.
+// are folded into the next 64, then into 16, then reduced to 32 bits. If one instruction multiplies two pairs, 128 bytes
+// are folded at a time. All polynomials are bit-reflected; the constants are powers of x modulo the polynomial.
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -38,7 +38,7 @@ FERRYMAN_CLMUL inline __m128i fold(__m128i value, __m128i by, __m128i next) {
 
 FERRYMAN_CLMUL inline __m128i by_16() { return _mm_set_epi64x(0x00ccaa009e, 0x01751997d0); }
 
-// The first 64 bytes, and as many more as there are, folded into 16; the rest is left.
+// Folds all complete blocks of 64 bytes into 16; the rest of the data is left.
 FERRYMAN_CLMUL __m128i fold_by_64(const uint8_t*& data, size_t& count, uint32_t crc) {
   const __m128i by_64 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4);
   __m128i a = _mm_xor_si128(load(data), _mm_cvtsi32_si128(static_cast<int>(crc)));
@@ -62,7 +62,7 @@ FERRYMAN_WIDE_CLMUL inline __m256i fold_wide(__m256i value, __m256i by, __m256i 
       next, _mm256_xor_si256(_mm256_clmulepi64_epi128(value, by, 0x00), _mm256_clmulepi64_epi128(value, by, 0x11)));
 }
 
-// The same with 128.
+// The same with blocks of 128 bytes.
 FERRYMAN_WIDE_CLMUL __m128i fold_by_128(const uint8_t*& data, size_t& count, uint32_t crc) {
   const __m256i by_128 = _mm256_broadcastsi128_si256(_mm_set_epi64x(0x014a7fe880, 0x01e88ef372));
   const __m128i start = _mm_cvtsi32_si128(static_cast<int>(crc));
@@ -82,7 +82,7 @@ FERRYMAN_WIDE_CLMUL __m128i fold_by_128(const uint8_t*& data, size_t& count, uin
   return all;
 }
 
-// 128 bits to 64, to 32 (Barrett's way).
+// Reduces 128 bits to 64 and then to 32 (Barrett reduction).
 FERRYMAN_CLMUL uint32_t reduce(__m128i a) {
   const __m128i low_half = _mm_setr_epi32(-1, 0, -1, 0);
   a = _mm_xor_si128(_mm_srli_si128(a, 8), _mm_clmulepi64_si128(a, by_16(), 0x10));
@@ -96,13 +96,13 @@ FERRYMAN_CLMUL uint32_t reduce(__m128i a) {
 
 }  // namespace
 
-// How wide it can be here: 0 not at all, 1, 2.
+// The vector width that this CPU supports: 2 (VPCLMULQDQ), 1 (PCLMULQDQ) or 0 (neither).
 FERRYMAN_EXPORT int ferryman_crc32_width() {
   if (!__builtin_cpu_supports("pclmul") || !__builtin_cpu_supports("sse4.1")) return 0;
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq") ? 2 : 1;
 }
 
-// As zlib's crc32(crc, data, count). `width` is at most what there is.
+// Like zlib's crc32(crc, data, count). `width` must not exceed ferryman_crc32_width().
 FERRYMAN_EXPORT FERRYMAN_CLMUL uint32_t ferryman_crc32(const uint8_t* data, int64_t count, uint32_t crc, int width) {
   size_t left = static_cast<size_t>(count);
   crc = ~crc;

@@ -9,8 +9,8 @@
 namespace ferryman {
 namespace {
 
-// Fixed, so that the order of additions does not depend on the number of threads. Large against the cost of handing
-// out a block (an atomic), small against a core's second-level cache.
+// Fixed, so that the order of additions does not depend on the number of threads. Much larger than the cost of taking a
+// block (one atomic operation), and much smaller than the second-level cache of a core.
 constexpr int64_t kBlock = 1 << 16;
 
 using SumOfSquares = double (*)(const void*, int64_t);

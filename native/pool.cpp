@@ -16,8 +16,8 @@
 namespace ferryman {
 namespace {
 
-// The calling thread may flush subnormals to zero (torch.set_flush_denormal) where the workers do not. Who takes which
-// block is chance, so all must compute alike.
+// The calling thread may flush subnormals to zero (torch.set_flush_denormal) while the workers do not. Which thread takes
+// which block depends on timing, so all must compute in the same mode.
 class PlainFloats {
 #if defined(__x86_64__)
  public:
@@ -101,7 +101,7 @@ class Pool {
 // Never destroyed: the workers wait on it until the process ends.
 std::atomic<Pool*> current{nullptr};
 
-// A forked child has none of the workers, and perhaps a mutex that nobody will unlock. It starts afresh.
+// A forked child has no workers, and perhaps a mutex that nobody will unlock. It starts with a new pool.
 void forget() { current = nullptr; }
 
 Pool& pool() {

@@ -2,7 +2,7 @@
 
 namespace ferryman {
 
-// A stretch of one tensor and all that belongs to it. Shared with src/ferryman/server/kernels.py.
+// A range of one tensor, with its gradient and state. The layout is shared with src/ferryman/server/kernels.py.
 struct Piece {
   int64_t count;
   const void* gradient;
@@ -37,14 +37,14 @@ enum Format : int { kWide = 0, kNoisy = 1, kCoded = 2 };  // float32, bfloat16, 
 namespace ferryman {
 namespace {
 
-// A block is large against the cost of handing it out, and memory is faster the longer it is read in a row; but each
-// thread has several, so that the last one does not keep the others waiting.
+// Blocks are large compared to the cost of taking one, and because long sequential reads are faster. Each thread gets
+// several blocks, so that no thread waits long for the last one.
 constexpr int64_t kSmallestBlock = 1 << 14, kLargestBlock = 1 << 18, kBlocksPerThread = 8;
 
-int64_t block_size(const Piece* pieces, int64_t count, int threads) {
+int64_t elements_of(const Piece* pieces, int64_t count) {
   int64_t elements = 0;
   for (int64_t i = 0; i < count; ++i) elements += pieces[i].count;
-  return std::clamp(elements / (threads * kBlocksPerThread), kSmallestBlock, kLargestBlock) / kBlock * kBlock;
+  return elements;
 }
 
 constexpr int kMasterWidth[] = {0, 2, 4};  // by the weights' dtype
@@ -74,7 +74,11 @@ constexpr UpdateFor kUpdateFor[] = FERRYMAN_EVERY_ISA(update_for);
 // Elementwise, or by blocks: the result depends neither on the number of threads nor on where pieces begin.
 FERRYMAN_EXPORT int ferryman_update(int rule, const ferryman::Piece* pieces, int64_t count, int isa, int threads) {
   using namespace ferryman;
-  const int64_t size = block_size(pieces, count, threads);
+  const int64_t elements = elements_of(pieces, count);
+  // Many small tensors are no work for several threads: waking one takes longer than updating a small block.
+  threads = static_cast<int>(std::clamp<int64_t>(elements / kSmallestBlock, 1, threads));
+  const int64_t most = std::clamp(elements / (threads * kBlocksPerThread), kSmallestBlock, kLargestBlock);
+  const int64_t size = most / kBlock * kBlock;  // elements that share a scale stay together
   std::vector<Piece> blocks;
   for (int64_t i = 0; i < count; ++i)
     for (int64_t start = 0; start < pieces[i].count; start += size)

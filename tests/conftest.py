@@ -34,10 +34,28 @@ def pytest_configure(config):
 
 def pytest_generate_tests(metafunc):
     """Tests that take a `device` run on each that was chosen, unless they say themselves on which."""
-    names = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
-    said = [name.strip() for some in names for name in (some.split(",") if isinstance(some, str) else some)]
-    if "device" in metafunc.fixturenames and "device" not in said:
+    if "device" in metafunc.fixturenames and "device" not in _parametrized(metafunc.definition):
         metafunc.parametrize("device", devices.chosen(), indirect=True)
+
+
+def _parametrized(definition):
+    """The names for which a test has values of its own."""
+    names = [mark.args[0] for mark in definition.iter_markers("parametrize")]
+    return {name.strip() for some in names for name in (some.split(",") if isinstance(some, str) else some)}
+
+
+@pytest.hookimpl(tryfirst=True)  # before the option -m chooses
+def pytest_collection_modifyitems(items):
+    """A test that has other parameters, too, runs on the accelerator with all of their values. On the CPU it runs with
+    the first; the others are slow there."""
+    seen = set()
+    for item in items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        if given.get("device") != "cpu" or devices.chosen_accelerator() is None or "device" in _parametrized(item):
+            continue
+        if item.function in seen:
+            item.add_marker(pytest.mark.slow)
+        seen.add(item.function)
 
 
 def pytest_collection_finish(session):

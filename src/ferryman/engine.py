@@ -17,8 +17,7 @@
 from __future__ import annotations
 
 import contextlib
-import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,13 @@ from ferryman.options import EngineArguments, EngineOptions, describe, takes_opt
 from ferryman.plan.fit import Choice, advice
 from ferryman.plan.plan import Plan, PlanTooLargeError
 from ferryman.runtime.caller import Caller, one_call_at_a_time
+from ferryman.runtime.device_memory import DeviceMemory
 from ferryman.runtime.interrupts import Interrupts
+from ferryman.runtime.segments import find_segments
 from ferryman.server.gradient_checks import NonFiniteError
 from ferryman.server.kernels import default_threads
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.stats import Stats
-from ferryman.server.store import account
 from ferryman.training import checks
 from ferryman.training.assembly import Assembly
 from ferryman.training.batch_check import BatchCheck
@@ -53,7 +53,8 @@ from ferryman.training.planner import Planner
 from ferryman.training.preparation import Preparation, PreparedStep
 from ferryman.training.recorder import Recorder
 
-_MAX_ATTEMPTS = 3  # at a step in which a variable changes that no check has seen
+_MAX_ATTEMPTS = 3  # to run a step in which variables change that no check has seen
+_Files = loading.Checkpoint | pretrained.Weights
 
 
 class Engine(contextlib.AbstractContextManager["Engine"]):
@@ -72,9 +73,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     A step equals gradient accumulation in plain PyTorch over the same micro-batches. With `memory`, the engine chooses
     units, slots, the place of the stash and the size of micro-batches so that they stay within the budget.
 
-    An engine has one caller at a time. An engine that is dropped (`del engine`) closes itself, unless its model or its
-    loss refers to it: the model returns to its original state, with the trained weights. With several ranks, call
-    `close`: only then do all ranks end together.
+    Only one thread at a time may call an engine. `close` returns the model to its original state, with the trained
+    weights. An engine that is dropped (`del engine`) closes itself, unless its model or its loss refers to it; with
+    several ranks, call `close`, so that all ranks end together.
 
     Settings, each a keyword argument (declared in `options.py`):
 
@@ -85,28 +86,26 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         checks.model(model)
         self._ranks, self._caller = Ranks(), Caller(self)
         self.device = checks.real_device(options.device, self._ranks.place)
-        checks.settings(options, self.device)
-        checks.free(model)
-        if optimizer is None:
-            checks.no_settings_of_updates(options)
         dtypes = dtype_of(model, options.precision)
-        checks.members(model, dtypes)
+        checks.arguments(model, optimizer, options, self.device, dtypes)
         self._model = model
-        self._optimizer_view = None if optimizer is None else OptimizerView(optimizer, model, options.state)
+        self._optimizer_view = view = None if optimizer is None else OptimizerView(optimizer, model, options.state)
         threads = options.host_threads or self._ranks.threads(default_threads())
         self._options = options = replace(options, device=self.device, host_threads=threads)
         compare(self._ranks, model, optimizer, options.compared())
-        self._recorder = Recorder(
-            options.trace, model, self.device, options.budget, self._optimizer_view, dtypes, self.share
-        )
-        self._planner = Planner(model, self.device, options, dtypes, self._optimizer_view, self.share)
+
+        segments = find_segments(self.device)  # before memory is counted: it leaves some in the allocator's cache
+        self._memory = DeviceMemory(self.device, options.budget)
+        self._recorder = Recorder(options.trace, model, self.device, options.budget, view, dtypes, self.share)
+        self._planner = Planner(model, self.device, options, dtypes, view, self.share, segments)
         self._blocks = Blocks(model, self.device)
         self._batch_check = BatchCheck(
             model, options.loss, options.reduction, self.device, None if options.split else options.budget
         )
-        self._closed = False
         self._loaded = Loaded(model)
-        self.choice: Choice | None = None  # the number of micro-batches and the stash's place in the last step
+        self._closed = False
+        self.choice: Choice | None = None  # the number of micro-batches and the place of the stash in the last step
+
         self._parts = self._assemble(self._planner.make())
         self._preparation = self._make_preparation()
 
@@ -114,8 +113,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def step(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
         """Runs forward, backward and update. Returns the loss.
 
-        Gradients that an earlier `forward_backward` left are part of the step. The call returns when all gradients have
-        been checked; the update itself continues in the background, and reads of weights wait for it.
+        Gradients from earlier calls of `forward_backward` are included. The call returns when all gradients have been
+        checked; the update itself continues in the background, and reads of weights wait for it.
         """
         optimizer_view = self._need_optimizer()
         with self._own_reads():
@@ -126,27 +125,23 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     @one_call_at_a_time
     def forward_backward(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
-        """Runs forward and backward. Returns the loss of the batch; adds gradients to the parameters' `.grad`.
+        """Runs forward and backward, and adds gradients to the parameters' `.grad`. Returns the loss of the batch.
 
         Without `micro_batches`, the batch is cut into as few micro-batches as the memory budget allows; without a
         budget it is not cut.
         """
         with self._own_reads():
             loss = self._run(batch, micro_batches, for_update=False)
-            self._parts.relay.gradients.wait()
-            self._parts.gradients.show(self._parts.all_units)
-            for unit, items in self._parts.relay.gradients.on_host.items():
-                self._parts.server.leave_for_user(unit, items)
+            self._parts.show_gradients()
         return loss
 
     @one_call_at_a_time
     def update(self) -> None:
-        """Updates the weights with the gradients that `forward_backward` left, and clears the gradients."""
+        """Updates the weights with the gradients in the parameters' `.grad`, and clears them."""
         optimizer_view = self._need_optimizer()
         with self._own_reads():
             self._parts.server.take_user_changes(optimizer_view)
-            self._parts.gradients.take(self._parts.all_units)
-            self._parts.server.forget_gradients()  # of units whose gradients the user has cleared
+            self._parts.take_gradients()
             self._ranks.tell("making an update")
             self._parts.server.begin_step(left_for_user=True)
             self._parts.server.send_rest(self._parts.relay.gradients.on_host)
@@ -187,7 +182,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return self._parts.server.grad_norm
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """The gradient of a parameter between `forward_backward` and `update`: in float32, on the host. Edits count."""
+        """The gradient of a parameter between `forward_backward` and `update`: in float32, on the host.
+
+        It may be edited in place before the update.
+        """
         parameters = dict(self._model.named_parameters())
         if name in parameters:
             return parameters[name].grad
@@ -216,7 +214,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     @property
     def fetches(self) -> int:
-        """How often a unit has been copied to the device."""
+        """How many times weights of a unit have been copied to the device."""
         return self._parts.relay.weights.fetches
 
     def stats(self) -> Stats | None:
@@ -227,10 +225,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def host_account(self) -> dict[str, int]:
         """Bytes of host memory that the server uses, by purpose.
 
-        With several ranks, these are this rank's part and the weights, which all ranks of a node share.
+        With several ranks, this is the rank's own part, and the weights, which all ranks of a node share.
         """
-        parts, share = self._parts, self._ranks.share
-        return account(parts.all_units, self._optimizer_view, landing=not parts.server.is_eager, shares=[share])
+        return self._parts.host_account([self.share])
 
     @property
     def share(self) -> Share:
@@ -239,7 +236,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     @one_call_at_a_time
     def agree(self, **facts: Any) -> None:
-        """Raises on all ranks if a value, such as `steps=len(loader)`, is not the same on all of them."""
+        """Raises a ValueError on all ranks if a value, such as `steps=len(loader)`, differs between them."""
         self._check_open()
         self._ranks.agree({name: str(value) for name, value in facts.items()})
 
@@ -251,7 +248,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     @one_call_at_a_time
     def save(self, directory: str | Path, *, objects: Objects | None = None, keep: int | None = None) -> Path:
-        """Writes a checkpoint and returns its path. It contains weights that transformers can load, and all state.
+        """Writes a checkpoint, with weights that transformers can load and all training state. Returns its path.
 
         `objects` are saved with it, by name: anything with `state_dict` and `load_state_dict`, such as a scheduler or
         the position in the data, or with `save_pretrained`, such as a tokenizer. Without `keep`, `directory` is the
@@ -267,12 +264,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         The model, its trained parameters and the optimizer must match the checkpoint; device, memory, precision and all
         other settings may differ.
         """
-        path, contents = loading.find(Path(directory)), self._contents(loading=True)
-        doing, found = f"loading {path}", list[loading.Checkpoint]()
-        self._ranks.jointly(doing, lambda: found.append(loading.Checkpoint(path, contents, objects or {})))
-        with self._loaded.replacing(path, "weights", "the optimizer's state"):
-            self._recover(forget=True)
-            self._ranks.jointly(doing, found[0].load)
+        path = loading.find(Path(directory))
+        self._load(path, lambda contents: loading.Checkpoint(path, contents, objects or {}))
         self._loaded.came_from(path)
         return path
 
@@ -282,11 +275,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
         The optimizer state does not change.
         """
-        contents, doing, found = self._contents(loading=True), f"loading {directory}", list[pretrained.Weights]()
-        self._ranks.jointly(doing, lambda: found.append(pretrained.Weights(contents, Path(directory))))
-        with self._loaded.replacing(Path(directory), "weights"):
-            self._recover(forget=True)
-            self._ranks.jointly(doing, found[0].load)
+        path = Path(directory)
+        self._load(path, lambda contents: pretrained.Weights(contents, path))
 
     @one_call_at_a_time
     def skip(self, blocks: Position | Iterable[Position]) -> None:
@@ -296,7 +286,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     @one_call_at_a_time
     def insert(self, position: Position, block: nn.Module) -> None:
-        """Inserts a block into the model, before the block that is at this position now.
+        """Inserts a block into the model, before the block that is currently at this position.
 
         The number of blocks in the model's config (`num_hidden_layers`) and the blocks' own indices (`layer_idx`) are
         adjusted if they exist.
@@ -327,7 +317,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     @one_call_at_a_time
     def close(self) -> None:
-        """Returns the model to its original state, with the trained weights. All ranks must call it."""
+        """Returns the model to its original state, with the trained weights. All ranks must call this."""
         self._end(together=True)
 
     def __exit__(self, *raised: Any) -> None:
@@ -342,9 +332,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def _assemble(self, plan: Plan) -> Assembly:
         view, scale = self._optimizer_view, self._planner.scale()
-        return Assembly(
-            self._model, self.device, plan, view, self._blocks, self._options, scale, self._ranks, self._caller
-        )
+        with self._memory.counted():
+            return Assembly(
+                self._model, self.device, plan, view, self._blocks, self._options, scale, self._ranks, self._caller,
+                self._memory,
+            )  # fmt: skip
 
     def _make_preparation(self) -> Preparation:
         """Creates the preparation of steps for the current plan; called whenever the plan changes."""
@@ -352,10 +344,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def _drop_gradients(self) -> None:
         self._recorder.abandon()
-        self._parts.relay.gradients.clear()
-        self._parts.server.forget_gradients()
-        for parameter in self._model.parameters():
-            parameter.grad = None
+        self._parts.drop_gradients()
 
     def _need_optimizer(self) -> OptimizerView:
         self._check_open()
@@ -370,41 +359,35 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     @contextlib.contextmanager
     def _own_reads(self) -> Iterator[None]:
-        """Context in which reads of weights do not wait for updates; on exit, the user's reads wait for them again."""
-        self._parts.reads.end()
+        """Context in which the engine itself reads weights, without waiting for updates, and uses device memory, which
+        counts towards the budget."""
+        self._parts.end_reads()
         try:
-            yield
+            with self._memory.counted():
+                yield
         finally:
             self._parts.watch_reads()
 
     def _run(self, batch: Any, micro_batches: int | None, *, for_update: bool) -> torch.Tensor:
         """Runs forward and backward of a batch; returns its loss.
 
-        If a variable of the user changes that no check has seen, the step is undone, checked again and repeated.
+        If a variable of the user's code changes that no check has seen, the step is undone, checked and repeated.
         """
         generator, found = torch.get_rng_state(), ""
-        # A step that fails drops all gradients, so it cannot be repeated if earlier ones were already added up.
+        # A step that fails drops all gradients, so it cannot be repeated if there are gradients of earlier calls.
         can_retry = self._ranks.alone and not self._parts.relay.gradients.on_host
         for _ in range(_MAX_ATTEMPTS if can_retry else 1):
             try:
-                choice, parts, seed = self._prepare(batch, micro_batches)
-                with self._running(choice, for_update=for_update) as interrupts:
-                    scale, total = self._parts.server.scale.value, torch.zeros((), device=self.device)
-                    if works := self._preparation.works(parts):
-                        step = self._parts.relay.new_step(
-                            works,
-                            seed,
-                            stash_on_host=choice.stash_on_host,
-                            for_update=for_update,
-                            skipped=[unit for unit in self.units if self._blocks.are_skipped(unit.modules)],
-                            between_visits=interrupts.check,
-                            guard=self._preparation.first_steps.begin(parts, seed, skips=bool(self._blocks.skipped)),
-                        )
-                        total = self._parts.relay.run(step)
+                prepared = self._prepare(batch, micro_batches)
+                relay, server = self._parts.relay, self._parts.server
+                with self._running(prepared.choice, for_update=for_update) as interrupts:
+                    scale, total = server.scale.value, torch.zeros((), device=self.device)
+                    if prepared.parts:
+                        total = relay.run(self._preparation.new_step(prepared, interrupts, for_update=for_update))
                         self._preparation.first_steps.end()
                     if for_update:  # also on a rank that has no micro-batches
-                        self._parts.server.send_rest(self._parts.relay.gradients.on_host)
-                return self._recorder.ran(parts, self._ranks.add(total if scale == 1 else total / scale))
+                        server.send_rest(relay.gradients.on_host)
+                return self._recorder.ran(prepared.parts, self._ranks.add(total if scale == 1 else total / scale))
             except NewStateError as error:
                 found = str(error)
             self._preparation.first_steps.forget()
@@ -412,7 +395,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         raise too_late_to_follow(found)
 
     def _prepare(self, batch: Any, micro_batches: int | None) -> PreparedStep:
-        """The step that all ranks agree on. If the plan leaves it too little room, a smaller one replaces the plan."""
+        """Prepares a step that all ranks agree on. If its micro-batches do not fit, the engine gets a smaller plan."""
         while True:
             try:
                 with errors_on_all_ranks(self._ranks):
@@ -440,24 +423,21 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     @contextlib.contextmanager
     def _running(self, choice: Choice, *, for_update: bool) -> Iterator[Interrupts]:
         """Context for the forward and backward of a step. A failure leaves the engine as it was before the step."""
-        self._parts.gradients.take(self._parts.all_units)
-        self._parts.server.forget_gradients()
+        self._parts.take_gradients()
         self._blocks.begin_step()
-        first_steps = self._preparation.first_steps
         self._recorder.begin(self._parts.server.steps, self._parts.plan)
         if for_update:
             self._parts.server.begin_step()
         try:
-            with self._parts.step(), Interrupts() as interrupts:
+            with self._parts.step(), self._memory.capped(), Interrupts() as interrupts:
                 yield interrupts
         except BaseException as error:
-            if not (isinstance(error, NewStateError) and self._ranks.alone):
-                self._ranks.fail(error)
+            self._ranks.fail(error)
             self._parts.lanes.drain()
             if isinstance(error, torch.OutOfMemoryError):
                 error.add_note(advice(self._parts.plan, choice))
             if isinstance(error, NotRepeatableError):
-                first_steps.forget()  # the next step must find the same error
+                self._preparation.first_steps.forget()  # the next step must find the same error
             if for_update:
                 error.add_note(f"ferryman: {self._parts.server.describe_changes()}")
             self._recover(forget=for_update or isinstance(error, NewStateError))
@@ -468,9 +448,17 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _finish(self, optimizer_view: OptimizerView) -> None:
         """Starts the update with the gradients of this step, which have arrived or are on their way to the server."""
         with Interrupts():
+            relay, server, left = self._parts.relay, self._parts.server, self._parts.relay.gradients.on_host
+            eager = not self._parts.plan.staging.deferred
+            all_submitted = eager and not left  # the updates of this step
+            alone = self._ranks.alone  # other ranks may edit the weights that all share, and nobody would notice here
             try:
+                if alone and all_submitted:
+                    relay.fetch_ahead(eager=eager)
                 # Units are updated in the order in which the next step fetches them.
-                self._parts.server.finish(self._parts.plan.in_forward_order, self._parts.relay.gradients.on_host)
+                server.finish(self._parts.plan.in_forward_order, left)
+                if alone and not all_submitted:
+                    relay.fetch_ahead(eager=eager)
             except BaseException as error:
                 if not (isinstance(error, NonFiniteError) and error.agreed):
                     self._ranks.fail(error)
@@ -490,12 +478,15 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _contents(self, *, loading: bool = False) -> Contents:
         """Waits until no lane has work, and returns the parts of the engine that are saved and loaded."""
         self._check_open(loading=loading)
-        parts = self._parts
-        parts.lanes.wait()
-        parts.copy_all_to_host()
-        return Contents(
-            self._model, self.device, parts.all_units, parts.store, self._optimizer_view, parts.server, self._ranks
-        )
+        return self._parts.contents(self._ranks)
+
+    def _load(self, path: Path, open_files: Callable[[Contents], _Files]) -> None:
+        """Opens files and, if they fit the engine on all ranks, loads them."""
+        contents, doing, files = self._contents(loading=True), f"loading {path}", list[_Files]()
+        self._ranks.jointly(doing, lambda: files.append(open_files(contents)))
+        with self._loaded.replacing(path, *files[0].replaces):
+            self._recover(forget=True)
+            self._ranks.jointly(doing, files[0].load)
 
     def _end(self, *, together: bool) -> None:
         """Closes the engine. `together`: all ranks close theirs, and wait for each other."""
@@ -508,4 +499,4 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._ranks.close()
 
 
-Engine.__doc__ = f"{Engine.__doc__}{textwrap.indent(describe(), ' ' * 4).lstrip()}"
+Engine.__doc__ = f"{Engine.__doc__}{describe(indent=4)}"

@@ -117,7 +117,7 @@ class PlainOptions:
     memory: Annotated[
         int | str | None,
         Setting(
-            help="Budget of device memory, such as 8GiB. The engine never exceeds it.",
+            help="Budget of device memory, such as 8GiB. The engine never reserves more.",
             default="no limit",
             check=_amount_of_memory,
             compare=lambda memory: None if memory is None else parse_bytes(memory, "memory"),
@@ -304,20 +304,14 @@ _UNION = get_origin(Literal["x"] | None)
 SETTINGS = declared(EngineOptions)
 
 
-def describe() -> str:
-    """The settings of an engine as documentation: name, type, help and default of each."""
+def describe(*, indent: int) -> str:
+    """The settings of an engine as the end of a docstring: name, type, help and default of each."""
     lines = list[str]()
     for name, setting in SETTINGS.items():
         default = setting.default or repr(getattr(EngineOptions, name))
         text = f"{setting.help} Default: {default}."
-        lines += [
-            f"{name} ({_shown(setting.kind)}):",
-            *textwrap.wrap(text, 108, initial_indent=_TAB, subsequent_indent=_TAB),
-        ]
-    return "\n".join(lines)
-
-
-_TAB = " " * 4
+        lines += [f"{name} ({_shown(setting.kind)}):", textwrap.indent(textwrap.fill(text, 104), " " * 4)]
+    return textwrap.indent("\n".join(lines), " " * indent).lstrip()
 
 
 def _shown(kind: Any) -> str:

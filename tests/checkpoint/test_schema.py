@@ -38,8 +38,8 @@ def crafted(tmp_path, saved):
     return copy_of(saved, tmp_path / "crafted")
 
 
-def refused(run, path, message):
-    """The error says this, and nothing in the engine has changed."""
+def assert_refused(run, path, message):
+    """Asserts that loading raises an error that says this, and that nothing in the engine has changed."""
     before, generator = everything(run.engine), torch.get_rng_state()
     with pytest.raises(ValueError, match=message):
         run.engine.load(path)
@@ -62,13 +62,13 @@ def put(*keys, value):
 @pytest.mark.parametrize("step", [-1, 2**70, "7", None, 1.5, True, [], "NaN"])
 def test_a_step_is_a_number_of_steps(run, crafted, step):
     change_manifest(crafted, put("step", value=step))
-    refused(run, crafted, r"checkpoint\.json is damaged: step must be an integer from 0 to \d+, but is ")
+    assert_refused(run, crafted, r"checkpoint\.json is damaged: step must be an integer from 0 to \d+, but is ")
     assert not is_whole(crafted)
 
 
 def test_json_has_no_nan(run, crafted):
     change_manifest(crafted, put("step", value=float("nan")))
-    refused(run, crafted, r"checkpoint\.json is damaged: numbers must be finite, but one is NaN")
+    assert_refused(run, crafted, r"checkpoint\.json is damaged: numbers must be finite, but one is NaN")
 
 
 def test_a_number_too_large_for_a_float_is_not_finite(run, crafted):
@@ -76,7 +76,7 @@ def test_a_number_too_large_for_a_float_is_not_finite(run, crafted):
     change_manifest(crafted, put("loss_scale", value={"value": "LARGE", "good_steps": 0}))
     file = crafted / directory.MANIFEST
     file.write_text(file.read_text().replace('"LARGE"', "1e999"))
-    refused(run, crafted, r"checkpoint\.json is damaged")
+    assert_refused(run, crafted, r"checkpoint\.json is damaged")
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,11 @@ def test_files_are_inside_the_directory(run, crafted, name):
         manifest["files"][name] = {"bytes": 1, "crc32": 0}
 
     change_manifest(crafted, edit)
-    refused(run, crafted, "a key of files must be the name of a file inside the directory, without '..', but is ")
+    assert_refused(
+        run, crafted, "a key of files must be the name of a file inside the directory, without '..', but is "
+    )
     change_manifest(crafted, lambda manifest: (manifest["files"].pop(name), manifest["weights"].append(name)))
-    refused(run, crafted, r"weights\[1\] must be the name of a file inside the directory")
+    assert_refused(run, crafted, r"weights\[1\] must be the name of a file inside the directory")
 
 
 def test_the_same_file_elsewhere_is_not_read(run, crafted, saved):
@@ -101,13 +103,13 @@ def test_the_same_file_elsewhere_is_not_read(run, crafted, saved):
         manifest["weights"] = [outside]
 
     change_manifest(crafted, edit)
-    refused(run, crafted, "must be the name of a file inside the directory")
+    assert_refused(run, crafted, "must be the name of a file inside the directory")
 
 
 def test_deep_json_is_refused(run, crafted):
     for depth in (schema.MAX_DEPTH + 1, 100_000):
         (crafted / directory.MANIFEST).write_text('{"crc32": 1, "content": ' + "[" * depth + "]" * depth + "}")
-        refused(run, crafted, r"checkpoint\.json is damaged: its JSON must be nested at most 400 levels deep")
+        assert_refused(run, crafted, r"checkpoint\.json is damaged: its JSON must be nested at most 400 levels deep")
         assert not is_whole(crafted)
 
 
@@ -141,14 +143,14 @@ def test_what_can_be_saved_can_be_loaded(tmp_path):
 def test_a_key_is_there_once(run, crafted):
     file = crafted / directory.MANIFEST
     file.write_text(file.read_text().replace('"step":', '"step": 1, "step":', 1))
-    refused(run, crafted, r"each key of an object must be unique, but 'step' is there twice")
+    assert_refused(run, crafted, r"each key of an object must be unique, but 'step' is there twice")
 
 
 def test_what_is_not_known_is_not_ignored(run, crafted):
     change_manifest(crafted, put("momentum", value=1))
-    refused(run, crafted, "the keys of the document must be among .*, but is 'momentum'")
+    assert_refused(run, crafted, "the keys of the document must be among .*, but is 'momentum'")
     change_manifest(crafted, lambda manifest: [manifest.pop("momentum"), manifest.pop("torch")])
-    refused(run, crafted, "torch must be present, but is missing")
+    assert_refused(run, crafted, "torch must be present, but is missing")
 
 
 def test_parameters_are_no_option(run, crafted):
@@ -156,7 +158,7 @@ def test_parameters_are_no_option(run, crafted):
     change_manifest(
         crafted, lambda manifest: manifest["optimizer"]["groups"][0]["options"]["dict"].append(["params", [1, 2]])
     )
-    refused(run, crafted, r"optimizer\.groups\[0\]\.options must be without 'params'")
+    assert_refused(run, crafted, r"optimizer\.groups\[0\]\.options must be without 'params'")
     assert run.engine._optimizer_view.optimizer.param_groups[0]["params"] is parameters
 
 
@@ -166,6 +168,8 @@ def test_parameters_are_no_option(run, crafted):
         ("lr", "fast", r"options\.lr must be like the optimizer's 0\.001, but is 'fast'"),
         ("lr", None, r"options\.lr must be like"),
         ("betas", {"tuple": [0.9]}, r"options\.betas must be like"),
+        ("foreach", "yes", r"options\.foreach must be like the optimizer's None, but is 'yes'"),
+        ("maximize", 1, r"options\.maximize must be like the optimizer's False, but is 1"),
         ("amsgrad", True, r"the optimizer cannot use them: .*they need other state"),
         ("betas", {"tuple": [1, 0.9]}, r"the optimizer cannot use them: ZeroDivisionError"),
     ],
@@ -177,7 +181,7 @@ def test_options_are_of_their_kind(run, crafted, option, value, message):
                 pair[1] = value
 
     change_manifest(crafted, edit)
-    refused(run, crafted, message)
+    assert_refused(run, crafted, message)
 
 
 @pytest.mark.parametrize("where", ["steps", "torch", "tensor", "random", "numpy"])
@@ -202,7 +206,7 @@ def test_the_parts_of_a_manifest_fit_together(run, crafted, where):
         "torch": "'nobody', which is not trained",
         "tensor": "'nowhere', which is in",
     }
-    refused(run, crafted, message.get(where, "random must be states of random generators"))
+    assert_refused(run, crafted, message.get(where, "random must be states of random generators"))
 
 
 def _shorter(tensors, name):
@@ -242,7 +246,7 @@ def test_state_of_the_wrong_size_or_dtype_is_refused(run, crafted, how):
     tensors = tensors_of(crafted / STATE)
     name = next(name for name in tensors if name.endswith("/exp_avg"))
     change_file(crafted, STATE, edit(tensors, name))
-    refused(run, crafted, message)
+    assert_refused(run, crafted, message)
 
 
 def test_a_narrow_weight_has_its_master(tmp_path):
@@ -252,9 +256,9 @@ def test_a_narrow_weight_has_its_master(tmp_path):
         tensors = tensors_of(crafted / STATE)
         name = next(name for name in tensors if name.endswith("/master"))
         change_file(crafted, STATE, {key: value for key, value in tensors.items() if key != name})
-        refused(run, crafted, f"has no '{name}', which")
+        assert_refused(run, crafted, f"has no '{name}', which")
         change_file(crafted, STATE, {**tensors, name: tensors[name].float()})
-        refused(run, crafted, r"must be flat, in torch\.int16, but is torch\.float32")
+        assert_refused(run, crafted, r"must be flat, in torch\.int16, but is torch\.float32")
     with Engine(build(CASES["toy"]), device="cpu") as engine, pytest.raises(ValueError, match=r"in torch\.int16"):
         engine.load(crafted)  # without an optimizer, too
 
@@ -263,7 +267,7 @@ def test_weights_are_numbers(run, crafted):
     tensors = tensors_of(crafted / "model.safetensors")
     name = next(iter(tensors))
     change_file(crafted, "model.safetensors", {**tensors, name: tensors[name].to(torch.int64)})
-    refused(
+    assert_refused(
         run, crafted, r"model\.safetensors: .* must be of a floating-point dtype, as in the model, but is torch\.int64"
     )
 
@@ -276,9 +280,9 @@ def test_a_tensor_is_in_one_file(run, crafted):
         manifest["weights"].append("more.safetensors")
 
     change_manifest(crafted, edit)
-    refused(run, crafted, r"more\.safetensors has .*, which is in .*model\.safetensors as well")
+    assert_refused(run, crafted, r"more\.safetensors has .*, which is in .*model\.safetensors as well")
     change_manifest(crafted, put("weights", value=["model.safetensors"] * 2))
-    refused(run, crafted, "'model.safetensors' must be in files, and in one list of files once")
+    assert_refused(run, crafted, "'model.safetensors' must be in files, and in one list of files once")
 
 
 @pytest.mark.parametrize("what", ["missing", "shape", "no tensor"])
@@ -298,7 +302,7 @@ def test_state_of_torch_is_what_torch_keeps(tmp_path, what):
                 pair[1] = 3
 
         change_manifest(crafted, edit)
-        refused(run, crafted, r"optimizer\.torch\['.*'\].* must (have|be)")
+        assert_refused(run, crafted, r"optimizer\.torch\['.*'\].* must (have|be)")
 
 
 def test_the_state_of_an_object(run, crafted, saved):

@@ -23,19 +23,6 @@ def found(report, what):
     return next(finding for finding in report.findings if finding.what == what)
 
 
-@pytest.fixture
-def soon(monkeypatch):
-    """Measurements of next to nothing."""
-    for name, value in {
-        "_MIN_SECONDS": 0.0,
-        "_PARAMETERS": 1 << 12,
-        "_LINK_BYTES": 1 << 16,
-        "_TRIAD_ELEMENTS": 1 << 12,
-    }.items():
-        monkeypatch.setattr(measure, name, value)
-    monkeypatch.setattr(measure, "_MAX_SIDE", measure._MIN_SIDE)
-
-
 def test_a_healthy_machine_has_no_problem(soon, accelerator):
     result = run("--device", str(accelerator), "--json")
     document = json.loads(result.stdout)

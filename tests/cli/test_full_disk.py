@@ -1,13 +1,12 @@
 """Commands on a disk, or with an output, that is full: what is full is named, and so is what is still there."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from support.commands import GPT, trained
+from support.fresh import run_fresh
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 
@@ -24,13 +23,7 @@ def ferryman(*arguments, before="", output="/dev/full"):
     """Runs a command in a process of its own, after some code, with its output going to a file."""
     code = f"import sys\n{before}\nfrom ferryman.cli.main import main\nsys.argv = ['ferryman', *sys.argv[1:]]\nmain()"
     with Path(output).open("w") as out:
-        return subprocess.run(
-            [sys.executable, "-c", code, *map(str, arguments)],
-            stdout=out,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        return run_fresh(code, *arguments, output=out)
 
 
 LIMIT = """

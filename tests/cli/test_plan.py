@@ -15,7 +15,6 @@ from ferryman.cli import defaults
 from ferryman.cli.main import app, main
 from ferryman.cli.model_argument import parse_model
 from ferryman.cli.train_options import TrainOptions
-from ferryman.forecast import measure
 from ferryman.model.unit_discovery import find_units
 from ferryman.runtime.sizes import parse_rate, show_rate
 from support.slow import slow
@@ -38,19 +37,6 @@ def document(*arguments):
     result = run(*arguments, "--json")
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return json.loads(result.stdout)
-
-
-@pytest.fixture
-def soon(monkeypatch):
-    """Measurements of next to nothing."""
-    for name, value in {
-        "_MIN_SECONDS": 0.0,
-        "_PARAMETERS": 1 << 12,
-        "_LINK_BYTES": 1 << 16,
-        "_MESSAGE_BYTES": 1 << 16,
-    }.items():
-        monkeypatch.setattr(measure, name, value)
-    monkeypatch.setattr(measure, "_MAX_SIDE", measure._MIN_SIDE)
 
 
 def test_a_described_machine_is_planned_for():

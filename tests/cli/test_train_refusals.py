@@ -39,15 +39,18 @@ def test_a_loss_that_is_not_finite(corpus, tmp_path):
         ([], "--data is missing"),
         (["--data", "text.txt", "--steps", "3", "--epochs", "1"], "--steps and --epochs both"),
         (["--data", "text.txt", "--optimizer", "sgd", "--betas", "0.9,0.99"], "--optimizer sgd has no betas"),
-        (["--data", "text.txt", "--sequence", "64"], "--sequence 64 is longer than .* takes: 32 tokens"),
+        (["--data", "text.txt", "--sequence", "64"], "--sequence 64 is longer than the context of .*: 32 tokens"),
         (["--data", "text.txt", "--memory", "1GiB"], "memory=1.00GiB is a budget for an accelerator's memory"),
         (["--data", "text.txt", "--updates", "stride"], "stride"),
         (["--data", "text.txt", "--device", "nothing"], "device='nothing' cannot be used here"),
         (["--data", "text.txt", "--batch", "1000000000"], "--batch 1000000000: the data has 117 windows of 32 tokens"),
-        (["--data", "text.txt", "--seed", "9" * 20], "--seed 99999999999999999999: a whole number from 0 to 9223372"),
-        (["--data", "text.txt", "--seed", "-1"], "--seed -1: a whole number from 0"),
+        (
+            ["--data", "text.txt", "--seed", "9" * 20],
+            "--seed 99999999999999999999: must be a whole number from 0 to 9223372",
+        ),
+        (["--data", "text.txt", "--seed", "-1"], "--seed -1: must be a whole number from 0"),
         (["--data", "text.txt", "--epochs", "0"], "--epochs 0: must be greater than 0"),
-        (["--data", "text.txt", "--lr", "inf"], "--lr inf: a finite number is required"),
+        (["--data", "text.txt", "--lr", "inf"], "--lr inf: must be a finite number"),
     ],
 )
 def test_bad_input(arguments, message, corpus, tmp_path, monkeypatch):
@@ -122,9 +125,9 @@ def test_a_run_keeps_its_data_and_its_model(corpus, tmp_path):
     ("arguments", "message"),
     [
         (["--steps", "0"], "'--steps'"),
-        (["--betas", "0.9", "0.95"], "two numbers are needed, with a comma, such as 0.9,0.95"),
-        (["--slots", "two"], "'two' is not a whole number of at least 1, nor none"),
-        (["--max-grad-norm", "inf"], "inf is not a number, nor none"),
+        (["--betas", "0.9", "0.95"], "give two numbers separated by a comma, such as 0.9,0.95"),
+        (["--slots", "two"], "'two' is neither a whole number of at least 1 nor 'none'"),
+        (["--max-grad-norm", "inf"], "inf is neither a number nor 'none'"),
     ],
 )
 def test_values_that_cannot_be(arguments, message, corpus, tmp_path):

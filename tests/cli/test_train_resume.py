@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_named_and_so_is_one_that_is_whole(corpus, tmp_p
 def test_nothing_left_to_do(corpus, tmp_path):
     trained(GPT, "--data", corpus, "-o", tmp_path / "run", "--steps", 1)
     assert (
-        "nothing left to do after step 1; train longer with --steps"
+        "the run is already complete at step 1; train longer with --steps"
         in trained("--resume", "-o", tmp_path / "run").output
     )
 

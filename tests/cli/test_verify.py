@@ -112,6 +112,9 @@ def test_a_control_that_shows_nothing_is_inconclusive(monkeypatch):
     ran = run("--device", "cpu", "--quick", "--only", "races", "--json")
     assert ran.exit_code == 0
     assert rows_of(ran)["races", "updates late"]["result"] == "inconclusive"
+    strict = run("--device", "cpu", "--quick", "--only", "races", "--json", "--strict")
+    assert strict.exit_code == 1
+    assert rows_of(strict)["races", "updates late"]["result"] == "inconclusive"
 
 
 def test_copies_that_wait_for_one_another_are_found(monkeypatch, accelerator):
@@ -132,7 +135,7 @@ def test_copies_that_wait_for_one_another_are_found(monkeypatch, accelerator):
 
 
 def test_what_a_device_lacks_is_skipped_with_the_reason(monkeypatch, accelerator):
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 0)  # as of one that does not count
+    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda device: 0)  # as of one that does not count
     ran = run("--device", str(accelerator), "--quick", "--only", "memory", "--json")
     assert ran.exit_code == 0
     assert all("does not report" in row["reason"] for row in rows_of(ran).values())

@@ -157,6 +157,13 @@ def test_a_refusal_at_construction_is_said_once(verify):
     assert [row["result"] for row in rows.values()] == ["FAILED", "skipped", "skipped", "skipped"]
 
 
+def test_a_batch_may_be_a_single_tensor(verify):
+    alone = "def make():\n    return Net(), torch.randn(6, 8), lambda model, x: model(x).square().mean()\n"
+    ran = verify(GOOD, alone)
+    assert ran.exit_code == 0, ran.output
+    assert {row["result"] for row in results_of(ran).values()} == {"ok"}
+
+
 def test_one_sample_takes_turns_with_nobody(verify):
     ran = verify(GOOD, "def make():\n    return Net(), (torch.randn(1, 8), torch.randn(1)), loss\n")
     assert ran.exit_code == 0, ran.output

@@ -41,7 +41,7 @@ def started(tmp_path):
 @pytest.mark.parametrize(
     ("how", "told", "code", "cause"),
     [
-        ("raises", "rank 0 cannot go on without the others: rank 1 has failed: ValueError: corrupt record 17", 1, 1),
+        ("raises", "rank 0 cannot continue without the others: rank 1 has failed: ValueError: corrupt record 17", 1, 1),
         *slow(("early", "rank 1's script has ended", 0, 0)),
     ],
 )
@@ -63,7 +63,7 @@ def test_a_rank_that_has_ended_or_raised_has_told_the_others(tmp_path):
     assert code == 0, errors
     assert errors.count("ValueError: corrupt record 17") == 1
     raised, ended = [line for line in heard.read_text().splitlines() if "Error: " in line]  # and none of gloo
-    assert "rank 0 cannot go on without the others: rank 1 has failed: ValueError: corrupt record 17" in raised
+    assert "rank 0 cannot continue without the others: rank 1 has failed: ValueError: corrupt record 17" in raised
     assert "rank 1's script has ended" in ended
 
 

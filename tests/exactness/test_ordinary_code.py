@@ -340,7 +340,7 @@ def gradient_of_head(model, batch):
         (Model, penalty, None, r"create_graph=True goes through the unit 'head'"),
         (Model, of_all_so_far, keeping_graphs, r"micro-batch 0 is used by micro-batch 1|a second time"),
         (Model, regularised, None, r"'head\.weight' is used outside the forward of its unit 'head'.*resident="),
-        (Model, gradient_of_head, None, r"autograd\.grad is asked for the gradient of 'head\.weight'.*resident="),
+        (Model, gradient_of_head, None, r"autograd\.grad was called for 'head\.weight'.*resident="),
     ],
 )
 def test_refused_by_name_before_any_weight_has_changed(make, function, prepare, words, device):

@@ -80,7 +80,7 @@ def test_the_bytes_of_subgroups_are_the_same_counted_and_listed(policy, size, he
     units, residents = find_units(model, units=[str(number) for number in range(5)])
     staging = Staging(parse_policy(policy), size, lambda unit: None if unit is units[1] else 2, deferred=True)
     every = (residents, *units)
-    account = staging.account(every, held=held)
+    account = {purpose: sum(sizes) for purpose, sizes in staging.allocations(every, held=held).items()}
     resident, holding = staging.resident(every), staging.with_gradient_berths(every, held=held)
     assert sum(staging.bytes_for(s.unit, s.size) for s in resident) == account.get("state on the device", 0)
     assert sum(gradient_berth_bytes(s) for s in holding) == account.get("gradients on the device", 0)

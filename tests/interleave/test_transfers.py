@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from ferryman.model.units import overlap, trained_offsets
+from ferryman.model.units import overlap
 from ferryman.runtime.sizes import parse_bytes
 from ferryman.server.stats import Stats
 from support.devices import torch_virtual
@@ -45,7 +45,7 @@ class Crossed:
 
 
 def _tensors_in(subgroup):
-    offsets = trained_offsets(subgroup.unit)
+    offsets = subgroup.unit.trained_offsets
     return sum(overlap(item, begin, subgroup.start, subgroup.size) is not None for item, begin in offsets.items())
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ferryman.runtime import native
 from ferryman.server import kernels
+from support.fresh import run_fresh
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 COMPILED = [path for path in kernels.paths() if path != "torch"]
@@ -136,7 +137,7 @@ assert workers() == kernels.default_threads() - 1, workers()
 kernels.sum_of_squares(tensor, threads=7)
 assert workers() == 6, workers()
 """
-    result = run(script, OMP_NUM_THREADS="1")
+    result = run_fresh(script)
     assert result.returncode == 0, result.stderr
 
 
@@ -161,7 +162,7 @@ for _ in range(30):
 done = True
 busy.join()
 """
-    result = run(script)
+    result = run_fresh(script)
     assert result.returncode == 0, result.stderr
 
 

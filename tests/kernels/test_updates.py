@@ -3,9 +3,7 @@
 import functools
 import itertools
 import math
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +15,7 @@ from ferryman import Lion
 from ferryman.server import kernels, rules
 from ferryman.server.kernels import Piece
 from ferryman.server.rules import Numbers
+from support.fresh import run_fresh
 from support.kernel_pieces import CASES, DTYPES, Case, Tensors, bits, generator, gradients, numbers, same, ulp, ulps
 
 COMPILED = [path for path in kernels.paths() if path != "torch"]
@@ -233,13 +232,8 @@ for path, rule, dtype, form, length, at_end in kinds:
 def test_nothing_outside_a_piece_is_read():
     """Pieces end and begin at pages that may not be read. One element more is the end of the process."""
 
-    def run(beyond: int) -> int:
-        command = [sys.executable, "-c", AT_A_PAGE, str(beyond)]
-        environment = os.environ | {"PYTHONFAULTHANDLER": ""}
-        return subprocess.run(command, env=environment, capture_output=True, timeout=250, check=False).returncode
-
-    assert run(0) == 0
-    assert run(1) in (-signal.SIGSEGV, -signal.SIGBUS)
+    assert run_fresh(AT_A_PAGE, 0).returncode == 0
+    assert run_fresh(AT_A_PAGE, 1).returncode in (-signal.SIGSEGV, -signal.SIGBUS)
 
 
 @every_path

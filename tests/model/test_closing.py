@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -12,6 +10,7 @@ from torch import nn
 
 from ferryman.engine import Engine
 from support.devices import torch_virtual
+from support.fresh import run_fresh
 from support.models import CASES, Toy, assert_same, build, cut, model_loss, on, plain_step, step, text
 from support.slow import covering
 
@@ -214,8 +213,7 @@ for number in range(8):
 
 def test_engines_that_are_dropped_and_not_closed_leave_no_pinned_memory(virtual):
     """In a process of its own, since what is left would disturb other tests."""
-    command = [sys.executable, "-c", DROPPED]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    ended = run_fresh(DROPPED)
     assert ended.returncode == 0, ended.stderr
 
 

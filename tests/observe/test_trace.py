@@ -223,32 +223,43 @@ def test_a_very_long_run_is_thinned_and_bounded():
 
 
 def test_a_copy_that_outlasts_steps_is_not_lost(virtual):
-    nbytes = 5_000_000
-    torch_virtual.set_link(virtual, h2d=5e6)
+    """In one of a few tries: the copy must outlast four steps, and the anchor of the device's clock must be exact."""
+    wanted = [], False, [["slow"], ["slow"], []], [1, 1, 1, 0, 0, 0]  # the copy may begin within the first step
+    for seconds in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2):
+        if (seen := outlasting(virtual, seconds)) == wanted:
+            return
+    assert seen == wanted
+
+
+def outlasting(virtual, seconds):
+    """What a trace has of a copy that takes so long. While it runs, after four steps: its spans, and whether the copy
+    has passed. In three steps after it, its spans. In the end, the share of all steps but the first that it fills."""
+    nbytes = 1_000_000
+    torch_virtual.set_link(virtual, h2d=nbytes / seconds)
     source = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
     slot = torch.zeros(nbytes, dtype=torch.uint8, device=virtual)
     torch_virtual.synchronize()
-    trace = Trace(keep_steps=1)
+    trace, after = Trace(keep_steps=1), []
     with Lanes(virtual, trace=trace) as lanes:
         h2d = lanes.device("h2d")
         slow = h2d.submit(lambda: slot.copy_(source, non_blocking=True), label="slow", nbytes=nbytes)
-        time.sleep(0.25)  # it has begun by then, also on a busy machine, and takes a second
+        while not trace._unread[0].begin.query():
+            time.sleep(0.001)
         for number in range(4):
             trace.begin_step(number)
             time.sleep(0.002)
             trace.end_step(loss=0.0, micro_batches=1)
-        assert not slow.passed()
-        assert trace.spans() == []
+        meanwhile, passed = trace.spans(), slow.passed()
         slow.wait()
         for number in range(4, 7):
             trace.begin_step(number)
             if number == 4:
                 (span,) = trace.spans()
-            assert [span.label for span in trace.spans()] == (["slow"] if number < 6 else [])  # until its time is over
+            after.append([span.label for span in trace.spans()])
             trace.end_step(loss=0.0, micro_batches=1)
     shares = [max(0.0, min(span.end, s.end) - max(span.start, s.start)) / s.seconds for s in trace.steps()]
     assert [step.share("h2d") for step in trace.steps()] == pytest.approx(shares, abs=1e-6)
-    assert shares[1:] == [1, 1, 1, 0, 0, 0]  # it may begin within the first step
+    return meanwhile, passed, after, shares[1:]
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8"])

@@ -151,3 +151,12 @@ def test_a_block_by_itself_runs_on_the_host(device):
     plain, x = copy.deepcopy(model), torch.randn(2, 8, 16)
     with Engine(model, device=device):
         assert torch.equal(model.blocks[1](x), plain.blocks[1](x))
+
+
+def test_a_part_of_the_model_runs_on_the_host(accelerator):
+    model = build(CASES["llama"]).eval()
+    embed, ids = copy.deepcopy(model.model.embed_tokens), text(2)["input_ids"]
+    with Engine(model, device=accelerator), torch.no_grad():
+        assert torch.equal(model.model.embed_tokens(ids), embed(ids))
+        with pytest.raises(ValueError, match=r"called outside of a step .* pass the input on the CPU"):
+            model.model.embed_tokens(ids.to(accelerator))

@@ -102,4 +102,4 @@ def test_a_list_of_graphs_has_its_stash_where_there_is_room(virtual):
     for budget, on_host in (("2MiB", True), ("64MiB", False)):
         with Engine(net(), device=virtual, loss=graph_loss, memory=budget) as engine:
             engine.forward_backward(graphs)
-            assert engine.choice == (8, on_host)
+            assert engine.choice[:2] == (8, on_host)

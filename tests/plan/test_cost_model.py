@@ -3,8 +3,6 @@
 import json
 import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from ferryman.plan.performance import (
 from ferryman.plan.policy import parse_policy
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic, best_discrete, idle, lane_seconds
+from support.fresh import run_file_fresh
 
 STATE = Traffic(host_out=0, host_in=2, device_in=12, device_out=12)
 STAYS = Traffic(host_out=0, host_in=2, device_in=0, device_out=0)
@@ -119,9 +118,8 @@ def test_rates_follow_what_is_observed():
 
 def test_published_tables_are_reproduced():
     """Every cell that was not put in comes out within 15 %."""
-    ran = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "paper_tables.py", "--json"], capture_output=True, text=True, check=True
-    )
+    ran = run_file_fresh(ROOT / "benchmarks" / "paper_tables.py", "--json")
+    assert ran.returncode == 0, ran.stderr
     tables = json.loads(ran.stdout)
     predicted = [cell for cell in tables["cells"] if cell["how"] == "predicted"]
     assert len(predicted) == 36

@@ -279,19 +279,22 @@ def test_a_model_that_needs_data_says_so():
         dry_run(model, units, residents, lambda m, x: m(x).sum(), torch.empty(2, 4, device="meta"))
 
 
-@pytest.mark.parametrize("stash", ["device", "host"])
-def test_the_bytes_that_cross_are_those_of_a_step(stash, virtual):
-    training = Training(samples=4, length=LENGTH, micro_batches=4, precision="fp32", updates="host", stash=stash)
+@pytest.mark.parametrize(("stash", "memory"), [("device", None), ("host", None), ("host", 64 << 20)])
+def test_the_bytes_that_cross_are_those_of_a_step(stash, memory, virtual):
+    options = {"precision": "fp32", "updates": "host", "stash": stash, "held": False}
+    training = Training(samples=4, length=LENGTH, micro_batches=4, **options)
     model = hf.AutoModelForCausalLM.from_config(MODELS["llama"]()).train()
     optimizer = torch.optim.AdamW(model.parameters())
-    with Engine(model, optimizer, device=virtual, precision="fp32", updates="host", stash=stash) as engine:
+    with Engine(model, optimizer, device=virtual, memory=memory, **options) as engine:
         for _ in range(2):
             engine.step(tokens(4), 4)
         engine.wait()
         with torch_virtual.watch(virtual) as seen:
             engine.step(tokens(4), 4)
             engine.wait()
-    found = outlook_of("llama", training).forecast
+        outlook = outlook_of("llama", training, memory)
+        assert outlook.choice == engine.choice
+    found = outlook.forecast
     into, out = (getattr(found.forward, lane) + getattr(found.backward, lane) for lane in ("link_in", "link_out"))
     assert into * RATES.link_in == pytest.approx(seen.counters.h2d_bytes, rel=0.1)
     assert out * RATES.link_out == pytest.approx(seen.counters.d2h_bytes, rel=0.1)

@@ -59,7 +59,7 @@ def test_only_the_engine_and_its_options_lie_beside_the_folders():
 def files_in_the_map():
     """Paths of the Python files in the tree of docs/architecture.md, from its indentation."""
     page = (ROOT.parents[1] / "docs" / "architecture.md").read_text()
-    tree = page.split("```")[1].split("src/ferryman/\n")[1].split("\nnative/")[0]
+    tree = page.split("src/ferryman/\n")[1].split("\nnative/")[0]
     folders: list[str] = []
     for line in tree.splitlines():
         name, _, description = line.strip().partition(" ")

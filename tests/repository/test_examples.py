@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import transformers
 
+from support.fresh import run_file_fresh
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -56,8 +58,7 @@ def test_the_demo_shows_what_it_promises(tmp_path):
 
     In a process of its own: it sets the device's capacity, of which others may have left something in use.
     """
-    command = [sys.executable, EXAMPLES / "demo.py", "--tiny", "--steps", "9"]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    ran = run_file_fresh(EXAMPLES / "demo.py", "--tiny", "--steps", "9", directory=tmp_path)
     assert ran.returncode == 0, ran.stderr
     shown = ran.stdout
     assert "torch.OutOfMemoryError: virtual:0 is out of memory" in shown

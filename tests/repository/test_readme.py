@@ -1,11 +1,11 @@
 """The README's code runs as it stands, and its links lead somewhere."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.fresh import run_fresh
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "virtual" / "README.md", *ROOT.glob("docs/*.md")])
@@ -14,7 +14,8 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "virtual" /
 def test_the_snippet_runs_and_prints_what_it_says(tmp_path):
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
     expected = re.findall(r"print\(.*?\) +# (.*)", code)
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    ran = run_fresh(code, directory=tmp_path)
+    assert ran.returncode == 0, ran.stderr
     assert expected
     assert ran.stdout.split("\n")[:-1] == expected
 

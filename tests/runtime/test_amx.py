@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ferryman.runtime import amx
+from support.fresh import run_fresh
 
 x86_linux = pytest.mark.skipif(
     platform.machine() != "x86_64" or sys.platform != "linux", reason="AMX is a matter of x86, and tried on Linux"
@@ -25,12 +26,22 @@ torch.nn.functional.conv2d(torch.randn(4, 16, 32, 32), torch.randn(16, 16, 3, 3)
 
 
 def run(script: str, **environment: str) -> str:
-    """Runs a script in a Python of its own, with no limit inherited from ours; returns what it printed."""
+    """Runs a script in a Python that has imported ferryman and computed nothing; returns what it printed."""
+    return _printed(run_fresh(script, environment=environment, directory="/"))
+
+
+def run_from_the_start(script: str, **environment: str) -> str:
+    """Runs a script in a Python that has imported nothing, with no limit inherited; returns what it printed."""
     inherited = {name: value for name, value in os.environ.items() if not name.endswith("DNN_MAX_CPU_ISA")}
     command = [sys.executable, "-c", script]
-    result = subprocess.run(
-        command, env=inherited | environment, cwd="/", text=True, capture_output=True, timeout=250, check=False
+    return _printed(
+        subprocess.run(
+            command, env=inherited | environment, cwd="/", text=True, capture_output=True, timeout=250, check=False
+        )
     )
+
+
+def _printed(result: subprocess.CompletedProcess[str]) -> str:
     assert result.returncode == 0, f"exit {result.returncode}: {result.stderr}"
     return result.stdout
 
@@ -99,7 +110,7 @@ import ferryman
 from ferryman.runtime import amx
 print("works:", amx.try_tiles(), "limit:", os.environ.get("ONEDNN_MAX_CPU_ISA"))
 """
-    printed = run(script + BF16, ONEDNN_VERBOSE="1")
+    printed = run_from_the_start(script + BF16, ONEDNN_VERBOSE="1")
     if "works: True limit: None" not in printed:
         assert "works: False limit: AVX512_CORE_FP16" in printed
         (isa,) = [line for line in printed.splitlines() if "info,cpu,isa:" in line]

@@ -1,9 +1,8 @@
 """Daemon threads that use an engine while the interpreter exits: the process ends as the main program says."""
 
-import subprocess
-import sys
-
 import pytest
+
+from support.fresh import run_fresh
 
 SCRIPT = """
 import sys, threading
@@ -40,14 +39,9 @@ sys.exit(3)
 """
 
 
-def end(device, how):
-    command = [sys.executable, "-c", SCRIPT, device.type, how]
-    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-
-
 @pytest.mark.parametrize("how", ["step", "evaluation", "exception"])
 def test_a_daemon_thread_does_not_abort_the_process(how, device):
     for _ in range(3):
-        ended = end(device, how)
+        ended = run_fresh(SCRIPT, device.type, how)
         assert ended.returncode == (1 if how == "exception" else 3), ended.stderr
         assert ended.stderr.count("Traceback") == (how == "exception"), ended.stderr

@@ -4,8 +4,11 @@ import contextlib
 import gc
 import multiprocessing as mp
 import os
+import sys
 import traceback
+from multiprocessing import forkserver
 
+import pytest
 from torch.distributed import TCPStore
 
 
@@ -16,7 +19,7 @@ class Ranks:
         context = mp.get_context("forkserver")
         # The store is this process's, as it is torchrun's: it takes a port that is free, and outlives every rank.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context.set_forkserver_preload(["support.rank_jobs"])  # it takes long, and once is enough
+        _import_once(context)
         self.pipes, self.processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()
@@ -61,6 +64,18 @@ class Ranks:
                 pipe.send(None)
             process.join(10)
             process.kill()
+
+
+def _import_once(context):
+    """Starts the server that ranks are forked from, with what takes long imported already.
+
+    It takes the search path from the environment: until Python 3.12 it did not take that of this process, and where it
+    finds no module of that name it goes on without, and each rank imports all of it.
+    """
+    context.set_forkserver_preload(["support.rank_jobs"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
 
 
 def _serve(pipe, around):

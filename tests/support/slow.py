@@ -21,7 +21,7 @@ def cpu_is_slow():
 
 def covering(test):
     """A decorator above all `pytest.mark.parametrize` of a test. Of the combinations of their values and the devices,
-    `make test` runs a few in which each value occurs; the others are slow."""
+    `make test` runs a few in which each value occurs, though not each pair of values; the others are slow."""
     marks = [mark for mark in test.pytestmark if mark.name == "parametrize"]
     axes = [_Axis(*mark.args, **mark.kwargs) for mark in marks]
     if "device" in inspect.signature(test).parameters and not any("device" in axis.names for axis in axes):

@@ -229,7 +229,7 @@ def test_another_thread_reads(device, monkeypatch):
 def test_a_step_of_another_thread_meanwhile():
     """Reads that began before it do not stop the watch over its updates."""
     parameter = nn.Parameter(torch.zeros(3))
-    reads = Reads(lambda: reads.begin([parameter]) if reads._begun == 1 else None)
+    reads = Reads(lambda: reads.begin([parameter]) if reads._begun == 1 else None, tuple)
     reads.begin([parameter])
     reads.wait()
     assert type(parameter) is not nn.Parameter
@@ -255,7 +255,7 @@ def test_parameters_of_another_class(device, monkeypatch):
 
 def test_state_dicts_that_are_gone_are_forgotten():
     weight = nn.Parameter(torch.zeros(3))
-    reads = Reads(lambda: None)
+    reads = Reads(lambda: None, tuple)
     kept = [weight.detach() for _ in range(5)]
     for alias in kept:
         reads.remember(alias)

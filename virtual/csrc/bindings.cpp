@@ -76,6 +76,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("capacity", [](int i) { return device(i).memory.capacity(); });
   m.def("set_capacity", [](int i, size_t bytes) { device(i).memory.set_capacity(bytes); });
 
+  m.def("fraction", [](int i) { return device(i).memory.fraction(); });
   m.def("set_fraction", [](int i, double fraction) { device(i).memory.set_fraction(fraction); });
   m.def("caching", [](int i) {
     const auto c = device(i).memory.caching();

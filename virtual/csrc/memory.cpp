@@ -330,6 +330,11 @@ void Memory::set_capacity(size_t bytes) {
   capacity_ = bytes;
 }
 
+double Memory::fraction() {
+  std::lock_guard lock(mutex_);
+  return fraction_;
+}
+
 void Memory::set_fraction(double fraction) {
   std::lock_guard lock(mutex_);
   fraction_ = fraction;

@@ -76,6 +76,7 @@ class Memory {
 
   size_t capacity();
   void set_capacity(size_t bytes);
+  double fraction();
   void set_fraction(double fraction);  // of the capacity that this process may reserve
   Caching caching();
   void set_caching(const Caching& caching);  // for segments that are taken from now on

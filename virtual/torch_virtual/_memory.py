@@ -64,6 +64,11 @@ def set_per_process_memory_fraction(fraction: float, device: Device = None) -> N
     _C.set_fraction(index_of(device), fraction)
 
 
+def get_per_process_memory_fraction(device: Device = None) -> float:
+    """The share of the capacity that this process may reserve."""
+    return _C.fraction(index_of(device))
+
+
 def empty_cache() -> None:
     """Gives segments that hold no tensor back to the device, and unused pages back to the host."""
     torch.accelerator.empty_cache()

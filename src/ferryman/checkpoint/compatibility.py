@@ -11,16 +11,13 @@ import torch
 
 from ferryman.checkpoint.contents import Contents, StateKey, parse_state_key, try_random_states
 from ferryman.checkpoint.tensor_file import Entry
-from ferryman.model.units import BLOCK, Item
+from ferryman.model.units import BLOCK, Item, master_dtype
 from ferryman.server.moments import FORMATS, SCALE
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.state import SCALES
 
 Refuse = Callable[[str], NoReturn]
 Entries = Mapping[str, tuple[Path, Entry]]  # by the name of the tensor: its file, and its place in the file
-
-# The dtype of the master that is saved with weights of these dtypes; see `master_dtype`.
-_MASTERS = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 
 def compare(mine: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int, ...]]) -> str:
@@ -43,11 +40,8 @@ def check_dtype(name: str, item: Item, path: Path, entry: Entry, refuse: Refuse)
     """Checks a tensor's dtype. Floating-point tensors can be converted; all others must have the model's dtype."""
     both_float = item.dtype.is_floating_point and entry.dtype.is_floating_point
     if entry.dtype != item.dtype and not both_float:
-        refuse(f"{path}: {name!r} must be {_any_float(item.dtype)}, as in the model, but is {entry.dtype}")
-
-
-def _any_float(dtype: torch.dtype) -> str:
-    return "of a floating-point dtype" if dtype.is_floating_point else str(dtype)
+        required = "of a floating-point dtype" if item.dtype.is_floating_point else str(item.dtype)
+        refuse(f"{path}: {name!r} must be {required}, as in the model, but is {entry.dtype}")
 
 
 def check_state(items: Mapping[str, Item], weights: Entries, state: Entries, refuse: Refuse) -> dict[str, set[str]]:
@@ -63,7 +57,7 @@ def check_state(items: Mapping[str, Item], weights: Entries, state: Entries, ref
     for (name, key), some in pieces.items():
         first = some[0][2].dtype
         if key == "master":
-            dtype = _MASTERS.get(weights[name][1].dtype)
+            dtype = master_dtype(weights[name][1].dtype)
         elif key.endswith(SCALES):
             dtype = SCALE
         else:
@@ -111,11 +105,6 @@ def _check_pieces(
         refuse(f"{path}: {name}/{key} has {end} elements in total, but {name!r} has {count}")
 
 
-def needs_master(entry: Entry) -> bool:
-    """Whether a trained tensor with this entry must have a master too."""
-    return entry.dtype in _MASTERS
-
-
 def check_members(
     items: Mapping[str, Item], optimizer_view: OptimizerView, saved: Mapping[str, Any], path: Path
 ) -> None:
@@ -142,9 +131,11 @@ def check_members(
 def check_options(optimizer_view: OptimizerView, number: int, options: Mapping[str, Any], file: Path) -> None:
     """Checks the saved options of a group. Options that the optimizer has too must be of the same kind."""
     place = f"{file}: optimizer.groups[{number}].options"
-    mine = optimizer_view.optimizer.param_groups[number]
+    mine, known = optimizer_view.optimizer.param_groups[number], optimizer_view.optimizer.defaults
     for key, value in options.items():
-        if key in mine and not _is_alike(mine[key], value):
+        if mine.get(key) is None and key not in known:
+            continue  # an entry of the user's own that is not set here
+        if not _is_alike(mine.get(key), value):
             raise ValueError(f"{place}.{key} must be like the optimizer's {mine[key]!r}, but is {value!r}")
     try:
         optimizer_view.try_options(number, options)

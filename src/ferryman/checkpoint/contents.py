@@ -154,7 +154,7 @@ class StateKey(NamedTuple):
 
 
 def parse_state_key(text: str) -> StateKey | None:
-    """None if this is not such a name."""
+    """Parses the name of a piece of optimizer state; returns None if it is not one."""
     found = _STATE_KEY.fullmatch(text)
     return None if found is None else StateKey(found[1], found[2], int(found[3] or 0))
 

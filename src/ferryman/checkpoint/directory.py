@@ -89,7 +89,7 @@ def replacing(directory: Path, *, needs: int) -> Iterator[Path]:
 
 
 def carry_over(old: Path, new: Path, is_ours: Callable[[str], bool]) -> None:
-    """Copies the files that others have put into the old directory, as hard links where possible."""
+    """Copies files that do not belong to the checkpoint from the old directory, as hard links where possible."""
     for inside, folders, files in os.walk(old):
         links = [name for name in folders if (Path(inside) / name).is_symlink()]
         for source in (Path(inside) / name for name in (*files, *links)):
@@ -214,7 +214,7 @@ def _is_open(path: Path, handle: int) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Removes what may be there: a directory, or a file or link that somebody has put in its place."""
+    """Removes a directory, or a file or link of that name, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

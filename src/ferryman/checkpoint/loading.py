@@ -25,7 +25,7 @@ from ferryman.checkpoint.manifest import check_sizes, check_sum, check_sums, rea
 from ferryman.checkpoint.missing import fill_missing
 from ferryman.checkpoint.tensor_file import Entry
 from ferryman.model.unit_discovery import hint
-from ferryman.model.units import BLOCK, Item
+from ferryman.model.units import BLOCK, Item, master_dtype
 from ferryman.runtime import host_memory as memory
 from ferryman.server import kernels
 from ferryman.server.optimizer_view import OptimizerView
@@ -52,6 +52,8 @@ def find(directory: Path) -> Path:
 
 class Checkpoint:
     """A checkpoint on the disk. The constructor checks that it fits the engine, before anything is changed."""
+
+    replaces = ("weights", "the optimizer's state")
 
     def __init__(self, path: Path, contents: Contents, objects: Objects) -> None:
         self.path = path
@@ -92,7 +94,7 @@ class Checkpoint:
             ) from error
 
     def _of_rank(self) -> dict[str, Any]:
-        """What this rank saved for itself; with another number of ranks, what the first rank saved."""
+        """The part of the manifest that this rank saved; with another number of ranks, that of the first rank."""
         rank, size = self._contents.ranks.share
         others = self.manifest.get("others", [])
         return others[rank - 1] if rank and size == 1 + len(others) else self.manifest
@@ -251,7 +253,7 @@ class Checkpoint:
     # Checks.
 
     def _check(self) -> None:
-        """Everything that can be known before anything is changed."""
+        """Runs all checks that are possible before anything is changed."""
         file, contents = self.path / directories.MANIFEST, self._contents
         self._check_references(file)
         shapes = {name: tuple(item.tensor.shape) for name, item in self._names.items()}
@@ -280,7 +282,7 @@ class Checkpoint:
         check_sums(self.path, self.manifest, rest)
 
     def _check_references(self, file: Path) -> None:
-        """Encoded state names tensors, all of which must be there."""
+        """Checks that all tensors to which encoded state refers are in the files."""
         optimizer = self.manifest.get("optimizer", {"groups": [], "torch": {}})
         ranks = [self.manifest, *self.manifest.get("others", [])]
         values = [group["options"] for group in optimizer["groups"]] + list(optimizer["torch"].values())
@@ -318,7 +320,7 @@ class Checkpoint:
                     f"{self.path} has {sorted(there - {'master'})} for {name!r}, but the optimizer keeps "
                     f"{sorted(mine)}: it had other options (momentum, amsgrad, maximize) when it was saved"
                 )
-            if compatibility.needs_master(self._weights[name][1]) and "master" not in there:
+            if master_dtype(self._weights[name][1].dtype) is not None and "master" not in there:
                 self._refuse(f"{self.path} has no '{name}/master', which {name!r} needs, since it is not in float32")
         for number, group in enumerate(saved["groups"]):
             options = self._decode_now(group["options"])
@@ -332,10 +334,10 @@ class Checkpoint:
                 if has:
                     self._check_torch_state(name, like, file)
                 elif like and saved["steps"][name] and item.tensor.numel():
-                    raise ValueError(f"{file}: optimizer.torch must have {name!r}, which was updated, but has not")
+                    raise ValueError(f"{file}: optimizer.torch must have {name!r}, which was updated, but does not")
 
     def _check_torch_state(self, name: str, like: Mapping[str, Any], file: Path) -> None:
-        """Tensors are not read yet, since all of them may need much memory: their headers tell enough."""
+        """Checks state by the headers of its tensors only, since the tensors themselves may need much memory."""
         value = self.manifest["optimizer"]["torch"][name]
         known = {name: _on_meta(self._rest[name][1]) for _, name in encoding.references(value)}
         compatibility.check_torch_state(name, self._names[name], like, encoding.decode(value, known), file)

@@ -1,4 +1,4 @@
-"""Values for tensors that are in no file, because the model computes them, such as rotary embedding tables."""
+"""Initializes tensors that are in no file because the model computes them, such as rotary embedding tables."""
 
 from __future__ import annotations
 

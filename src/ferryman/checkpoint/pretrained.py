@@ -39,6 +39,8 @@ class _Group:
 class Weights:
     """Weights in files. The constructor checks that they fit the engine's model, before anything is changed."""
 
+    replaces = ("weights",)
+
     def __init__(self, contents: Contents, directory: Path) -> None:
         entries = _entries(directory)
         self._contents = contents

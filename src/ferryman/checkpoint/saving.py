@@ -51,7 +51,7 @@ def save_in(contents: Contents, directory: Path, objects: Objects, keep: int | N
 
 
 def save(contents: Contents, directory: Path, objects: Objects) -> None:
-    """Saves a complete checkpoint or none. Each rank writes a part, and the first rank puts it in place."""
+    """Saves a checkpoint, completely or not at all. Each rank writes a part, and the first rank puts it in place."""
     directory = directory.resolve()  # replaces the target of a symbolic link, not the link
     ranks, doing = contents.ranks, f"saving to {directory}"
     parts: list[_RankPart] = []

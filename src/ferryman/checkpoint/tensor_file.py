@@ -214,7 +214,7 @@ def shard(tensors: Sequence[tuple[str, torch.Tensor]], limit: int) -> list[list[
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """As transformers names the parts of a model."""
+    """File names in the style of transformers."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]

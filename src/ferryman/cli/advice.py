@@ -6,7 +6,7 @@ import math
 
 from ferryman.cli.machine import MachineDescription
 from ferryman.forecast.estimate import Estimate, Training
-from ferryman.model.units import landing_dtype, trained_elements
+from ferryman.model.units import landing_dtype
 from ferryman.runtime.sizes import show_rate
 
 
@@ -14,7 +14,7 @@ def assumptions(given: MachineDescription, training: Training, outlook: Estimate
     said = [
         "Times are estimates: only matrix products and attention are counted as work of the device.",
         "A step takes as long as the busiest lane of each sweep; measured steps take a few percent longer.",
-        "The time that the device computes updates is ignored: moving their state over the link takes longer.",
+        "The compute time of updates on the device is ignored: moving their state over the link takes longer.",
         "Attention is assumed not to store its score matrix; the internal workspace of kernels is not counted.",
     ]
     if given.machine.operations is None:
@@ -59,7 +59,7 @@ def advice(outlook: Estimate, training: Training, given: MachineDescription) -> 
     bounds = {found.forward.bound, found.backward.bound}
     if given.machine.operations is None:
         if math.isinf(found.needed_operations):
-            said.append("One of the sweeps consists of compute alone: compute bounds it, however fast the device is.")
+            said.append("One of the sweeps consists only of compute, so compute bounds it, however fast the device is.")
         else:
             needed = show_rate(found.needed_operations, "operations")
             said.append(f"A device that reaches {needed} does not bound the step; a slower one does.")
@@ -78,10 +78,10 @@ def advice(outlook: Estimate, training: Training, given: MachineDescription) -> 
         )
     if "update" in bounds:
         said.append(
-            "Updates on the host bound a sweep: more host cores, more memory bandwidth or fewer trained parameters."
+            "Updates on the host bound a sweep: more host cores or memory bandwidth, or fewer trained parameters, help."
         )
     if bounds & {"exchange", "network"}:
-        wide = any(landing_dtype(unit).itemsize > 2 for unit in outlook.plan.units if trained_elements(unit))
+        wide = any(landing_dtype(unit).itemsize > 2 for unit in outlook.plan.units if unit.trained_elements)
         said.append(
             "The exchange of gradients between ranks bounds a sweep. Gradients cross once per step, however many "
             f"samples it has{'; in bf16 they take half as many bytes' if wide else ''}."

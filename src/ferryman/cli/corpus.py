@@ -1,4 +1,4 @@
-"""The data of a run: windows of tokens for training and for evaluation, and whether a batch of them is possible."""
+"""The data of a run: windows of tokens for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _directory(model: ModelSpec) -> Path:
 
 
 def _tokenizer(model: ModelSpec) -> Any:
-    """The tokenizer beside the configuration; None if there is none."""
+    """The tokenizer in the directory of the configuration; None if there is none."""
     directory = _directory(model)
     if model.is_bytes or not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None

@@ -1,6 +1,6 @@
-"""What is taken where nothing is given, by `ferryman train` and by `ferryman plan`, which tells what it would do.
+"""Defaults that depend on the model and the machine, for `ferryman train` and `ferryman plan`.
 
-All other defaults that both have are those of `TrainOptions`.
+All other defaults are declared in `TrainOptions`.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from ferryman.cli.model_argument import ModelSpec
 from ferryman.runtime.sizes import parse_bytes
 from ferryman.training import checks
 
-LONGEST = 1024  # tokens in a window
+MAX_SEQUENCE = 1024  # tokens, by default
 
-_SHARE = 0.9  # of the free device memory: an allocator's gaps, and what libraries take for themselves, need some
+_MEMORY_SHARE = 0.9  # of the free device memory; fragmentation and the device's libraries need the rest
 
 
 def window(sequence: int | None, model: ModelSpec) -> int:
-    """Tokens in a window: the model's context, if it is not too long."""
+    """Tokens per window: as given, or the model's context, up to a limit."""
     if sequence is None:
-        return min(model.context or LONGEST, LONGEST)
+        return min(model.context or MAX_SEQUENCE, MAX_SEQUENCE)
     if sequence < 2:
-        raise ValueError(f"--sequence {sequence}: a sample has at least 2 tokens, of which each predicts the next")
+        raise ValueError(f"--sequence {sequence}: must be at least 2 tokens, since each token predicts the next")
     if model.context is not None and sequence > model.context:
-        raise ValueError(f"--sequence {sequence} is longer than {model.name!r} takes: {model.context} tokens")
+        raise ValueError(f"--sequence {sequence} is longer than the context of {model.name!r}: {model.context} tokens")
     return sequence
 
 
 def budget(device: torch.device, memory: int | str | None) -> int | None:
-    """Bytes of the device that may be used; None for the CPU, which has no memory of its own."""
+    """The budget of device memory in bytes. None: no limit, or the device is the CPU."""
     if memory is not None:
         given = parse_bytes(memory, "memory")
         checks.budget(given, device)
@@ -36,6 +36,6 @@ def budget(device: torch.device, memory: int | str | None) -> int | None:
     if device.type == "cpu":
         return None
     try:
-        return int(_SHARE * torch.accelerator.get_memory_info(device)[0])
-    except (NotImplementedError, RuntimeError):  # not every device tells
+        return int(_MEMORY_SHARE * torch.accelerator.get_memory_info(device)[0])
+    except (NotImplementedError, RuntimeError):  # not every device reports its memory
         return None

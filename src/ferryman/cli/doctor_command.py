@@ -281,7 +281,7 @@ def _cpus(report: Report, device: torch.device) -> None:
         report.find(
             "OMP_NUM_THREADS", "note",
             f"{threads} for {usable} CPUs: it limits PyTorch's own operators, not ferryman's updates",
-            "unset OMP_NUM_THREADS, unless something else needs it",
+            "unset OMP_NUM_THREADS, unless another program needs it",
         )  # fmt: skip
 
 

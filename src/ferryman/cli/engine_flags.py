@@ -12,18 +12,18 @@ import typer
 
 from ferryman.options import PlainOptions, alternatives, choices_of, declared
 
-NONE = "none"  # what is typed to take a setting back, so that a run that is resumed can do without it
+NONE = "none"  # as the value of an option: resets it to its default, for runs that are resumed
 
 SETTINGS = declared(PlainOptions)
 
 
 def flag(name: str) -> str:
-    """As it is written on a command line."""
+    """The name of an option on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
 def opposite(name: str) -> str:
-    """The flag that switches something off."""
+    """The flag that switches an option off."""
     given = SETTINGS[name].opposite if name in SETTINGS else ""
     return flag(given or f"no-{name}")
 
@@ -33,7 +33,7 @@ def is_flag(name: str) -> bool:
 
 
 def takes_none(name: str) -> bool:
-    """Whether `none` can be typed for this setting."""
+    """Whether the option accepts `none`."""
     kind = SETTINGS[name].kind
     return not is_flag(name) and (NoneType in alternatives(kind) or _is_list(kind))
 
@@ -43,7 +43,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def parameter(name: str, default_text: str = "") -> inspect.Parameter:
-    """What typer makes an option of; `default_text`: what this command does by default, if not what the engine does."""
+    """A setting as a parameter from which typer makes an option. `default_text` replaces the engine's own default."""
     setting = SETTINGS[name]
     kind, kinds, choices = setting.kind, alternatives(setting.kind), choices_of(setting.kind)
     optional = NoneType in kinds
@@ -61,7 +61,7 @@ def parameter(name: str, default_text: str = "") -> inspect.Parameter:
     elif float in kinds:
         shown, extra = float | None, number_or_none(float)
     elif int in kinds and str not in kinds:
-        shown, extra = int | None, number_or_none(int, 1)  # they all count something
+        shown, extra = int | None, number_or_none(int, 1)  # all integer settings are counts
     elif optional:
         extra = {"metavar": f"<str|{NONE}>"}
     help = f"{setting.help} May be repeated." if _is_list(kind) else setting.help
@@ -77,7 +77,7 @@ def parameter(name: str, default_text: str = "") -> inspect.Parameter:
 
 
 def number_or_none(kind: type[int] | type[float], least: int | None = None) -> dict[str, Any]:
-    """For typer: how a number, or `none`, is read and shown."""
+    """Arguments of `typer.Option` for an option that accepts a number or `none`."""
     what = ("a whole number" if kind is int else "a number") + ("" if least is None else f" of at least {least}")
 
     def parse(text: str) -> int | float | None:
@@ -86,27 +86,27 @@ def number_or_none(kind: type[int] | type[float], least: int | None = None) -> d
         try:
             value = kind(text)
         except ValueError:
-            raise typer.BadParameter(f"{text!r} is not {what}, nor {NONE}") from None
+            raise typer.BadParameter(f"{text!r} is neither {what} nor {NONE!r}") from None
         if not math.isfinite(value) or (least is not None and value < least):
-            raise typer.BadParameter(f"{text} is not {what}, nor {NONE}")
+            raise typer.BadParameter(f"{text} is neither {what} nor {NONE!r}")
         return value
 
     return {"parser": parse, "metavar": f"<{kind.__name__}|{NONE}>"}
 
 
 def values_of(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of settings from what was typed: `none`, and a list without members, are the default."""
+    """The values of settings, from those of options. `none` and an empty list stand for the default."""
     found = {}
     for name, value in typed.items():
-        taken_back = takes_none(name) and value in (None, NONE, [], [NONE])
-        found[name] = getattr(PlainOptions, name) if taken_back else value
+        is_reset = takes_none(name) and value in (None, NONE, [], [NONE])
+        found[name] = getattr(PlainOptions, name) if is_reset else value
     return found
 
 
 def signature(
     own: Iterable[inspect.Parameter], added: Iterable[inspect.Parameter], *, before: str
 ) -> inspect.Signature:
-    """The signature of a command, as typer reads it: its own parameters, with those of the engine put `before` one."""
+    """The signature of a command: its own parameters, and those of the engine before the parameter `before`."""
     given = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
     place = [parameter.name for parameter in given].index(before)
     return inspect.Signature([*given[:place], *added, *given[place:]])

@@ -51,7 +51,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, options: TrainOptions, s
 
 
 def learning_rate_factor(schedule: str, step: int, steps: int, warmup: int) -> float:
-    """The learning rate as a fraction of its peak. Depends on nothing but the arguments."""
+    """The learning rate as a fraction of its peak, as a pure function of the step."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     gone = min(1.0, (step - warmup) / max(1, steps - warmup))

@@ -1,4 +1,4 @@
-"""The command `ferryman plan`: whether a model fits, what takes the memory, and how long a step takes."""
+"""The command `ferryman plan`: whether a model fits, how it uses memory, and how long a step takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from ferryman.cli import engine_flags
 from ferryman.cli.advice import advice, assumptions
-from ferryman.cli.defaults import LONGEST, window
+from ferryman.cli.defaults import MAX_SEQUENCE, window
 from ferryman.cli.engine_flags import values_of
 from ferryman.cli.machine import MachineDescription, describe_machine
 from ferryman.cli.model_argument import ModelSpec, parse_model, sizes
@@ -24,6 +24,7 @@ from ferryman.cli.optimizer import OPTIMIZERS
 from ferryman.cli.train_options import TrainOptions
 from ferryman.forecast.estimate import Estimate, Training, estimate
 from ferryman.model.unit_discovery import hint
+from ferryman.plan.fit import Choice
 from ferryman.plan.network import Cluster
 from ferryman.plan.plan import Plan
 from ferryman.plan.step_forecast import Forecast, LaneTimes
@@ -98,18 +99,17 @@ def plan(
         str | None,
         typer.Option(help="Rate between nodes in each direction, such as 10GB/s or 100Gbit/s."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Samples in a step, of all devices together.")] = TrainOptions.batch,
+    batch: Annotated[int, typer.Option(help="Samples per step, over all devices.")] = TrainOptions.batch,
     sequence: Annotated[
-        int | None, typer.Option(help=f"Tokens in a sample; else what the model takes, at most {LONGEST}.")
+        int | None,
+        typer.Option(help=f"Tokens per sample. Default: the model's context, at most {MAX_SEQUENCE}."),
     ] = None,
-    micro_batches: Annotated[
-        int | None, typer.Option(help="Parts that a step's batch is cut into; else as few as fit.")
-    ] = None,
-    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = TrainOptions.optimizer,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, and nothing else.")] = False,
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per step. Default: as few as fit.")] = None,
+    optimizer: Annotated[str, typer.Option(help=f"Optimizer: {', '.join(OPTIMIZERS)}.")] = TrainOptions.optimizer,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
     **typed: Any,
 ) -> None:
-    """Tell whether a training run will fit, what takes the memory, and what bounds the time of a step.
+    """Tell whether a training run will fit, how it uses memory, and what bounds the time of a step.
 
     Plans for this machine, which is measured, or for one that you describe. The model is not allocated, so models of
     half a trillion parameters can be planned on a laptop.
@@ -206,6 +206,7 @@ def _document(
             "samples": outlook.samples,
             "micro_batches": outlook.choice.micro_batches,
             "stash": "host" if outlook.choice.stash_on_host else "device",
+            "boundaries_that_stay": outlook.choice.staying,
         },
         "device": outlook.device,
         "host": outlook.host,
@@ -262,8 +263,7 @@ def _show(
     console.print(
         f"{len(plan.units)} units, {_way(plan, given)}; {_many(training.samples, 'sample')} of "
         f"{_many(training.length, 'token')}{_shared_out(training, machine.cluster, outlook)} in "
-        f"{_many(choice.micro_batches, 'micro-batch')}; stash on the "
-        f"{'host' if choice.stash_on_host else 'device'}; updates: {plan.staging.policy}, "
+        f"{_many(choice.micro_batches, 'micro-batch')}; stash on the {_place(choice)}; updates: {plan.staging.policy}, "
         f"{'deferred' if plan.staging.deferred else 'eager'}"
     )
     several, nodes = machine.cluster.size > 1, machine.cluster.nodes > 1
@@ -279,6 +279,14 @@ def _show(
     console.print(f"[dim]{_figures(given)}[/dim]")
     for assumption in assumptions(given, training, outlook):
         console.print(f"[dim]- {assumption}[/dim]")
+
+
+def _place(choice: Choice) -> str:
+    if not choice.stash_on_host:
+        return "device"
+    if choice.staying == choice.micro_batches:
+        return "host, boundaries on the device"
+    return f"host, boundaries of {choice.staying} on the device" if choice.staying else "host"
 
 
 def _shared_out(training: Training, cluster: Cluster, outlook: Estimate) -> str:

@@ -30,7 +30,7 @@ from ferryman.distributed.ranks import Ranks
 from ferryman.runtime.files import naming, replacing_file
 
 _SETTINGS = "run.json"
-_AGENTS = "agents"  # key in it: the torchrun agents of the last job that trained there
+_AGENTS = "agents"  # key in the document: the torchrun agents of the last job that trained in the directory
 
 # The documents of a run, beside its checkpoints.
 _RUN = schema.record(
@@ -53,11 +53,8 @@ class RunDirectory:
         self.trace = directory / "trace.json"
         self.report = directory / "report.html"
 
-    def has_checkpoint(self) -> bool:
-        return bool(series(self.checkpoints))
-
     def newest_checkpoint(self) -> Path | None:
-        """Whoever saved it: this process, or one before it."""
+        """The newest checkpoint, saved by this process or an earlier one."""
         return next(reversed(series(self.checkpoints)), None)
 
     def checkpoint(self, step: int | None) -> Path:
@@ -77,7 +74,7 @@ class RunDirectory:
         _replace(self.directory / _SETTINGS, json.dumps(content, indent=2) + "\n")
 
     def begin_metrics(self, step: int) -> None:
-        """Drops the lines of later steps, which will be made again."""
+        """Drops the lines of later steps, which will run again."""
         lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
         _replace(self.metrics, "".join(f"{line}\n" for line in lines if _step_of(line, self.metrics) <= step))
 
@@ -133,7 +130,7 @@ def torchrun_agents(ranks: Ranks) -> list[str]:
 
 
 def _start_time(process: int) -> str:
-    """In clock ticks since boot. It tells processes apart whose ids were reused."""
+    """The start time of a process, in clock ticks since boot. It distinguishes processes with the same id."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
 
 

@@ -1,4 +1,4 @@
-"""What `ferryman train` can be told. The engine's settings are declared in `ferryman/options.py`, all others here."""
+"""The options of `ferryman train`. The engine's settings are declared in `ferryman/options.py`, all others here."""
 
 import dataclasses
 import inspect
@@ -11,30 +11,30 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 import typer
 
 from ferryman.cli import engine_flags
-from ferryman.cli.defaults import LONGEST
+from ferryman.cli.defaults import MAX_SEQUENCE
 from ferryman.cli.engine_flags import NONE, flag, number_or_none, opposite
 from ferryman.cli.model_argument import sizes
 from ferryman.data.text import SUFFIXES
 from ferryman.options import PlainOptions, alternatives
 
-# A position in the data, and the numbers drawn so far, mean something only as long as these stay as they were.
+# Options that cannot change when a run is resumed: the position in the data and the random numbers depend on them.
 FIXED = ("data", "suffix", "token_dtype", "validation", "sequence", "seed")
 
-# Each says how long to train, so that one alone can be given.
+# Options that set the length of the training. Only one of them can be given.
 LENGTHS = ("steps", "tokens", "epochs")
 
-# The options for which `none` can be given, so that a run that is resumed can do without them.
+# Options that accept `none`, which resets an option of a resumed run to its default.
 OPTIONAL = (
     "micro_batches", "weight_decay", "betas", "save_every", "eval_every",
     *filter(engine_flags.takes_none, engine_flags.SETTINGS),
 )  # fmt: skip
 
-# About how a command runs, not about what is trained.
-_MANNER = ("resume", "from_step", "json", "quiet")
+# Options of one invocation of the command, which are not recorded with the run.
+_NOT_RECORDED = ("resume", "from_step", "json", "quiet")
 
 
 class Betas(NamedTuple):
-    """Of Adam and its kind."""
+    """The coefficients of the running averages in Adam, AdamW and Lion."""
 
     first: float
     second: float
@@ -49,7 +49,7 @@ def _parse_betas(text: str) -> Betas | None:
     try:
         first, second = map(float, text.replace(",", " ").split())
     except ValueError:
-        raise typer.BadParameter(f"{text!r}: two numbers are needed, with a comma, such as 0.9,0.95") from None
+        raise typer.BadParameter(f"{text!r}: give two numbers separated by a comma, such as 0.9,0.95") from None
     return Betas(first, second)
 
 
@@ -62,10 +62,10 @@ def _data(help: str, **settings: Any) -> Any:
 
 
 def _length(help: str, **settings: Any) -> Any:
-    return _option("How much", help=help, **settings)
+    return _option("Length and batches", help=help, **settings)
 
 
-def _rule(help: str, **settings: Any) -> Any:
+def _optimizer(help: str, **settings: Any) -> Any:
     return _option("Optimizer", help=help, **settings)
 
 
@@ -81,102 +81,107 @@ class TrainOptions(PlainOptions):
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A directory or config.json of transformers, or gpt:SIZE, the built-in byte-level GPT. "
+            help="A transformers directory or config.json, or gpt:SIZE, the built-in byte-level GPT. "
             f"SIZE is {sizes()}.",
         ),
     ] = None
 
     data: Annotated[
-        list[Path] | None, _data("Text or token files (.bin, .npy), or directories of them; may be repeated.")
+        list[Path] | None, _data("Text files, token files (.bin, .npy) or directories of them. May be repeated.")
     ] = None
     suffix: Annotated[
         list[str] | None,
-        _data("Which files of a directory are text; may be repeated.", show_default=" ".join(SUFFIXES)),
+        _data("Suffix of text files, for directories. May be repeated.", show_default=" ".join(SUFFIXES)),
     ] = None
-    token_dtype: Annotated[Literal["uint8", "uint16", "uint32"], _data("What .bin files consist of.")] = "uint16"
+    token_dtype: Annotated[Literal["uint8", "uint16", "uint32"], _data("Type of token ids in .bin files.")] = "uint16"
     validation: Annotated[
-        float, _data("The share of the tokens, at their end, that is kept for evaluation.", min=0, max=0.5)
+        float, _data("Share of the tokens, at the end of the data, to hold out for evaluation.", min=0, max=0.5)
     ] = 0.05
 
-    steps: Annotated[int | None, _length("Stop after this many steps ...", min=1)] = None
-    tokens: Annotated[int | None, _length("... or after so many tokens ...", min=1)] = None
+    steps: Annotated[int | None, _length("Stop after this many steps.", min=1)] = None
+    tokens: Annotated[int | None, _length("Stop after this many tokens.", min=1)] = None
     epochs: Annotated[
-        float | None, _length("... or after seeing the data so often, such as 0.5. Without any: once.", min=0)
+        float | None,
+        _length("Stop after this many passes over the data; 1 if no length is given.", min=0),
     ] = None
-    batch: Annotated[int, _length("Windows in a step, of all ranks.", min=1)] = 8
+    batch: Annotated[int, _length("Windows per step, over all ranks.", min=1)] = 8
     sequence: Annotated[
-        int | None, _length("Tokens in a window.", min=2, show_default=f"the model's context, at most {LONGEST}")
+        int | None,
+        _length("Tokens per window.", min=2, show_default=f"the model's context, at most {MAX_SEQUENCE}"),
     ] = None
     micro_batches: Annotated[
         int | None,
-        _length("Into how many a batch is cut.", show_default="as few as the memory allows", **number_or_none(int, 1)),
+        _length("Micro-batches per step.", show_default="as few as the memory allows", **number_or_none(int, 1)),
     ] = None
 
-    optimizer: Annotated[Literal["adamw", "adam", "sgd", "lion", "adagrad"], _rule("The rule.")] = "adamw"
-    lr: Annotated[float, _rule("The learning rate at its highest.", min=0)] = 3e-4
+    optimizer: Annotated[Literal["adamw", "adam", "sgd", "lion", "adagrad"], _optimizer("The optimizer.")] = "adamw"
+    lr: Annotated[float, _optimizer("Peak learning rate.", min=0)] = 3e-4
     schedule: Annotated[
-        Literal["cosine", "linear", "constant"], _rule("How it falls: to a tenth, to nothing, not at all.")
+        Literal["cosine", "linear", "constant"],
+        _optimizer("Decay of the learning rate: to a tenth, to zero, or none."),
     ] = "cosine"
-    warmup: Annotated[int, _rule("Steps in which it rises first.", min=0)] = 0
+    warmup: Annotated[int, _optimizer("Steps in which the learning rate rises linearly to its peak.", min=0)] = 0
     weight_decay: Annotated[
         float | None,
-        _rule("Of matrices, not of biases and norms.", show_default="the rule's own", **number_or_none(float, 0)),
+        _optimizer(
+            "Weight decay of matrices; biases and norms have none.",
+            show_default="the optimizer's default",
+            **number_or_none(float, 0),
+        ),
     ] = None
     betas: Annotated[
         Betas | None,
-        _rule(
-            "Of adamw, adam and lion: two numbers with a comma, such as 0.9,0.95.",
-            show_default="the rule's own",
+        _optimizer(
+            "Betas of adamw, adam and lion, separated by a comma, such as 0.9,0.95.",
+            show_default="the optimizer's default",
             parser=_parse_betas,
             metavar=f"<float,float|{NONE}>",
         ),
     ] = None
 
     output: Annotated[
-        Path | None, _output("A new directory for checkpoints, metrics, trace and report.", "--output", "-o")
+        Path | None, _output("New directory for checkpoints, metrics, trace and report.", "--output", "-o")
     ] = None
     resume: Annotated[
         bool,
-        _output("Resume the run in --output, with its options except for those given now.", "--resume"),
+        _output("Resume the run in --output with its recorded options, except for those given now.", "--resume"),
     ] = False
     from_step: Annotated[
-        int | None, _output("With --resume: from the checkpoint of this step, not from the newest.", min=0)
+        int | None, _output("With --resume: start from the checkpoint of this step instead of the newest one.", min=0)
     ] = None
     save_every: Annotated[
         int | None,
         _output(
-            "Save every so many steps; at the end in any case.",
-            show_default="a tenth of the run, from 10 to 500",
+            "Save a checkpoint every this many steps, and at the end.",
+            show_default="a tenth of the run, between 10 and 500",
             **number_or_none(int, 1),
         ),
     ] = None
-    keep: Annotated[int, _output("How many checkpoints are kept.", min=1)] = 2
+    keep: Annotated[int, _output("Number of checkpoints to keep.", min=1)] = 2
     eval_every: Annotated[
         int | None,
-        _output("Evaluate before the first and every so many steps; at the end in any case.", **number_or_none(int, 1)),
+        _output("Evaluate before the first step, every this many steps, and at the end.", **number_or_none(int, 1)),
     ] = None
-    eval_windows: Annotated[int, _output("On at most so many windows.", min=1)] = 64
-    sample: Annotated[int, _output("Tokens of text to write at the end.", min=0)] = 0
-    seed: Annotated[int, _output("Of the weights, if they are new, and of the order of the data.")] = 0
-    trace: Annotated[bool, _output("Record the lanes, for the live display, trace.json and report.html.")] = True
-    json: Annotated[
-        bool, _output("Print events as lines of JSON, and nothing else; an error is one of them.", "--json")
-    ] = False
-    quiet: Annotated[bool, _output("Print nothing but errors.", "--quiet", "-q")] = False
+    eval_windows: Annotated[int, _output("Maximum number of windows per evaluation.", min=1)] = 64
+    sample: Annotated[int, _output("Tokens of text to generate at the end.", min=0)] = 0
+    seed: Annotated[int, _output("Seed of new weights and of the order of the data.")] = 0
+    trace: Annotated[bool, _output("Record a trace, for the live display, trace.json and report.html.")] = True
+    json: Annotated[bool, _output("Print only events, errors included, each as a line of JSON.", "--json")] = False
+    quiet: Annotated[bool, _output("Print only errors.", "--quiet", "-q")] = False
 
     def for_engine(self) -> dict[str, Any]:
-        """The settings of the engine, as its keyword arguments."""
+        """The engine's keyword arguments."""
         return {name: getattr(self, name) for name in engine_flags.SETTINGS}
 
     def to_json(self) -> dict[str, Any]:
-        """What a run is remembered by. Paths are whole, so that it can be resumed from anywhere."""
+        """The options to record with a run. Paths are absolute, so that it can be resumed from any directory."""
         values = {name: getattr(self, name) for name in PARAMETERS}
-        values["resident"] = list(self.resident)  # as JSON has it
+        values["resident"] = list(self.resident)  # JSON has no tuples
         values["data"] = [str(path.absolute()) for path in self.data or ()]
         model = Path(self.model or "")
         values["model"] = str(model.absolute()) if model.exists() and self.model else self.model
         del values["output"]
-        return {name: value for name, value in values.items() if name not in _MANNER}
+        return {name: value for name, value in values.items() if name not in _NOT_RECORDED}
 
     @classmethod
     def from_json(cls, values: dict[str, Any], **given: Any) -> "TrainOptions":
@@ -189,12 +194,12 @@ class TrainOptions(PlainOptions):
         return cls(**{**recorded, **given})
 
     def differences(self, other: "TrainOptions") -> list[str]:
-        """What has another value there, as the names of options."""
+        """The names of the options whose values differ from those of `other`."""
         mine, theirs = self.to_json(), other.to_json()
         return [name for name in mine if json.dumps(mine[name]) != json.dumps(theirs[name])]
 
     def new_command(self) -> str:
-        """That begins a run with these, once it is said with what data, and where."""
+        """The command that starts a run with these options, with placeholders for its data and its directory."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         given = {name: getattr(self, name) for name in PARAMETERS if name != "model"}
         given = {name: value for name, value in given.items() if value != defaults[name]}
@@ -202,12 +207,12 @@ class TrainOptions(PlainOptions):
         return " ".join(["ferryman train", shlex.quote(str(self.model)), "--data DATA --output RUN", *words])
 
     def command(self) -> str:
-        """That goes on with the run."""
+        """The command that resumes the run."""
         return f"ferryman train --resume --output {shlex.quote(str(self.output))}"
 
 
 def _check_kind(name: str, value: Any) -> None:
-    """Raises if a recorded value has a type that JSON never has for this option."""
+    """Raises a ValueError if a recorded value does not have the option's type."""
     kinds = alternatives(get_type_hints(TrainOptions)[name])
     for kind in kinds:
         origin = get_origin(kind)
@@ -229,7 +234,7 @@ def _check_kind(name: str, value: Any) -> None:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """An option as it is given on a command line."""
+    """An option as words of a command line."""
     if isinstance(value, bool):
         return [flag(name) if value else opposite(name)]
     values = value if type(value) in (list, tuple) else [value]
@@ -237,9 +242,9 @@ def _words(name: str, value: Any) -> list[str]:
 
 
 def _parameters() -> dict[str, inspect.Parameter]:
-    """In the order in which `--help` shows them."""
+    """The parameters of the command, in the order in which `--help` shows them."""
     own = [one for one in inspect.signature(TrainOptions).parameters.values() if one.name not in engine_flags.SETTINGS]
-    texts = {"memory": "nine tenths of what is free"}
+    texts = {"memory": "90% of the free device memory"}
     engine = [engine_flags.parameter(name, texts.get(name, "")) for name in engine_flags.SETTINGS]
     return dict(engine_flags.signature(own, engine, before="output").parameters)
 

@@ -40,7 +40,7 @@ _PROMPT_TOKENS = 32  # that a generated sample continues
 
 
 class DivergedError(ValueError):
-    """The loss is not finite any more."""
+    """The loss is inf or NaN."""
 
 
 class TrainingRun:
@@ -61,7 +61,7 @@ class TrainingRun:
         self.budget = _least(self._ranks.tell("looking for memory", budget(self.device, options.memory)))
         self.corpus = self._open_corpus()
         check_batch(options, self.description, self.corpus, self.device, self._ranks)
-        self.steps = 0  # in total; set when a checkpoint has told how many were made before
+        self.steps = 0  # in total; set when it is known how many steps the checkpoint has
         self.last_checkpoint: Path | None = None
         self.has_begun = False  # whether a step has been made
         self._is_accepted = False
@@ -89,7 +89,7 @@ class TrainingRun:
     def train(self) -> None:
         options = self.options
         torch.manual_seed(options.seed)
-        resumes = self.run.has_checkpoint() or options.from_step is not None
+        resumes = self.run.newest_checkpoint() is not None or options.from_step is not None
         model = _build(self.description, empty=resumes)
         optimizer = make_optimizer(model, options)
         began = time.monotonic()
@@ -139,7 +139,7 @@ class TrainingRun:
         self._say_step(engine, rate, seconds, tokens)
 
     def _accept(self, step: int) -> None:
-        """Records the settings in the run's directory, once a step has been made with them or none is left to make.
+        """Records the settings in the run's directory, once a step has run with them or the run is already complete.
 
         Not earlier: settings that are refused, at the latest in the first step, must not change a resumed run.
         """
@@ -273,7 +273,7 @@ class TrainingRun:
         if (why := engine.plan.staging.note) is not None:
             self._say({"event": "note", "text": why})
         if engine.steps >= self.steps:
-            text = f"nothing left to do after step {engine.steps}; train longer with --steps"
+            text = f"the run is already complete at step {engine.steps}; train longer with --steps"
             self._say({"event": "note", "text": text})
 
     def _say_step(self, engine: Engine, rate: float, seconds: float, tokens: int) -> None:
@@ -374,9 +374,9 @@ def _check_numbers(options: TrainOptions) -> None:
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{flag(field.name)} {value}: a finite number is required")
+            raise ValueError(f"{flag(field.name)} {value}: must be a finite number")
     if not 0 <= options.seed <= _MAX_SEED:
-        raise ValueError(f"--seed {options.seed}: a whole number from 0 to {_MAX_SEED} is needed")
+        raise ValueError(f"--seed {options.seed}: must be a whole number from 0 to {_MAX_SEED}")
     if options.epochs == 0:
         raise ValueError("--epochs 0: must be greater than 0, such as 0.5 for half of the data")
     given = [name for name in LENGTHS if getattr(options, name) is not None]
@@ -391,8 +391,8 @@ def _least(budgets: list[int | None]) -> int | None:
 
 
 def _last_step(options: TrainOptions, training: Windows, sequence: int, done: int) -> int:
-    """The number of the last step. The remaining steps follow from the position in the data, since --batch may have
-    changed when the run was resumed."""
+    """The number of the last step. The remaining steps are computed from the position in the data, since --batch may
+    have changed when the run was resumed."""
     if options.steps is not None:
         return options.steps
     if options.tokens is not None:
@@ -408,4 +408,4 @@ def _save_every(steps: int) -> int:
 
 
 def _peak(device: torch.device) -> int | None:
-    return None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
+    return None if device.type == "cpu" else torch.accelerator.max_memory_reserved(device)

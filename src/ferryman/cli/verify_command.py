@@ -43,11 +43,15 @@ def verify(
             "names them.",
         ),
     ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail on inconclusive rows, too: those that have shown nothing.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Check Ferryman on this machine's device: parity with plain PyTorch, races, overlap and memory; or your own model.
 
-    The exit code is 0 if no check fails and 1 if one does. docs/verify.md explains each row.
+    The exit code is 0 if no check fails and 1 if one does; with --strict, also 1 if one is inconclusive. docs/verify.md
+    explains each row.
 
     \b
     [bold]Examples[/bold]
@@ -68,11 +72,11 @@ def verify(
     with console.status("") as status:
         results = list(run(context, groups, lambda c: status.update(f"{c.group}: {c.name}"), user))
     if as_json:
-        typer.echo(json.dumps(_report(about, results), indent=2))
+        typer.echo(json.dumps(_report(about, results, strict=strict), indent=2))
     else:
         console.print(_table(results))
         console.print(_summary(results), highlight=False)
-    if _of(results, Outcome.FAILED):
+    if not _passes(results, strict=strict):
         raise typer.Exit(1)
 
 
@@ -91,7 +95,11 @@ def _of(results: list[Result], outcome: Outcome) -> list[Result]:
     return [result for result in results if result.verdict.outcome is outcome]
 
 
-def _report(about: dict[str, str], results: list[Result]) -> dict[str, Any]:
+def _passes(results: list[Result], *, strict: bool) -> bool:
+    return not _of(results, Outcome.FAILED) and not (strict and _of(results, Outcome.INCONCLUSIVE))
+
+
+def _report(about: dict[str, str], results: list[Result], *, strict: bool) -> dict[str, Any]:
     rows = [
         {
             "group": check.group,
@@ -104,7 +112,8 @@ def _report(about: dict[str, str], results: list[Result]) -> dict[str, Any]:
         }
         for check, verdict, seconds in results
     ]
-    return {**about, "ok": not _of(results, Outcome.FAILED), "checks": rows}
+    counts = {str(outcome).lower(): len(_of(results, outcome)) for outcome in Outcome}
+    return {**about, "ok": _passes(results, strict=strict), "counts": counts, "checks": rows}
 
 
 def _table(results: list[Result]) -> Table:

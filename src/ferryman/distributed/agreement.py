@@ -1,4 +1,4 @@
-"""What ranks compare and agree on: settings when an engine is made, and a status before each step."""
+"""What ranks compare: settings when an engine is made, and a status before each step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compare(
     """
     tensors = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        trains = "" if tensor.requires_grad else ", which does not train"
+        trains = "" if tensor.requires_grad else ", frozen"
         tensors[f"the model's {name!r}"] = f"{tuple(tensor.shape)} in {tensor.dtype}{trains}"
     ranks.agree(tensors)
     others = {f"{name}=": repr(value) for name, value in settings.items()}
@@ -36,7 +36,7 @@ def compare(
         others["the optimizer"] = type(optimizer).__name__
         others["the number of parameter groups"] = str(len(optimizer.param_groups))
         for number, (group, options) in enumerate(zip(optimizer.param_groups, _groups(optimizer), strict=True)):
-            others[f"how many tensors the optimizer's group {number} has"] = str(len(group["params"]))
+            others[f"the number of tensors in the optimizer's group {number}"] = str(len(group["params"]))
             others |= {f"{name!r} of the optimizer's group {number}": value for name, value in options.items()}
     ranks.agree(others)
 
@@ -50,7 +50,7 @@ class RankStatus(NamedTuple):
     """What a rank reports before a step."""
 
     error: str | None = None  # why it cannot make the step
-    need: Need | None = None  # the room that its micro-batches need, if the plan leaves less
+    need: Need | None = None  # the memory that its micro-batches need, if the plan leaves less
     parts: int = 0  # the number of micro-batches
     samples: float | None = 0  # the sum of their weights, usually samples; None: they cannot be counted
     seed: int = 0
@@ -103,15 +103,15 @@ def exchange_status(ranks: Ranks, mine: RankStatus) -> list[RankStatus]:
     if ranks.rank == 0 and mine.digest is not None and all(status.digest == mine.digest for status in statuses):
         warnings.warn(
             f"all {ranks.size} ranks were given the same batch, so each sample counts {ranks.size} times. Give each "
-            "rank its own part: engine.share has its number, torch.utils.data.DistributedSampler divides a dataset",
-            stacklevel=7,  # the caller of engine.step or engine.forward_backward
+            "rank its own part: engine.share has its number, and torch.utils.data.DistributedSampler divides a dataset",
+            stacklevel=8,  # the caller of engine.step or engine.forward_backward
         )
     return statuses
 
 
 @contextlib.contextmanager
 def errors_on_all_ranks(ranks: Ranks) -> Iterator[None]:
-    """A ValueError or PlanTooLargeError that is raised within on one rank is raised on the others as well, by their
+    """Context whose ValueError or PlanTooLargeError on one rank is raised on the other ranks as well, by their
     `exchange_status`."""
     try:
         yield
@@ -131,13 +131,13 @@ def _check_groups(statuses: Sequence[RankStatus]) -> None:
             different = [name for name in {**first, **other} if first.get(name) != other.get(name)]
             if different:
                 one, two = (
-                    ", ".join(f"{name}={group[name]}" for name in different if name in group) or "is not there"
+                    ", ".join(f"{name}={group[name]}" for name in different if name in group) or "is missing"
                     for group in (first, other)
                 )
                 raise ValueError(
-                    f"the optimizer's group {number}: {one} on rank 0, {two} on rank {rank}, and each rank updates a "
-                    "part of every tensor; have schedulers follow what is the same on all ranks, such as the loss that "
-                    "engine.step returns"
+                    f"the optimizer's group {number} differs between ranks: {one} on rank 0, {two} on rank {rank}. "
+                    "Each rank updates a part of every tensor, so all must use the same options: schedulers may depend "
+                    "only on values that are the same on all ranks, such as the loss that engine.step returns"
                 )
 
 
@@ -147,8 +147,8 @@ def _check_items(statuses: Sequence[RankStatus]) -> None:
         if items != known[0][1]:
             raise ValueError(
                 f"num_items_in_batch is {known[0][1]} on rank {known[0][0]} and {items} on rank {rank}: with "
-                'reduction="sum" it counts what is in the whole step on all ranks; engine.total(...) adds up what each '
-                "has counted"
+                'reduction="sum" it must be the count over the whole step, on all ranks; engine.total(...) adds up the '
+                "counts of the ranks"
             )
 
 
@@ -158,7 +158,7 @@ def add_up(ranks: Ranks, value: Any) -> float:
     def number() -> float:
         found = _as_number(value)
         if found is None:
-            raise ValueError(f"engine.total: an int, a float or a tensor with one element is needed, this is {value!r}")
+            raise ValueError(f"engine.total takes an int, a float or a tensor with one element; this is {value!r}")
         return found
 
     known: list[float] = ranks.jointly("adding up a total", number)
@@ -166,7 +166,7 @@ def add_up(ranks: Ranks, value: Any) -> float:
 
 
 def is_nothing(batch: Any) -> bool:
-    """Whether a batch is empty: given by a rank that has no data in a step in which others have some."""
+    """Whether a batch is empty. A rank that has no data in a step in which others have some passes such a batch."""
     if batch is None or (isinstance(batch, Sequence | Mapping) and not batch):
         return True
     return not isinstance(batch, list) and samples_in(batch) == 0

@@ -31,7 +31,7 @@ from torch.distributed.rendezvous import rendezvous
 from ferryman.runtime import shutdown
 
 _FAILURE_POLL = timedelta(seconds=1)  # how often a rank that waits in a collective checks whether another has failed
-_RESULT_POLL = 0.05  # seconds between checks for a result of the first rank
+_RESULT_POLL = 0.05  # seconds between checks whether the first rank has a result
 _GLOO_BOILERPLATE = re.compile(r"^\[\S*\] |\. This is typically .*")  # removed from errors of gloo
 _made = itertools.count()  # numbers the instances, for keys in the store
 
@@ -43,7 +43,7 @@ class Share(NamedTuple):
     size: int = 1
 
     def bounds(self, total: int, grain: int) -> list[int]:
-        """The begin of each rank's part of `total` elements, and the end of the last; in multiples of `grain`."""
+        """Where each rank's part of `total` elements begins, in multiples of `grain`, and where the last part ends."""
         grains = -(-total // grain)
         return [min(total, (grains * rank // self.size) * grain) for rank in range(self.size)] + [total]
 
@@ -60,8 +60,8 @@ class RankError(RuntimeError):
 class Ranks:
     """The communication between ranks.
 
-    The process group `main` is used between steps. Gradients and weights have groups of their own, and so an order of
-    their own, since their lanes run side by side.
+    The process group `main` is used between steps. Gradients and weights have groups of their own, since collectives
+    of one group must have the same order on all ranks, and their lanes run concurrently.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Ranks:
     # Between steps.
 
     def tell(self, doing: str, what: Any = None) -> list[Any]:
-        """Gathers a value from each rank, in their order; it must be JSON. Every rank waits for all others.
+        """Gathers a JSON value from every rank, in the order of ranks. Every rank waits for all others.
 
         Raises a ValueError if ranks do not name the same operation (`doing`).
         """
@@ -149,14 +149,14 @@ class Ranks:
         for rank, (theirs, _) in enumerate(said):
             if theirs != said[0][0]:
                 raise ValueError(
-                    f"the ranks do not do the same: rank 0 is {said[0][0]}, rank {rank} is {theirs}. All ranks must "
-                    "make the same number of steps, and save, load and close together; engine.agree(steps=...) "
-                    "compares numbers beforehand. A rank that has no more data gives an empty batch: engine.step([])"
+                    f"the ranks call different operations: rank 0 is {said[0][0]}, rank {rank} is {theirs}. All ranks "
+                    "must make the same number of steps, and save, load and close together; engine.agree(steps=...) "
+                    "compares numbers beforehand. A rank without data passes an empty batch: engine.step([])"
                 )
         return [content for _, content in said]
 
     def count(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Gathers a few numbers from each rank: faster than `tell`."""
+        """Gathers a few numbers from every rank, faster than `tell`."""
         if self.alone:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64)
@@ -165,13 +165,13 @@ class Ranks:
         return [one.tolist() for one in said]
 
     def add(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' scalars, added in the order of ranks."""
+        """Sums a scalar over all ranks, in the order of ranks."""
         if self.alone:
             return value
         return torch.full_like(value, sum(said for (said,) in self.count([value.item()])))
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Raises on every rank, with the name, if a fact is not the same on all ranks."""
+        """Raises a ValueError on every rank if a fact differs between ranks. The error names it."""
         said = self.tell("comparing settings", dict(facts))
         for rank, theirs in enumerate(said):
             for name in [*said[0], *theirs]:
@@ -183,9 +183,9 @@ class Ranks:
                     )
 
     def jointly(self, doing: str, work: Callable[[], Any]) -> list[Any]:
-        """Runs `work` on every rank, and returns the results of all.
+        """Runs `work` on every rank, and returns the results of all ranks, which must be JSON.
 
-        If it fails on one rank, it raises on all; afterwards they can go on together.
+        If it fails on one rank, all ranks raise. They stay in the same state, and can continue.
         """
         result, failed = None, None
         try:
@@ -200,11 +200,11 @@ class Ranks:
             return [result]
         for rank, (_, why) in enumerate(said):
             if why is not None:
-                raise RankError(f"rank {rank} has failed in {doing}: {why}")
+                raise RankError(f"rank {rank} failed while {doing}: {why}")
         return [found for found, _ in said]
 
     def first(self, doing: str, work: Callable[[], Any]) -> Any:
-        """Runs `work` on the first rank alone, however long it takes, and returns its result on all; it must be JSON.
+        """Runs `work` on the first rank only, without a timeout. Returns its result, which must be JSON, on all ranks.
 
         A ValueError or OSError is raised on all ranks.
         """
@@ -225,14 +225,14 @@ class Ranks:
         try:
             while not self._store.check([key]):
                 stopped = self._store.check(["failed"]) or self._store.check(["ended"])
-                if stopped and not self._store.check([key]):  # it may have finished this before it stopped
+                if stopped and not self._store.check([key]):  # it may have finished the work before it stopped
                     raise self._lost("")
                 time.sleep(_RESULT_POLL)
             theirs, result, why = json.loads(self._store.get(key))
         except RankError:
             raise
         except RuntimeError as error:
-            raise self._lost(str(error)) from None  # its message has all that the original one says
+            raise self._lost(str(error)) from None  # the new message includes the original one
         assert theirs == doing, "all ranks call the same operation"
         if why is not None:
             raise ValueError(why)
@@ -245,7 +245,7 @@ class Ranks:
         return values
 
     def shared_bytes(self, nbytes: int) -> torch.Tensor:
-        """Zeroed memory that the ranks of a node share. It has no name, so it is freed with the last of them."""
+        """Zeroed memory that the ranks of a node share. It has no name, so it is freed when the last of them ends."""
         handle = os.memfd_create("ferryman") if self.leads else -1
         if self.leads:
             os.ftruncate(handle, max(nbytes, 1))
@@ -256,7 +256,7 @@ class Ranks:
         memory = mmap.mmap(handle, max(nbytes, 1))
         self.tell("taking memory")  # a barrier: all ranks have opened it
         os.close(handle)
-        memory.madvise(mmap.MADV_DONTFORK)  # a forked child must not write to what others train
+        memory.madvise(mmap.MADV_DONTFORK)  # a forked child must not write to memory that other ranks use
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
     # On lanes.
@@ -284,7 +284,7 @@ class Ranks:
     # Failures.
 
     def fail(self, error: BaseException) -> bool:
-        """Reports to the ranks that wait for this one that it has failed; returns whether it is the first to fail."""
+        """Reports to waiting ranks that this one has failed. Returns whether it is the first to report a failure."""
         if self.alone:
             return True
         self.has_failed = True
@@ -295,13 +295,13 @@ class Ranks:
             reason = error.reason
         try:
             return bool(self._store.compare_set("failed", "", reason) == reason.encode())
-        except RuntimeError:  # the process that has the store may be gone
+        except RuntimeError:  # the process that hosts the store may have ended
             return True
 
     def leave(self) -> None:
-        """Reports that this rank's script has ended without closing its engine, while others may go on."""
+        """Reports that this rank's script has ended without closing its engine, while others may wait for it."""
         if not self.has_failed:
-            reason = f"rank {self.rank}'s script has ended, and all ranks must make the same calls to the end"
+            reason = f"rank {self.rank}'s script has ended, but all ranks must make the same calls until the last one"
             with contextlib.suppress(RuntimeError):  # the process that has the store may be gone
                 self._store.compare_set("ended", "", reason)
 
@@ -327,32 +327,32 @@ class Ranks:
                         return
                 waited += timedelta(seconds=time.monotonic() - started)
                 if waited > self._timeout:
-                    raise self._lost(f"no answer for {waited.total_seconds():.0f} s; FERRYMAN_TIMEOUT sets how long")
+                    raise self._lost(f"no answer for {waited.total_seconds():.0f} s; FERRYMAN_TIMEOUT sets the limit")
                 if self._store.check(["failed"]):
                     raise self._lost("")
         except RankError:
             raise
         except RuntimeError as error:
-            raise self._lost(str(error)) from None  # its message has all that the original one says
+            raise self._lost(str(error)) from None  # the new message includes the original one
 
     def _lost(self, why: str) -> RankError:
-        """The error of a rank that waits for another in vain."""
+        """The error for a rank whose wait for the others has failed. `why`: the first line of an error of gloo."""
         reported = self._reported("failed")
-        mine = f"one of the {self.size} ranks has stopped or does not answer, as rank {self.rank} finds"
+        mine = f"one of the {self.size} ranks has stopped or does not answer, according to rank {self.rank}"
         reason = (
             reported
             or self._reported("ended")
             or f"{mine} ({_GLOO_BOILERPLATE.sub('', (why.splitlines() or [''])[0])})"
         )
         return RankError(
-            f"rank {self.rank} cannot go on without the others: {reason}. See the output of the rank that stopped "
+            f"rank {self.rank} cannot continue without the others: {reason}. See the output of the rank that stopped "
             "first. Under torchrun --max-restarts, a script that loads its last checkpoint continues from there",
             reason=reason,
             is_reported=bool(reported),
         )
 
     def _reported(self, key: str) -> str:
-        """What another rank has written under the key; empty if none has."""
+        """The message that another rank has written under this key; empty if there is none."""
         try:
             return self._store.get(key).decode() if self._store.check([key]) else ""
         except RuntimeError:  # the process that has the store may be gone
@@ -362,8 +362,8 @@ class Ranks:
 def _join() -> None:
     """Initializes torch.distributed.
 
-    torchrun's store outlives restarts, with addresses and reports of processes that are gone: each attempt has keys of
-    its own there.
+    torchrun's store outlives restarts, and contains addresses and reports of processes that have ended. So each attempt
+    uses keys of its own.
     """
     store, rank, size = next(rendezvous("env://"))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -122,26 +122,30 @@ class Buffers:
 
     def put(self, copies: Copies | None) -> None:
         """Sets buffers to these values."""
-        for item, tensor in self.bound if copies else ():  # the tensor may be in another slot than the copied one
+        for item, tensor in self.bound if copies else ():  # its slot may differ from that of the copied one
             if copies and item in copies:
                 tensor.data.copy_(copies[item])  # no new version: autograd saved the tensor with these values
         self._versions = [tensor._version for _, tensor in self.bound]
 
-    @contextlib.contextmanager
-    def in_backward(self, unit: Unit, now: Copies) -> Iterator[None]:
+    def in_backward(self, unit: Unit, now: Copies) -> contextlib.AbstractContextManager[None]:
         """Context of a unit's backward. Edits of buffers by hooks and custom autograd functions stay.
 
         `now`: the values, before the second run, of buffers that this run has edited. The graph may need the values
         that the second run has left in the buffers, so during the backward the module is bound to the tensors in `now`.
         """
+        return self._bound_in_backward(unit, now) if self.bound else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _bound_in_backward(self, unit: Unit, now: Copies) -> Iterator[None]:
         if self._ignores:
+            bind(self.bound)  # the second run may have assigned others
             yield
             return
         seen = [(item, tensor, tensor._version) for item, tensor in self.bound]
         current = {item: now.get(item, tensor) for item, tensor in self.bound}
         before = {item: tensor.detach().to("cpu", copy=True) for item, tensor in current.items() if self._learns}
         versions = {item: tensor._version for item, tensor in current.items()}
-        bind(list(now.items()))
+        bind(list(current.items()))
         try:
             yield
             for item, tensor, version in seen:

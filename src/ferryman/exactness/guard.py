@@ -1,5 +1,5 @@
-"""Checks in a step before its first weight changes: whether variables of the user have changed for the first time, and
-whether losses equal those of the trial."""
+"""Checks before the first weight of a step changes: whether variables of the user's code have changed for the first
+time, and whether losses equal those of the trial."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class NewStateError(Exception):
 
 
 def too_late_to_follow(names: str) -> ValueError:
-    """The error for a step in which new variables have changed each time that it was run again."""
+    """The error for a step in which other new variables have changed in every attempt."""
     return ValueError(
-        f"these changed in a step for the first time, when it was too late to follow them: {names}. No weight was "
-        "changed, and all gradients were dropped. Call the engine again: it will check them first"
+        f"these variables changed in a step for the first time, after its trial: {names}. No weight was changed, and "
+        "all gradients were dropped. Call the engine again: it will check these variables first"
     )
 
 

@@ -1,4 +1,4 @@
-"""Leaves outside the engine's model that may be trained: parameters of a discriminator or a teacher, a temperature.
+"""Leaf tensors outside the engine's model that may be trained: parameters of a discriminator or teacher, a temperature.
 
 A loss may change them in three ways: a `backward()` adds to their gradients, an optimizer of the user steps, or the
 code edits them (a teacher's moving average, often through `.data`). Changes by a trial are undone.
@@ -26,7 +26,7 @@ class Gradient(Variable):
 
 
 class _Values:
-    """The state of a tensor. Later edits are detected by its version and, if `sums`, by the sum of its bytes."""
+    """The saved state of a tensor: its version and, if requested, the sum of its bytes and its elements."""
 
     def __init__(self, tensor: torch.Tensor, *, sums: bool, keeps: bool) -> None:
         self.version = tensor._version
@@ -81,12 +81,9 @@ class Leaf(Holder):
             self._last = self._Seen(
                 _Values(leaf, sums=self._thorough, keeps=self._keeps),
                 gradient,
-                None if gradient is None else self._values_of_gradient(gradient),
+                None if gradient is None else _Values(gradient, sums=False, keeps=bool(self._keeps_gradient)),
             )
         return self._last
-
-    def _values_of_gradient(self, gradient: torch.Tensor) -> _Values:
-        return _Values(gradient, sums=False, keeps=bool(self._keeps_gradient))
 
     def changed(self, before: Leaf._Seen | None) -> list[Variable]:
         leaf = self._leaf()

@@ -165,10 +165,10 @@ class Snapshot:
         return [self.tensors[m.value] if m.kind == "tensor" else m.value for m in node.contents or ()]
 
     def _take(self, value: Any, depth: int) -> _Node:
+        if isinstance(value, torch.Tensor):  # most values are tensors, and an atom has many types
+            return self._take_tensor(value)
         if isinstance(value, ATOMS):
             return _Node("leaf", value)
-        if isinstance(value, torch.Tensor):
-            return self._take_tensor(value)
         if isinstance(value, ARRAYS) and id(value) in self._edited:
             self.mutables.append(value)
             return _Node("array", value, copy.copy(value))

@@ -67,7 +67,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 class DryRunError(Exception):
-    """The model does something that is impossible without data."""
+    """The model needs the values of tensors, which do not exist on meta."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def dry_run(model: nn.Module, units: Sequence[Unit], residents: Unit, loss: Loss
         driver = _Driver(units, turns)
         try:
             with caches_off(model), _patched(driver, units), _bound((*units, residents)):
-                driver.run(lambda: weighted_loss(loss, model, batch, 1.0, _META, lambda *_: None))
+                driver.run(lambda: weighted_loss(loss, model, batch, 1.0, _META, lambda part: part, lambda *_: None))
         except Exception as error:
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DryRunError(f"{type(error).__name__}: {first_line}") from error
@@ -207,9 +207,9 @@ class _DryCall(Call):
         self._driver = driver
         self._likeness: Any = None
 
-    def _call(self, args: Sequence[Any], values: Sequence[Any], *, adopt: bool) -> Any:
+    def _call(self, args: Sequence[Any], values: Sequence[Any]) -> Any:
         def compute() -> Any:
-            return super(_DryCall, self)._call(args, values, adopt=adopt)
+            return super(_DryCall, self)._call(args, values)
 
         if torch.is_grad_enabled():  # at the turn, and in a backward that is the first of its kind
             return compute()
@@ -265,7 +265,7 @@ class _Driver:
         self._forward_visits: int | None = None
         self._forward_operations = 0.0
         self._stretches: list[Stretch] = []
-        self._stash_bytes = 0
+        self._stash_bytes = self._boundary = 0
         # The current stretch: where it began, bytes that were alive then, and the storages that it was given.
         self._where, self._base, self._given = "the start", 0, dict[int, int]()
 
@@ -281,7 +281,7 @@ class _Driver:
             with self._meter:
                 work().backward()
 
-        with self.randomness.unchanged(), Lanes(_CPU) as lanes:
+        with self.randomness.unchanged(), Surroundings.driving(), Lanes(_CPU) as lanes:
             surroundings = Surroundings(_CPU, self.randomness, lanes.device("compute"), 0, ())
             self.step.running = batch = MicroBatch(0, main, surroundings, None)
             try:
@@ -295,7 +295,7 @@ class _Driver:
     def result(self) -> DryRun:
         visits = self.step.visited
         return DryRun(
-            Trial(self._stretches, self._stash_bytes),
+            Trial(self._stretches, self._stash_bytes, self._boundary),
             visits,
             len(visits) if self._forward_visits is None else self._forward_visits,
             self._forward_operations,
@@ -334,8 +334,9 @@ class _Driver:
         self._meter.between = []
         self._where, self._base, self._given = unit.name, self._meter.live, _storages(needs)
         self._meter.peak = self._meter.live
+        self._boundary = max(self._boundary, sum(self._given.values()))
         if direction is Direction.FORWARD:
-            self._stash_bytes = self._meter.live  # in the end, what the whole forward has left
+            self._stash_bytes = self._meter.live  # at the end of the forward, all that it has left
 
     def brings_back(self, tensors: Sequence[torch.Tensor]) -> None:
         """Records that the inputs of a call's forward come back for its backward."""

@@ -1,4 +1,4 @@
-"""The estimate: whether a training run would fit, how its memory is used and how long a step takes.
+"""Estimates whether a training run would fit, how it uses memory, and how long a step takes.
 
 The model is not allocated, and the estimate may be for another machine. The plan is made as an engine makes it. The
 memory of micro-batches comes from a dry run on the meta device (`forecast/dry_run.py`) instead of a memory trial, and
@@ -19,7 +19,7 @@ from ferryman.distributed.ranks import Share
 from ferryman.forecast.dry_run import DryRun, DryRunError, dry_run
 from ferryman.model.loss import model_loss
 from ferryman.model.precision import dtype_of
-from ferryman.model.units import Unit, landing_dtype, trained_elements, weight_itemsize
+from ferryman.model.units import Unit, landing_dtype
 from ferryman.options import PlainOptions
 from ferryman.plan.batch import parts_of, portion, take
 from ferryman.plan.fit import Choice, Trial
@@ -58,7 +58,7 @@ class Training(PlainOptions):
     micro_batches: int | None = None  # over all ranks; None: as few as the memory allows
 
     def of_one(self, size: int) -> Training:
-        """The part of the rank that does the most, if `ferryman train` divides the batch among `size` ranks."""
+        """The largest part of the batch, if `ferryman train` divides it among `size` ranks."""
         return max(self.of_each(size), key=lambda one: (one.samples, -(one.micro_batches or 0)))
 
     def of_each(self, size: int) -> list[Training]:
@@ -135,6 +135,7 @@ def estimate(
             result.device["one call's activations"] = most
             if result.choice.stash_on_host:
                 result.host["stash"] = cluster.devices * stashed
+                result.device["boundaries that stay"] = result.choice.staying * found.trial.boundary
             else:
                 result.device["stash"] = stashed
         sweeps = _sweeps(plan, found, result.choice, device)
@@ -190,7 +191,7 @@ def _fit(planner: Planner, training: Training) -> tuple[Estimate, Callable[[Plan
     choice = Choice(training.micro_batches or 1, training.stash == "host")
     while not problems:
 
-        def try_out(contents: Sequence[Any], room: int, plan: Plan = plan) -> Trial:
+        def try_out(contents: Sequence[Any], room: int, choice: Choice, plan: Plan = plan) -> Trial:
             return of(plan, len(contents[0]["input_ids"])).trial
 
         try:
@@ -216,24 +217,25 @@ def _sweeps(plan: Plan, found: DryRun, choice: Choice, device: torch.device) -> 
         for visit in fetched_visits(found.visits, plan.weight_slots):
             fetched[visit >= found.forward_visits] += found.visits[visit].nbytes
     stashed = found.trial.stash if choice.stash_on_host and device.type != "cpu" else 0
-    # Each boundary activation leaves when its micro-batch parks and comes back when it resumes. In the backward, the
-    # gradient does so, and the activation of the forward comes back as well.
+    # Each boundary activation leaves once, and comes back in the backward. If it does not stay, it also comes back in
+    # the forward; and in the backward, the gradient leaves when its micro-batch parks and comes back when it resumes.
+    moving = stashed * (1 - choice.staying / choice.micro_batches)
     return (
-        Sweep(found.forward, fetched[0], brought=stashed, stowed=stashed),
-        Sweep(found.backward, fetched[1], brought=2 * stashed, stowed=stashed),
+        Sweep(found.forward, fetched[0], brought=moving, stowed=stashed),
+        Sweep(found.backward, fetched[1], brought=stashed + moving, stowed=moving),
     )
 
 
 def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, share: Share, cluster: Cluster) -> Update:
     staging = plan.staging
     parameters = sum(part_elements(unit, optimizer_view, share) for unit in units)
-    weights = {unit: trained_elements(unit) * weight_itemsize(unit) for unit in units}
+    weights = {unit: unit.trained_elements * unit.weight_itemsize for unit in units}
     traffic, gradient = staging.traffic(units, held=plan.held)
     on_device = staging.has_gradient_berths(units, held=plan.held)
     if staging.deferred:
         waiting = 0 if on_device else gradient
         traffic = Traffic(0, traffic.host_in, traffic.device_in + waiting, traffic.device_out)
-    width = max((weight_itemsize(unit) for unit in units), default=0)
+    width = max((unit.weight_itemsize for unit in units), default=0)
     return Update(
         policy=staging.policy,
         parameters=parameters,
@@ -244,10 +246,10 @@ def _update(plan: Plan, units: Sequence[Unit], optimizer_view: OptimizerView, sh
         resident=Traffic(traffic.host_out, traffic.host_in, 0, width),
         landing=gradient,
         waits_on_device=on_device,
-        others=sum(trained_elements(unit) for unit in units) - parameters,
+        others=sum(unit.trained_elements for unit in units) - parameters,
         exchange=exchange_times(
             cluster,
-            gradients=sum(trained_elements(unit) * landing_dtype(unit).itemsize for unit in units),
+            gradients=sum(unit.trained_elements * landing_dtype(unit).itemsize for unit in units),
             weights=sum(nbytes for unit, nbytes in weights.items() if unit.modules),
             residents=sum(nbytes for unit, nbytes in weights.items() if not unit.modules),
         ),

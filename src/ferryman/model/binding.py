@@ -15,14 +15,23 @@ from ferryman.model.units import Item
 def bind(tensors: Sequence[tuple[Item, torch.Tensor]]) -> None:
     for item, tensor in tensors:
         for place in item.places:
-            place.bind(tensor)
-            if isinstance(place.module, nn.RNNBase):
-                _bind_flat_weight(place.module, place.attribute, tensor)
+            # Into the module's own dictionaries: setattr takes several times as long, and refuses plain tensors.
+            attribute, parameters = place.attribute, place.module._parameters
+            if attribute in parameters:
+                parameters[attribute] = tensor  # type: ignore[assignment]
+            else:
+                place.module._buffers[attribute] = tensor
+        if item.is_recurrent:
+            for place in item.places:
+                if isinstance(place.module, nn.RNNBase):
+                    _bind_flat_weight(place.module, place.attribute, tensor)
 
 
 def _bind_flat_weight(module: nn.RNNBase, attribute: str, tensor: torch.Tensor) -> None:
-    """Updates the list of weights that `nn.LSTM` and other RNNs compute with. They would rebuild the list if its weak
-    references did not match the parameters."""
+    """Updates the list of weights with which `nn.LSTM` and other RNNs compute.
+
+    They rebuild the list if its weak references do not match the parameters, so these are updated as well.
+    """
     if attribute in module._flat_weights_names:
         at = module._flat_weights_names.index(attribute)
         module._flat_weights[at] = tensor
@@ -39,7 +48,7 @@ def is_assigned(item: Item, tensor: torch.Tensor) -> bool:
 
 
 def adopt_assigned(item: Item, tensor: torch.Tensor) -> None:
-    """Copies the values of a buffer that was assigned into the buffer's own memory, and binds that again."""
+    """Copies a tensor that was assigned to a buffer into the buffer's own memory, and binds that memory again."""
     for place in item.places:
         current = place.current()
         if current is tensor:
@@ -47,10 +56,9 @@ def adopt_assigned(item: Item, tensor: torch.Tensor) -> None:
         if current is None or current.shape != tensor.shape or current.dtype != tensor.dtype:
             now = "None" if current is None else f"{tuple(current.shape)} of {current.dtype}"
             raise ValueError(
-                f"the buffer {item.name!r} is assigned {now}, and was {tuple(tensor.shape)} of {tensor.dtype}; a "
+                f"the buffer {item.name!r} was {tuple(tensor.shape)} of {tensor.dtype} and is assigned {now}; a "
                 "buffer must keep its shape and dtype while an engine uses it. Use a plain attribute if they change"
             )
         with torch.no_grad():
             tensor.copy_(current.detach())
-        for other in item.places:
-            other.bind(tensor)
+        bind([(item, tensor)])

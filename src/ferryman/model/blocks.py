@@ -18,8 +18,8 @@ from ferryman.runtime.rng import Randomness
 Forward = Callable[..., Any]
 Position = int | str
 
-# Names in transformers: the number of blocks and a list with an entry for each, in a configuration; and the position of
-# a block, also in a cache, in its modules.
+# Names in transformers. In a configuration: the number of blocks, and a list with the type of each. In the modules of a
+# block: its position, also in the key-value cache.
 _COUNT, _KINDS, _NUMBER = "num_hidden_layers", "layer_types", "layer_idx"
 
 
@@ -74,7 +74,7 @@ class Blocks:
         return {module for block in self.skipped for module in block.modules()}.issuperset(modules)
 
     def insert(self, position: Position, block: nn.Module) -> None:
-        """Inserts the block at this position; the blocks from there on move up."""
+        """Inserts the block at this position. The blocks from this position on move by one."""
         name, blocks, index = self._find(position)
         if not 0 <= index <= len(blocks):
             raise ValueError(f"a block cannot be inserted at {position!r}: {name!r} takes positions 0 to {len(blocks)}")
@@ -92,7 +92,7 @@ class Blocks:
         self._tell(name, len(blocks) + 1, lambda kinds: kinds.pop(index))
 
     def skippable(self, block: nn.Module, forward: Forward) -> Forward:
-        """A forward that returns its input if the block is skipped."""
+        """Wraps a block's forward: it returns its input if the block is skipped."""
 
         def run_or_skip(*args: Any, **kwargs: Any) -> Any:
             kind = type(block)
@@ -112,7 +112,7 @@ class Blocks:
                 if (form := _form_of(result, hidden)) is None:
                     raise ValueError(_not_skipped(block, result, hidden))
                 self._forms[kind] = form
-            assert hidden is not None, "it has a shape"
+            assert hidden is not None, "an output of its shape was found"
             return self._forms[kind].around(hidden)
 
         return run_or_skip
@@ -125,22 +125,22 @@ class Blocks:
             name, _, number = position.rpartition(".")
             if name not in lists or not number.isdigit():
                 known = ", ".join(repr(f"{name}.0".lstrip(".")) for name in lists)
-                raise ValueError(f"{position!r} does not name a block; blocks are called like {known}")
+                raise ValueError(f"{position!r} does not name a block; blocks have names such as {known}")
             return name, cast("nn.ModuleList", lists[name]), int(number)
         if type(position) is not int:
             raise ValueError(f"a block's position must be a number or its name; this is {position!r}")
         if len(lists) != 1:
             names = ", ".join(f"'{name}.{position}'" for name in lists)
             raise ValueError(
-                f"position {position} is not enough: the model has several lists of blocks; name it, {names}"
+                f"position {position} is ambiguous: the model has several lists of blocks. Name the block: {names}"
             )
         ((name, blocks),) = lists.items()
         return name, cast("nn.ModuleList", blocks), position
 
     def _tell(self, name: str, before: int, change: Callable[[list[Any]], object]) -> None:
-        """Adjusts the configuration of a transformers model, which runs as many blocks as that says.
+        """Adjusts the configuration of a transformers model, which sets how many blocks it runs.
 
-        The configuration is that of the closest module around the list; encoder and decoder have one each.
+        This is the configuration of the closest module around the list: encoder and decoder have one each.
         """
         blocks = list(self._lists[name].children())
         path = name.split(".") if name else []
@@ -171,6 +171,7 @@ def _not_skipped(block: nn.Module, result: Any, hidden: torch.Tensor | None) -> 
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
     wanted = "its input" if hidden is None else f"the shape {tuple(hidden.shape)}"
     return (
-        f"a {type(block).__name__} cannot be skipped by the engine: a skipped block returns its input in place of its "
-        f"result, which must be one tensor of {wanted}; its tensors are: {shapes}. Skip it in the model's own forward"
+        f"a {type(block).__name__} cannot be skipped by the engine: a skipped block returns its input, so its output "
+        f"must be one tensor of {wanted}; it returns tensors of these shapes: {shapes}. Skip it in the model's own "
+        "forward"
     )

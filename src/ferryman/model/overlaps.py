@@ -38,11 +38,11 @@ def refuse_overlaps(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def _way_out(one: _Member, two: _Member) -> str:
     if not isinstance(two.tensor, nn.Parameter):
-        return f"Read {one.name!r} itself in the forward, or give the buffer memory of its own (clone())"
+        return f"Read {one.name!r} itself in the forward, or give the buffer its own memory (clone())"
     same = one.tensor.shape == two.tensor.shape and one.tensor.stride() == two.tensor.stride()
     if same and one.begin == two.begin:
-        return f"Tie them by one parameter in both places: model.{two.name} = model.{one.name}"
-    return "Use one parameter, and a part of it in the forward; or give each memory of its own (clone())"
+        return f"Tie them by using one parameter in both places: model.{two.name} = model.{one.name}"
+    return "Use one parameter and slice it in the forward, or give each its own memory (clone())"
 
 
 def _overlapping(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[_Member, _Member]]:

@@ -19,7 +19,7 @@ Forward = Callable[..., Any]
 
 
 class _StandIn:
-    """Replaces a module's forward. A copy of the module, also a pickled one, gets the module's own forward."""
+    """Replaces a module's forward. A copied or unpickled module gets the original forward."""
 
     def __init__(self, module: nn.Module, forward: Forward, own: Forward | None) -> None:
         self._module, self._forward, self.own = module, forward, own
@@ -41,7 +41,7 @@ class _StandIn:
 
 
 class _Hook:
-    """One of the engine's hooks on a module. In a copy of the module, also a pickled one, it does nothing."""
+    """One of the engine's hooks on a module. In a copied or unpickled module it does nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -75,7 +75,8 @@ class ModelPatch:
     def watch(self, modules: Iterable[nn.Module], reads: Reads) -> None:
         """Makes `state_dict` and `load_state_dict` of these modules wait for pending updates."""
         for module in modules:
-            if module not in self._hooks:
+            # A ScriptModule takes no hooks; the engine accepts those without weights, such as activation functions.
+            if module not in self._hooks and not isinstance(module, torch.jit.ScriptModule):
                 self._hooks[module] = (
                     module.register_state_dict_pre_hook(_Hook(lambda *_: reads.wait())),
                     module.register_state_dict_post_hook(_Hook(functools.partial(_remember, reads))),

@@ -11,7 +11,7 @@ from ferryman.model.units import Unit
 
 
 class Placeholder(torch.Tensor):
-    """Has the tensor's shape, dtype and device; using its values is an error that names it."""
+    """A tensor with the right shape, dtype and device, but without values: using them raises an error with its name."""
 
     _name: str
     _unit: str
@@ -43,7 +43,7 @@ class Placeholder(torch.Tensor):
         if function is torch.autograd.grad:
             absent = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
             raise ValueError(
-                f"torch.autograd.grad is asked for the gradient of {absent._name!r}, which is on the device only while "
+                f"torch.autograd.grad was called for {absent._name!r}, which is on the device only while "
                 f"its unit {absent._unit!r} runs. Keep it there: resident=[{absent._name!r}]"
             )
         if function in GRADIENT_ACCESS and args[0]._may_have_gradient():
@@ -70,9 +70,9 @@ GRADIENT_ACCESS = (_gradient.__get__, _gradient.__set__, _gradient.__delete__)
 
 def gradient_is_elsewhere(name: str) -> ValueError:
     return ValueError(
-        f"the gradient of {name!r} is read or cleared while the model or the loss runs, as model.zero_grad() does, "
-        "when a backward has added to it before: one inside the loss, or that of an earlier micro-batch. It is not "
-        "there then: the engine adds gradients up elsewhere. In place of backward() and zero_grad() in a loss, use "
-        "torch.autograd.grad(value, inputs), which leaves the gradients of parameters alone; read or clear them after "
+        f"the gradient of {name!r} is read or cleared while the model or the loss runs (model.zero_grad() does so), "
+        "after a backward has added to it: a backward inside the loss, or that of an earlier micro-batch. The engine "
+        "accumulates gradients elsewhere, so `.grad` does not have them yet. Instead of backward() and zero_grad() in "
+        "a loss, use torch.autograd.grad(value, inputs), which does not change `.grad`; read or clear gradients after "
         "engine.forward_backward()"
     )

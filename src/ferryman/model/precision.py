@@ -13,9 +13,9 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 def dtype_of(model: nn.Module, precision: str | None) -> DtypeOf:
-    """A function that gives the dtype of each tensor in a precision; without a precision, the tensor's own.
+    """Returns a function that maps a tensor to its dtype in this precision; without a precision, to its own dtype.
 
-    Buffers keep their dtypes. Modules that a transformers model requires to be in float32 stay so.
+    Buffers keep their dtypes. Modules that a transformers model requires to be in float32 stay in float32.
     """
     if precision is None:
         return own_dtype
@@ -38,7 +38,7 @@ _MIN_SCALE = 2.0**-24  # no finite loss needs a smaller factor
 class Scale:
     """The factor by which losses are multiplied, so that float16 gradients do not underflow.
 
-    It changes as in torch's GradScaler, if it `moves`.
+    If it `moves`, it is adjusted as in torch.amp.GradScaler.
     """
 
     def __init__(self, value: float = 1.0, *, moves: bool = False) -> None:

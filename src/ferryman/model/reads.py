@@ -4,15 +4,16 @@ A step returns before all of its updates are done, and the next step overlaps wi
 between must see the updated value, through any reference to the parameter.
 
 Note [Watching reads]
-While updates may be pending, the parameters have a class whose `__torch_function__` torch calls for every operation on
-them. The first read waits for the updates and gives the parameters their own class back. The objects stay the same, and
-only operations that do not depend on values (`_METADATA`) do not wait. Tensors from an earlier `state_dict()` share the
-parameters' memory, so they are watched as well while they exist. Reads through other aliases (a numpy view, an earlier
-`detach()`) cannot be detected; they need `engine.wait()`.
+While updates may be pending, the parameters have a class with a `__torch_function__`, which torch calls for every
+operation on them. The first read waits for the updates and restores the parameters' own class. The objects stay the
+same. Operations that do not depend on values (`_METADATA`) do not wait. Tensors from an earlier `state_dict()` share
+the parameters' memory, so they are watched as well while they exist. Reads through other aliases (a numpy view, an
+earlier `detach()`) cannot be detected; they need `engine.wait()`.
 
 Note [Forked children]
-A forked child has neither the threads that make updates nor, on an accelerator, the memory of the weights
-(`runtime/pinned.py`). There, all tensors of the model have that class for good, and using their values is an error.
+A forked child does not have the threads that run updates and, on an accelerator, does not have the memory of the
+weights (`runtime/pinned.py`). In the child, all tensors of the model keep that class, and using their values is an
+error.
 """
 
 from __future__ import annotations
@@ -82,18 +83,17 @@ _open: weakref.WeakSet[Reads] = weakref.WeakSet()
 class Reads:
     """Makes reads of weights call `wait_for_updates`, from `begin` until the first read or `end`.
 
-    `tensors` returns all tensors of the model that have the engine's memory, until `close`.
+    `tensors` returns all tensors of the model, which are watched in forked children until `close`.
     """
 
-    def __init__(
-        self, wait_for_updates: Callable[[], None], tensors: Callable[[], Iterable[torch.Tensor]] = tuple
-    ) -> None:
+    def __init__(self, wait_for_updates: Callable[[], None], tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._wait_for_updates = wait_for_updates
         self._tensors = tensors
         self._origin = Origin()
-        # Several threads of the user may read. Reentrant: a garbage collection may close the engine anywhere.
+        # Several threads of the user may read. Reentrant, since garbage collection may close the engine at any point.
         self._lock = threading.RLock()
         self._begun = 0  # the number of calls of `begin`
+        self.were_used = False  # since `begin`, somebody may have read or edited values
         self._refused: dict[int, str] = {}  # in a step: names of parameters that must not be used, by identity
         self._watched: list[torch.Tensor] = []
         self._aliases: list[TensorWeakRef] = []
@@ -102,30 +102,34 @@ class Reads:
         self._own = {watching: kind for kind, watching in self._watching.items()}
         _open.add(self)
 
-    def begin(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Begins to watch these parameters, whose updates may be pending."""
+    def begin(self, parameters: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> None:
+        """Begins to watch these parameters, whose updates may be pending, and `others`, which have no updates."""
         with self._lock:
             self._begun += 1
-            self._watch((*parameters, *self._living_aliases()))
+            self._watch((*parameters, *others, *self._living_aliases()))
+            self.were_used = any(type(tensor) not in self._own for tensor in others)  # it cannot be known
             unknown = any(type(tensor) not in self._own for tensor in parameters)
         if unknown:
-            self.wait()  # a parameter of a class of the user's own cannot be watched
+            self.wait()  # a parameter of a subclass cannot be watched
 
     def end(self) -> None:
-        """Stops watching: the engine itself reads weights after their updates, or no updates are pending."""
+        """Stops watching, because no updates are pending, or because the engine itself orders its reads after them."""
         self._origin.check()
         with self._lock:
             self._end()
 
     def close(self) -> None:
-        """The model gets its tensors back."""
+        """Stops watching for good. Forked children may use the tensors again."""
         self.end()
         _open.discard(self)
 
     @contextlib.contextmanager
     def refused(self, names: Mapping[torch.Tensor, str]) -> Iterator[None]:
-        """Context of a step, in which using these parameters is an error. The model has other tensors in their place,
-        so code that uses an earlier reference to one would not see its update, and its gradient would be lost."""
+        """Context of a step, in which using these parameters is an error.
+
+        In a step the model has other tensors in their place. Code that uses a reference from before the step would not
+        see the current weights, and its gradient would be lost.
+        """
         with self._lock:
             self._end()
             self._refused = {id(tensor): name for tensor, name in names.items()}
@@ -141,11 +145,12 @@ class Reads:
         """Blocks until all updates are done."""
         self._origin.check()
         begun = self._begun
+        self.were_used = True
         try:
             self._wait_for_updates()
         finally:
             with self._lock:
-                if begun == self._begun:  # otherwise another thread has made a step meanwhile
+                if begun == self._begun:  # otherwise another thread has run a step in the meantime
                     self._end()
 
     def remember(self, alias: torch.Tensor) -> None:
@@ -157,7 +162,7 @@ class Reads:
 
     def forked(self) -> None:
         """In a forked child: see Note [Forked children]."""
-        self._lock = threading.RLock()  # a thread that is not here may have held it
+        self._lock = threading.RLock()  # a thread that does not exist here may have held the old one
         self._watch((*self._tensors(), *self._living_aliases()))
 
     def _watch(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -171,8 +176,8 @@ class Reads:
             if (name := self._refused.get(id(leaf))) is not None:
                 raise ValueError(
                     f"the parameter {name!r} is used in a step through a reference from before the step. In a step "
-                    f"the model has another tensor in its place, on the device: read it from the model where it is "
-                    f"used, and keep it on the device: resident=[{name!r}]"
+                    "the model has another tensor in its place, on the device: use the attribute of the module, and "
+                    f"keep the parameter on the device: resident=[{name!r}]"
                 )
 
     def _end(self) -> None:

@@ -12,4 +12,4 @@ class Span(NamedTuple):
 
     host: torch.Tensor  # their bytes on the host
     offset: int  # where they begin in the unit's flat memory, in bytes
-    at: int  # where they begin in a buffer for the subgroup's weights alone, in which all elements have one width
+    at: int  # where they begin in a buffer with only the subgroup's weights, where all elements have the same width

@@ -106,7 +106,7 @@ def _cut(candidate: _Candidate, limit: int | None) -> Iterator[_Candidate]:
     """The candidate or, if it exceeds the limit, its children, recursively."""
     if not _has_parameters(candidate.module):
         return
-    # Parameters that a module owns itself would be resident if it were cut, which would gain nothing.
+    # If a module is cut, the parameters that it owns itself become resident. If these are large, cutting gains nothing.
     own = candidate.own_nbytes()
     whole = isinstance(candidate.module, _WHOLE) or not candidate.children or own > _LARGE * candidate.nbytes
     fits = limit is None or candidate.nbytes <= limit
@@ -165,7 +165,7 @@ def _lay_out(
 
 
 def _places(model: nn.Module) -> dict[int, tuple[Place, ...]]:
-    """All places of each tensor, also those outside of its unit, which must not keep the host's tensor."""
+    """All places of each tensor, by id. Places outside its unit count too: they must not keep the host's tensor."""
     found: dict[int, dict[tuple[int, str], Place]] = {}
     for place, tensor in _tensors("", model):
         found.setdefault(id(tensor), {}).setdefault((id(place.module), place.attribute), place)
@@ -203,8 +203,8 @@ def find_units(
 ) -> tuple[tuple[Unit, ...], Unit]:
     """The units in the model's order, and the residents, which have no module to intercept.
 
-    `limit`: blocks of more bytes are cut. `units`: names or patterns of modules that become units instead. `resident`:
-    names or patterns of parameters that stay on the device, whichever module they are in.
+    `limit`: larger blocks, in bytes, are cut. `units`: names or patterns of modules that become units instead of those
+    that are found. `resident`: names or patterns of parameters that stay on the device, whichever module they are in.
     """
     (found,) = find_cuts(model, [limit], units=units, resident=resident, dtype_of=dtype_of).values()
     return found
@@ -289,12 +289,12 @@ def units_of_block(
     whole = _Candidate(name, block, dtype_of)
     parts = list(_cut(whole, limit))
     if {id(t) for part in parts for t in part.tensors()} != {id(t) for t in whole.tensors()}:
-        parts = [whole]  # cutting it would add a resident, and the residents cannot change any more
+        parts = [whole]  # cutting it would add a resident, and residents cannot be added later
     return tuple(Unit((part.name,), (part.module,), _lay_out(part.tensors(), places, dtype_of)) for part in parts)
 
 
 def rename(model: nn.Module, units: Iterable[Unit]) -> None:
-    """Gives units and their tensors the names that they have in the model now."""
+    """Renames units and their tensors after modules have moved within the model."""
     names = {module: name for name, module in model.named_modules()}
     places = _places(model)
     for unit in units:
@@ -310,6 +310,6 @@ def block_lists(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def module_sizes(model: nn.Module, dtype_of: DtypeOf = own_dtype) -> list[int]:
-    """The sizes of all modules with parameters, the largest first: the limits that make a difference."""
+    """The sizes of all modules with parameters, largest first. Limits between two of them give the same units."""
     modules = (_Candidate(name, module, dtype_of) for name, module in model.named_modules())
     return sorted({candidate.nbytes for candidate in modules if _has_parameters(candidate.module)}, reverse=True)

@@ -1,13 +1,13 @@
 """Units: parameters that travel together, and their layout in flat memory.
 
-A unit is one or more modules and all tensors in them. Its modules' forwards are where the relay takes over.
+A unit is one or more modules and all tensors in them. The relay intercepts the forwards of these modules.
 `unit_discovery.py` decides which modules become units.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from torch import nn
 
 GRADIENT = torch.float32  # the dtype in which gradients of micro-batches accumulate
 
-GRAIN = 16  # elements: alignment of tensors in flat memories of gradients and optimizer state; the widest register
+GRAIN = 16  # elements: alignment of tensors in flat memories of gradients and optimizer state; one AVX-512 register
 
 BLOCK = 256  # elements of a moment in eight bits that share a scale
 
@@ -42,14 +42,6 @@ class Place:
     attribute: str
     name: str  # in the model
 
-    def bind(self, tensor: torch.Tensor) -> None:
-        # Directly into the module's own dictionaries: setattr takes several times as long and refuses plain tensors.
-        parameters = self.module._parameters
-        if self.attribute in parameters:
-            parameters[self.attribute] = tensor  # type: ignore[assignment]
-        else:
-            self.module._buffers[self.attribute] = tensor
-
     def current(self) -> torch.Tensor | None:
         if self.attribute in self.module._parameters:
             return self.module._parameters[self.attribute]
@@ -63,7 +55,7 @@ class Item:
     tensor: torch.Tensor
     places: tuple[Place, ...]  # several, if modules share it
     offset: int  # of its bytes in the unit's flat memory
-    dtype: torch.dtype  # the dtype in transfers; the tensor's own, once the server owns its memory
+    dtype: torch.dtype  # the dtype in transfers; also the tensor's own dtype once the server owns its memory
 
     @property
     def name(self) -> str:
@@ -76,6 +68,11 @@ class Item:
     @property
     def trains(self) -> bool:
         return self.tensor.requires_grad
+
+    @functools.cached_property
+    def is_recurrent(self) -> bool:
+        """Whether a module of a recurrent network has it, which refers to its weights in a second way."""
+        return any(isinstance(place.module, nn.RNNBase) for place in self.places)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """This tensor's part of a unit's flat memory."""
@@ -99,7 +96,7 @@ class Unit:
     def name(self) -> str:
         return self.names[0] if self.names else "residents"
 
-    # Cached: plans read these thousands of times, and the engine refuses tensors that are frozen later.
+    # Cached: planning reads these thousands of times. They cannot change: the engine refuses later freezing.
 
     @functools.cached_property
     def trained(self) -> tuple[Item, ...]:
@@ -110,12 +107,21 @@ class Unit:
         return frozenset(item.dtype for item in self.trained)
 
     @functools.cached_property
-    def trained_elements(self) -> int:
-        """The length of flat memories of gradients and of optimizer state."""
-        end = 0
+    def trained_offsets(self) -> Mapping[Item, int]:
+        """The first element of each trained tensor in flat memories of gradients and of optimizer state."""
+        offsets, end = {}, 0
         for item in self.trained:
-            end = _end_of(item, _begin_of(item, end))
-        return end
+            offsets[item] = _begin_of(item, end)
+            end = _end_of(item, offsets[item])
+        return offsets
+
+    @functools.cached_property
+    def trained_elements(self) -> int:
+        """The length, in elements, of flat memories of gradients and of optimizer state."""
+        if not self.trained:
+            return 0
+        last = self.trained[-1]
+        return _end_of(last, self.trained_offsets[last])
 
     @functools.cached_property
     def weight_itemsize(self) -> int:
@@ -132,15 +138,6 @@ class Unit:
         return f"<Unit {' + '.join(self.names)}: {len(self.items)} tensors, {self.nbytes} bytes>"
 
 
-def trained_offsets(unit: Unit) -> dict[Item, int]:
-    """The first element of each trained tensor in flat memories of gradients and of optimizer state."""
-    offsets, end = {}, 0
-    for item in unit.trained:
-        offsets[item] = _begin_of(item, end)
-        end = _end_of(item, offsets[item])
-    return offsets
-
-
 def _begin_of(item: Item, end: int) -> int:
     """Where a tensor begins after `end`: large ones with a block, so that cuts between blocks are cuts of the unit."""
     grain = GRAIN if item.tensor.numel() < SMALL else BLOCK
@@ -152,50 +149,37 @@ def _end_of(item: Item, begin: int) -> int:
     return begin + -(-item.tensor.numel() // grain) * grain
 
 
-def trained_elements(unit: Unit) -> int:
-    """The length, in elements, of flat memories of gradients and of optimizer state."""
-    return unit.trained_elements
-
-
 def gradient_bytes(unit: Unit) -> int:
-    return trained_elements(unit) * GRADIENT.itemsize
+    return unit.trained_elements * GRADIENT.itemsize
 
 
 def gradient_views(unit: Unit, flat: torch.Tensor, dtype: torch.dtype = GRADIENT) -> dict[Item, torch.Tensor]:
     """Each trained tensor's part of a flat memory for the unit's gradients."""
-    elements = flat[: trained_elements(unit) * dtype.itemsize].view(dtype)
+    elements = flat[: unit.trained_elements * dtype.itemsize].view(dtype)
     return {
         item: elements[start : start + item.tensor.numel()].view(item.tensor.shape)
-        for item, start in trained_offsets(unit).items()
+        for item, start in unit.trained_offsets.items()
     }
 
 
 def landing_dtype(unit: Unit) -> torch.dtype:
-    """The dtype in which the unit's gradients cross to the host: that of its weights, if all have the same."""
+    """The dtype in which the unit's gradients cross to the host: that of its weights if they agree, else float32."""
     return next(iter(unit.trained_dtypes)) if len(unit.trained_dtypes) == 1 else GRADIENT
 
 
 def landing_bytes(unit: Unit) -> int:
     """Bytes of the unit's gradients in the dtype in which they cross."""
-    return trained_elements(unit) * landing_dtype(unit).itemsize
+    return unit.trained_elements * landing_dtype(unit).itemsize
 
 
 def narrow_bytes(unit: Unit) -> int:
-    """Bytes of the unit's gradients in the dtype in which they cross, if it is not that of accumulation; else 0."""
+    """Bytes of a copy of the unit's gradients in the dtype in which they cross; 0 if they accumulate in that dtype."""
     return 0 if landing_dtype(unit) == GRADIENT else landing_bytes(unit)
 
 
 def master_dtype(weights: torch.dtype) -> torch.dtype | None:
-    """The dtype of what is stored beside weights: the low 16 bits of float32, float32 itself, or nothing."""
-    return {torch.float32: None, torch.bfloat16: torch.int16, torch.float16: torch.float32}[weights]
-
-
-def weight_itemsize(unit: Unit) -> int:
-    return unit.weight_itemsize
-
-
-def master_itemsize(unit: Unit) -> int:
-    return unit.master_itemsize
+    """The dtype of the master that is stored beside weights. For bf16 it is the low 16 bits of the float32 value."""
+    return {torch.bfloat16: torch.int16, torch.float16: torch.float32}.get(weights)  # others are masters themselves
 
 
 class Subgroup(NamedTuple):
@@ -212,13 +196,13 @@ class Subgroup(NamedTuple):
 
 def cut_into_subgroups(unit: Unit, size: int, low: int = 0, high: int | None = None) -> list[Subgroup]:
     """Subgroups of the elements from `low` to `high`, of at most `size` elements each, a multiple of GRAIN."""
-    stop = trained_elements(unit) if high is None else high
+    stop = unit.trained_elements if high is None else high
     return [Subgroup(unit, start, min(start + size, stop)) for start in range(low, stop, size)]
 
 
 def overlap(item: Item, begin: int, start: int, count: int) -> tuple[slice, slice] | None:
-    """The elements that a tensor, which begins at element `begin` of a flat memory, shares with the `count` elements of
-    that memory from `start` on: as slices of the tensor and of that range. None if there are none."""
+    """Intersects a tensor, whose first element is at `begin` in a flat memory, with the `count` elements of that memory
+    from `start`. Returns the common elements as slices of the tensor and of that range; None if there are none."""
     low, high = max(start, begin), min(start + count, begin + item.tensor.numel())
     return (slice(low - begin, high - begin), slice(low - start, high - start)) if low < high else None
 

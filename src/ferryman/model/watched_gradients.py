@@ -1,11 +1,12 @@
-"""Gradients of residents, which the user's code must neither read nor clear in a step, nor ask autograd for where units
-use them.
+"""Refuses uses of residents' gradients by the user's code in a step.
 
-Residents are real tensors on the device, and their gradients are taken away as soon as a backward has made them. So a
-loss that clears one (`model.norm.weight.grad = None`) would clear nothing. While they are watched, residents are of a
-class whose `__torch_function__` refuses that, as placeholders do for all other parameters. Inside a unit autograd's
-graph does not show them, so `torch.autograd.grad` would give None, or only what comes from outside the unit. Watching
-takes time at every use of a resident, so the relay watches only where it must.
+Residents are real tensors on the device, and the engine takes their gradients away as soon as a backward has computed
+them. So a loss that clears a gradient (`model.norm.weight.grad = None`) would clear nothing. And autograd's graph does
+not contain what happens inside a unit, so `torch.autograd.grad` would return None for a resident that only units use,
+or an incomplete gradient.
+
+While residents are watched, they have a class whose `__torch_function__` refuses both, as placeholders do for all other
+parameters. Watching slows down every use of a resident, so the relay watches only where it must.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from ferryman.model.placeholder import GRADIENT_ACCESS, Placeholder, gradient_is
 def watching_gradients(
     watched: Mapping[torch.Tensor, tuple[str, str | None]], may_have_gradients: Callable[[], bool]
 ) -> Iterator[None]:
-    """Within, the gradients of these parameters are refused where plain PyTorch may have some. With each is its name,
-    and that of a unit that uses it."""
+    """Context in which uses of these parameters' gradients are refused, if plain PyTorch might have gradients there.
+
+    `watched`: the name of each parameter, and of a unit that uses it, if one does.
+    """
     by_id = {id(tensor): names for tensor, names in watched.items()}
 
     class _Watched(nn.Parameter):
@@ -37,7 +40,7 @@ def watching_gradients(
                 raise gradient_is_elsewhere(by_id[id(args[0])][0])
             if function is torch.autograd.grad:
                 if Placeholder in types:
-                    return NotImplemented  # which says what is wrong
+                    return NotImplemented  # the placeholder raises the error
                 _refuse_those_in_units(kwargs["inputs"] if kwargs and "inputs" in kwargs else args[1], by_id)
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
@@ -58,14 +61,17 @@ def _refuse_those_in_units(inputs: Any, by_id: Mapping[int, tuple[str, str | Non
         name, unit = by_id.get(id(wanted), ("", None))
         if unit is not None:
             raise ValueError(
-                f"torch.autograd.grad is asked for the gradient of {name!r}, which the unit {unit!r} uses. What a unit "
-                "does inside is not in autograd's graph. Name the units such that it is not in one of them "
+                f"torch.autograd.grad was called for {name!r}, which the unit {unit!r} uses, and autograd's graph does "
+                "not contain what happens inside a unit. Choose units that do not contain this parameter "
                 "(units=['blocks.*'], for example)"
             )
 
 
-def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The engine itself takes it away."""
+def take_gradient(
+    parameter: torch.Tensor, original: torch.Tensor
+) -> tuple[torch.Tensor | None, Mapping[int, Any] | None]:
+    """Takes the gradient away from the device's parameter, and returns it with the user's hooks on it, which are on the
+    host's `original`. Both may be watched, and the engine itself may use them."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient, parameter.grad = parameter.grad, None
-    return gradient
+        return gradient, original._backward_hooks

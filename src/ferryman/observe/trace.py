@@ -25,7 +25,7 @@ from ferryman.runtime.marks import Event, covered, new_event
 
 # Sampling device memory may take at most this share of the time.
 _MAX_SAMPLING_SHARE = 0.02
-# How many steps keep their figures after their spans have been dropped; beyond that, every 2nd, 4th, ... step does.
+# Steps whose figures are kept after their spans have been dropped. Beyond that, only every 2nd, 4th, ... step is kept.
 _MAX_OLD_STEPS = 10_000
 
 
@@ -51,7 +51,7 @@ def busy_time(spans: Iterable[TraceSpan], start: float = -math.inf, end: float =
 
 
 class Note(NamedTuple):
-    """Values that became known about a step at some time, such as the figures of its updates."""
+    """Values about a step that became known at some time, such as the figures of its updates."""
 
     step: int
     label: str

@@ -7,6 +7,20 @@ that fits. Two samples are tried even if twice the memory of one is too much, be
 gradient of an embedding, does not grow with samples. A trial that exceeds the available room is stopped, and
 micro-batches have one sample then. There is one trial for each shape of batch; a batch that is not longer in any
 dimension than an earlier one needs no trial.
+
+Note [What is reserved]
+The budget bounds what the allocator reserves, and only what tensors allocate grows evenly with samples: segments are
+taken as a whole, and what is left over in them depends on the order of sizes. So the peaks of stretches, which are
+allocated, choose a size, with the most that the allocator added in the trials so far. Another trial then measures what
+micro-batches of that size reserve. If that is too much, a smaller size is tried. A stash on the device is part of that
+trial, because long-lived tensors between short-lived ones are what keeps an allocator from using its segments again. An
+allocator that reserves only what is allocated needs no such trial.
+
+Note [Boundaries that stay]
+With the stash on the host, the inputs of the call that a parked micro-batch waits for (its *boundary*) would leave the
+device between any two visits: in a step, the stash would cross twice out and three times in. A boundary that stays
+needs only the one copy that the backward reads: once out, once in. So the rest of the room is for boundaries, of as
+many micro-batches as it has room for. Each takes the place of the largest inputs of any call.
 """
 
 from __future__ import annotations
@@ -14,7 +28,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ferryman.plan.batch import Shape, bytes_in, shape_of, take
@@ -40,6 +54,13 @@ class Trial(NamedTuple):
 
     stretches: Sequence[Stretch]
     stash: int  # bytes of a micro-batch's stash between its forward and its backward
+    boundary: int  # bytes of the largest inputs for which a micro-batch has waited
+    reserved: int = 0  # the peak of bytes reserved, in addition to those that are always reserved
+
+    @property
+    def added(self) -> int:
+        """How much the allocator has added to the bytes of tensors."""
+        return max(0, self.reserved - _highest(self.stretches).peak)
 
 
 class Choice(NamedTuple):
@@ -47,6 +68,14 @@ class Choice(NamedTuple):
 
     micro_batches: int
     stash_on_host: bool
+    staying: int = 0  # the micro-batches whose boundary stays on the device, if the stash is on the host
+
+
+_TRIAL = Choice(TRIAL_MICRO_BATCHES, stash_on_host=True)
+
+# Runs micro-batches with these contents and returns what they needed; raises a TooLargeError as soon as that is more
+# than a number of bytes. Of the choice, the place of the stash and of boundaries counts.
+Measure = Callable[[list[Any], int, Choice], Trial]
 
 
 class TooLargeError(Exception):
@@ -64,12 +93,19 @@ class Needs:
 
     one: Trial
     two: Trial
+    checks: list[_Check] = field(default_factory=list)  # what other sizes have reserved
 
     def peak(self, samples: int) -> int:
         return self.most(samples).peak
 
     def most(self, samples: int) -> Stretch:
-        """The stretch that needs the most memory."""
+        """The stretch that needs the most memory, with what the allocator adds."""
+        added = [self.one.added, self.two.added, *(check.added for check in self.checks)]
+        highest = self.allocated(samples)
+        return highest._replace(peak=highest.peak + (self.one.added if samples == 1 else max(added)))
+
+    def allocated(self, samples: int) -> Stretch:
+        """The stretch that allocates the most."""
         if len(self.one.stretches) != len(self.two.stretches):  # the model's control flow depends on its data
             pairs = [(_highest(self.one.stretches), _highest(self.two.stretches))]
         else:
@@ -78,6 +114,9 @@ class Needs:
 
     def stash(self, samples: int) -> int:
         return _line(self.one.stash, self.two.stash, samples)
+
+    def boundary(self, samples: int) -> int:
+        return _line(self.one.boundary, self.two.boundary, samples)
 
 
 def _highest(stretches: Sequence[Stretch]) -> Stretch:
@@ -88,11 +127,33 @@ def _line(one: int, two: int, samples: int) -> int:
     return one + max(0, two - one) * (samples - 1)
 
 
+class _Check(NamedTuple):
+    """What micro-batches of one size have reserved: a trial that was more than a forecast."""
+
+    shape: Shape
+    samples: int
+    choice: Choice
+    reserved: int  # the peak, in addition to the bytes that are always reserved
+    added: int  # by the allocator
+
+    def covers(self, other: _Check) -> bool:
+        """Whether the other one needs no trial, since it is not larger."""
+        mine, theirs = self.choice, other.choice
+        return (
+            mine.stash_on_host == theirs.stash_on_host
+            and theirs.staying <= mine.staying
+            and (theirs.stash_on_host or theirs.micro_batches <= mine.micro_batches)
+            and other.samples <= self.samples
+            and other.shape.within(self.shape)
+        )
+
+
 class Fit:
     """Chooses the number of micro-batches and the stash's place. `stash` is "auto", "device" or "host"."""
 
-    def __init__(self, budget: int, stash: str, measure: Callable[[list[Any], int], Trial]) -> None:
+    def __init__(self, budget: int, stash: str, measure: Measure, *, is_exact: bool = True) -> None:
         self.budget = budget
+        self._is_exact = is_exact  # the allocator reserves what is allocated
         self._stash = stash
         self._measure = measure
         self._known: dict[Shape, Needs] = {}
@@ -108,17 +169,17 @@ class Fit:
         needs = self._needs_of(batch, room)
         if count is not None:
             per_part = -(-size // count)
-            on_host = self._place(needs, per_part, count, room)
-            if on_host is None:
-                best, most = self._largest(needs, size, room), needs.most(per_part)
+            choice = self._place(needs, batch, per_part, count, room)
+            if choice is None:
+                best, most = self._largest(needs, batch, size, room), needs.most(per_part)
                 raise TooLargeError(
                     Need(_padded(most.peak), most.where),
                     f"micro_batches={count} makes micro-batches of {per_part} samples, which need "
                     f"{show_bytes(fixed + _padded(most.peak))} where memory={show_bytes(self.budget)}; use "
                     f"micro_batches={best.micro_batches}, or leave it out to let the engine choose",
                 )
-            return Choice(count, on_host)
-        return self._largest(needs, size, room)
+            return choice
+        return self._largest(needs, batch, size, room)
 
     def place(self, part: Any, count: int, fixed: int) -> Choice:
         """Chooses the place of the stash for `count` ready-made micro-batches, of which `part` is the largest."""
@@ -127,7 +188,7 @@ class Fit:
         smallest, need = self._refused.get(kinds, (sys.maxsize, None))
         if nbytes < smallest:
             try:
-                return Choice(count, self._place_measured(part, nbytes, kinds, count, room))
+                return self._place_measured(part, nbytes, kinds, count, room)
             except TooLargeError as error:
                 need = error.need
                 self._refused[kinds] = nbytes, need
@@ -139,23 +200,23 @@ class Fit:
             "pass smaller micro-batches (in a list, or from split=), or a larger budget",
         )
 
-    def _place_measured(self, part: Any, nbytes: int, kinds: Any, count: int, room: int) -> bool:
+    def _place_measured(self, part: Any, nbytes: int, kinds: Any, count: int, room: int) -> Choice:
         largest, trial = self._measured.get(kinds, (-1, None))
         if trial is None or nbytes > largest:
-            trial = self._measure([part] * TRIAL_MICRO_BATCHES, room)
+            trial = self._measure([part] * TRIAL_MICRO_BATCHES, room, _TRIAL)
             self._measured[kinds] = nbytes, trial
-        on_host = self._place(Needs(trial, trial), 1, count, room)
-        if on_host is None:
+        choice = self._place(Needs(trial, trial), part, None, count, room)
+        if choice is None:
             raise TooLargeError(self._need_of_one(trial, count))
-        return on_host
+        return choice
 
-    def _largest(self, needs: Needs, size: int, room: int) -> Choice:
+    def _largest(self, needs: Needs, batch: Any, size: int, room: int) -> Choice:
         """The largest micro-batches that fit, in the smallest number that makes micro-batches of that size."""
         count = 1
         while True:
             samples = -(-size // count)
-            if (on_host := self._place(needs, samples, count, room)) is not None:
-                return Choice(count, on_host)
+            if (choice := self._place(needs, batch, samples, count, room)) is not None:
+                return choice
             if samples == 1:
                 break
             count = -(-size // (samples - 1))  # the next that makes them smaller
@@ -164,37 +225,90 @@ class Fit:
     def whole_need(self, batch: Any, size: int) -> Need:
         """The need of micro-batches of one sample, measured without a limit; the budget if the device has no more."""
         try:
-            return self._need_of_one(self._measure([take(batch, 1)] * TRIAL_MICRO_BATCHES, sys.maxsize), size)
+            return self._need_of_one(self._measure([take(batch, 1)] * TRIAL_MICRO_BATCHES, sys.maxsize, _TRIAL), size)
         except TooLargeError:
             return Need(self.budget, "a trial", is_all=False)
 
     def _need_of_one(self, one: Trial, size: int) -> Need:
         most = _highest(one.stretches)
         stashed = size * one.stash if self._stash == "device" else 0
-        return Need(_padded(most.peak + stashed), most.where)
+        return Need(_padded(most.peak + one.added + stashed), most.where)
 
-    def _place(self, needs: Needs, samples: int, count: int, room: int) -> bool | None:
-        """Whether the stash is on the host; None if it does not fit either way."""
-        peak = needs.peak(samples)
-        self.last = _padded(peak)
-        if self._stash != "host" and _padded(peak + count * needs.stash(samples)) <= room:
+    def _place(self, needs: Needs, batch: Any, samples: int | None, count: int, room: int) -> Choice | None:
+        """The place of the stash and of boundaries for `count` micro-batches; None if nothing fits.
+
+        `samples`: None if `batch` is a ready-made micro-batch.
+        """
+        size = samples or 1
+        self.last = _padded(needs.peak(size))
+        on_device, on_host = Choice(count, stash_on_host=False), Choice(count, stash_on_host=True)
+        stashed = count * needs.stash(size)
+        if self._stash != "host" and self._fits(needs, batch, samples, on_device, stashed, room):
+            return on_device
+        if self._stash == "device" or not self._fits(needs, batch, samples, on_host, 0, room):
+            return None
+        some = staying(count, needs.peak(size), needs.boundary(size), room)
+        while some and not self._fits(needs, batch, samples, on_host._replace(staying=some), 0, room):
+            some //= 2
+        return on_host._replace(staying=some)
+
+    def _fits(self, needs: Needs, batch: Any, samples: int | None, choice: Choice, stashed: int, room: int) -> bool:
+        """Whether micro-batches of this size fit, with `stashed` bytes. See Note [What is reserved]."""
+        if _padded(needs.peak(samples or 1) + stashed) > room:
             return False
-        return True if self._stash != "device" and _padded(peak) <= room else None
+        if self._is_exact:
+            return True
+        moves = choice.stash_on_host and not choice.staying
+        if moves and samples in (None, 1, 2):
+            return True  # they were in the trials of `needs`
+        wanted = _Check(shape_of(batch), samples or 1, choice, 0, 0)
+        for check in needs.checks:
+            if check.reserved <= room and check.covers(wanted):
+                return self._has_reserved(check)
+            if check.reserved > room and wanted.covers(check):
+                return False
+        content, parts = batch if samples is None else take(batch, samples), choice.micro_batches
+        if choice.stash_on_host:
+            parts = min(parts, choice.staying + TRIAL_MICRO_BATCHES) if choice.staying else TRIAL_MICRO_BATCHES
+        try:
+            trial = self._measure([content] * parts, room, choice)
+        except TooLargeError as error:
+            needs.checks.append(wanted._replace(reserved=max(error.need.nbytes, room + 1)))
+            gc.collect()  # the exception's traceback keeps the trial's tensors on the device
+            return False
+        added = max(0, trial.reserved - needs.allocated(samples or 1).peak) if moves else 0
+        needs.checks.append(wanted._replace(reserved=trial.reserved, added=added))
+        return trial.reserved <= room and self._has_reserved(needs.checks[-1])
+
+    def _has_reserved(self, check: _Check) -> bool:
+        """Remembers what the choice needs. Boundaries could leave."""
+        if not check.choice.staying:
+            self.last = max(self.last, check.reserved)
+        return True
 
     def _needs_of(self, batch: Any, room: int) -> Needs:
         shape = shape_of(batch)
         for known, needs in self._known.items():
             if shape.within(known):
                 return needs
-        one = self._measure([take(batch, 1)] * TRIAL_MICRO_BATCHES, room)
+        one = self._measure([take(batch, 1)] * TRIAL_MICRO_BATCHES, room, _TRIAL)
         try:
-            two = self._measure([take(batch, 2)] * TRIAL_MICRO_BATCHES, room)
+            two = self._measure([take(batch, 2)] * TRIAL_MICRO_BATCHES, room, _TRIAL)
         except TooLargeError:
             # More than the room, and at most twice what one sample needs.
-            two = Trial([Stretch(where, max(2 * peak, room + 1)) for where, peak in one.stretches], 2 * one.stash)
+            two = Trial(
+                [Stretch(where, max(2 * peak, room + 1)) for where, peak in one.stretches],
+                2 * one.stash,
+                2 * one.boundary,
+            )
             gc.collect()  # the exception's traceback keeps the trial's tensors on the device
         self._known[shape] = Needs(one, two)
         return self._known[shape]
+
+
+def staying(count: int, peak: int, boundary: int, room: int) -> int:
+    """How many of `count` micro-batches can leave their boundary on the device, beside a `peak` without any."""
+    return max((some for some in range(count + 1) if _padded(peak + some * boundary) <= room), default=0)
 
 
 def _padded(nbytes: int) -> int:

@@ -3,7 +3,7 @@
 The memory that is always in use on the device is
 
     weight slots x largest unit + gradient slots x widest gradients + residents, with their gradients
-    + memory for updates on the device (`staging.py`)
+    + memory for updates on the device (`staging.py`) + what the allocator adds (`runtime/segments.py`)
 
 If all units are *held*, their sum takes the place of the weight slots. The rest of the budget is for micro-batches
 while they run; `plan/fit.py` measures what they need. Large units are better than small ones, since every boundary
@@ -29,6 +29,7 @@ from torch import nn
 from ferryman.model.unit_discovery import find_cuts, module_sizes
 from ferryman.model.units import DtypeOf, Unit, gradient_bytes, narrow_bytes, own_dtype
 from ferryman.plan.staging import Staging
+from ferryman.runtime.segments import Segments
 from ferryman.runtime.sizes import show_bytes
 
 # Largest fractions of a budget for memory that is always in use: in general, with all units held, and with more than
@@ -69,17 +70,26 @@ class Plan:
     updates: bool = False  # whether the engine updates the weights; if so, gradients cross in the weights' dtype
     limit: int | None = None  # blocks of more bytes than this were cut
     held: bool = False  # whether all weights stay on the device
+    segments: Segments = Segments()  # noqa: RUF009 - frozen
     predicted_rate: float | None = None  # of updates, in parameters per second; None: not known yet
     achieved_rate: float | None = None
 
     @property
     def account(self) -> dict[str, int]:
-        """Bytes of device memory that are always in use, by purpose."""
+        """Bytes of device memory that are always reserved, by purpose."""
+        allocations = self._allocations
+        account = {purpose: sum(sizes) for purpose, sizes in allocations.items()}
+        added = self.segments.reserved(itertools.chain(*allocations.values())) - sum(account.values())
+        return {**account, "allocator": added} if added else account
+
+    @property
+    def _allocations(self) -> dict[str, list[int]]:
+        """Bytes of all allocations that last as long as the plan, by purpose. Each purpose has as few as possible."""
         return {
-            "weight slots": self._weight_bytes,
-            "gradient slots": self.gradient_slots * slot_bytes(self.units, self.updates),
-            "residents": self.residents.nbytes + slot_bytes([self.residents], self.updates),
-            **self.staging.account(self.in_forward_order, held=self.held),
+            "weight slots": [self._weight_bytes],
+            "gradient slots": [self.gradient_slots * slot_bytes(self.units, self.updates)],
+            "residents": [self.residents.nbytes, slot_bytes([self.residents], self.updates)],
+            **self.staging.allocations(self.in_forward_order, held=self.held),
         }
 
     @property
@@ -128,6 +138,8 @@ class Plan:
             "state on the device": f"{show_bytes(account.get('state on the device', 0))} for optimizer state",
             "gradients on the device": f"{show_bytes(account.get('gradients on the device', 0))} for gradients that "
             "wait for the norm",
+            "allocator": f"{show_bytes(account.get('allocator', 0))} that the device's allocator adds, which takes "
+            "whole segments",
         }
         order = sorted(account, key=lambda part: -account[part])
         return ", ".join(sizes[part] for part in order if account[part])
@@ -146,6 +158,7 @@ def make_plan(
     dtype_of: DtypeOf = own_dtype,
     needed: Need | None = None,
     smallest: bool = False,
+    segments: Segments = Segments(),  # noqa: B008 - frozen
 ) -> Plan:
     """Makes the plan with the largest units that leaves room in the budget.
 
@@ -154,12 +167,15 @@ def make_plan(
     `units`: modules named by the user, which are not cut. `staging`: ways to update, the best first; a later one is
     used if the earlier ones leave no room. `held`: whether all weights stay on the device; None: if the budget allows
     it. `needed`: the need of a micro-batch of one sample, once it is known. `smallest`: return the plan that uses the
-    least memory instead.
+    least memory instead. `segments`: those of the device's allocator.
     """
     as_they_are = budget is None or units is not None
     limits = [None] if as_they_are else [None, *module_sizes(model, dtype_of)]
     cuts = find_cuts(model, limits, units=units, resident=resident, dtype_of=dtype_of)
-    plans = [Plan(found, rest, slots or 2, 2, staging[0], updates, limit) for limit, (found, rest) in cuts.items()]
+    plans = [
+        Plan(found, rest, slots or 2, 2, staging[0], updates, limit, segments=segments)
+        for limit, (found, rest) in cuts.items()
+    ]
     grades = _grades(plans, slots, staging, held)
     if budget is None:
         return grades[0][0]

@@ -25,9 +25,6 @@ from ferryman.model.units import (
     Unit,
     cut_into_subgroups,
     landing_dtype,
-    master_itemsize,
-    trained_elements,
-    weight_itemsize,
 )
 from ferryman.plan.policy import Policy
 from ferryman.plan.schedule import Traffic
@@ -39,7 +36,8 @@ SUBGROUP = 1 << 20  # the default
 SUBGROUP_WITH_RANKS = 1 << 18  # the default with several ranks: a host holds the gradients of a subgroup from each rank
 MIN_DEVICE_SUBGROUP = 1 << 14  # launching a smaller update on the device takes longer than updating it on the host
 
-_SCRATCH_ITEMSIZE = 2 * 12  # bytes per element of a subgroup: scratch memory of an update and of a gradient check
+_SCRATCHES = 2  # scratch memories: that of an update, and that of a gradient check
+_SCRATCH_ITEMSIZE = 12  # bytes per element of a subgroup in each
 
 _MAX_BERTH_SHARE = 1 / 8  # the largest fraction of a budget for berths
 
@@ -165,14 +163,14 @@ class Staging:
     def _own_part(self, unit: Unit) -> tuple[int, int]:
         """The elements that this rank updates."""
         if self.cuts is None:
-            return 0, trained_elements(unit)
+            return 0, unit.trained_elements
         cuts = self.cuts(unit)
         return cuts[self.rank], cuts[self.rank + 1]
 
     def _largest_part(self, unit: Unit) -> tuple[int, int]:
         """The elements of the largest part of any rank, since all ranks must make the same plan."""
         if self.cuts is None:
-            return 0, trained_elements(unit)
+            return 0, unit.trained_elements
         return 0, max(high - low for low, high in itertools.pairwise(self.cuts(unit)))
 
     # Bytes.
@@ -181,8 +179,9 @@ class Staging:
         """Bytes of berths for so many elements of a unit, at most; 0 if a device cannot update it."""
         if self.state_itemsize(unit) is None or not elements:
             return 0
-        each = weight_itemsize(unit) + self._state_bytes(unit) + GRADIENT.itemsize
-        return math.ceil(elements * each) + (0 if self.small_state is None else self.small_state(unit))
+        each = unit.weight_itemsize + self._state_bytes(unit) + GRADIENT.itemsize
+        nbytes = elements * each + (0 if self.small_state is None else self.small_state(unit))
+        return math.ceil(nbytes / GRADIENT.itemsize) * GRADIENT.itemsize  # the next berth must be aligned
 
     @property
     def scratch(self) -> int:
@@ -191,7 +190,7 @@ class Staging:
 
     def _state_bytes(self, unit: Unit) -> float:
         """Bytes per element, apart from weights: the bits that these lack in float32, and the optimizer state."""
-        return master_itemsize(unit) + (self.state_itemsize(unit) or 0)
+        return unit.master_itemsize + (self.state_itemsize(unit) or 0)
 
     def berth_bytes(self, units: Iterable[Unit]) -> int:
         """Bytes of a berth that fits a subgroup of any of these units."""
@@ -200,7 +199,7 @@ class Staging:
     def traffic(self, units: Sequence[Unit], *, held: bool) -> tuple[Traffic, int]:
         """Bytes per parameter that cross the link if its gradient is on the device, and bytes of that gradient."""
         able = [unit for unit in units if self.state_itemsize(unit) is not None]
-        weights = max((weight_itemsize(unit) for unit in able), default=0)
+        weights = max((unit.weight_itemsize for unit in able), default=0)
         state = max((self._state_bytes(unit) for unit in able), default=0)
         gradient = max((landing_dtype(unit).itemsize for unit in able), default=0)
         back = weights if held else 0  # weights that the host has updated go back to the device
@@ -210,20 +209,22 @@ class Staging:
         """A copy with subgroups that are not larger than the largest unit."""
         return replace(self, subgroup=min(self.subgroup, largest_subgroup(units)))
 
-    def account(self, units: Sequence[Unit], *, held: bool) -> dict[str, int]:
-        """Bytes of device memory, by purpose."""
+    def allocations(self, units: Sequence[Unit], *, held: bool) -> dict[str, list[int]]:
+        """Bytes of all allocations on the device, by purpose."""
         if not self.on_device:
             return {}
         cuts = list(self._cuts(units, self._largest_part))
         resident, waiting = self._resident, self._gradient_berths(held=held)
+        state = sum(self.bytes_for(cut.unit, cut.selected_elements(resident)) for cut in cuts)
+        gradients = sum(cut.selected_elements(waiting) * landing_dtype(cut.unit).itemsize for cut in cuts)
         return {
-            "update staging": self.berths * self.berth_bytes(units)
-            + _SCRATCH_ITEMSIZE * self.scratch
-            + 8 * most_tensors(units),  # a sum of squares for each tensor
-            "state on the device": sum(self.bytes_for(cut.unit, cut.selected_elements(resident)) for cut in cuts),
-            "gradients on the device": sum(
-                cut.selected_elements(waiting) * landing_dtype(cut.unit).itemsize for cut in cuts
-            ),
+            "update staging": [
+                *[_SCRATCH_ITEMSIZE * self.scratch] * _SCRATCHES,
+                self.berths * self.berth_bytes(units),
+                8 * most_tensors(units),  # a sum of squares for each tensor
+            ],
+            "state on the device": [state],
+            "gradients on the device": [gradients],
         }
 
 
@@ -247,13 +248,13 @@ def most_tensors(units: Iterable[Unit]) -> int:
 
 def largest_subgroup(units: Iterable[Unit]) -> int:
     """The size of subgroups in which the largest unit is one subgroup, up to the default."""
-    return min(SUBGROUP, max((_rounded(trained_elements(unit)) for unit in units), default=GRAIN))
+    return min(SUBGROUP, max((_rounded(unit.trained_elements) for unit in units), default=GRAIN))
 
 
 def subgroup_for(budget: int, most: int) -> int:
     """The largest subgroup, of at most `most` elements, whose berths use only a small part of the budget."""
     size = most
-    itemsize = BERTHS * _TYPICAL_BERTH_ITEMSIZE + _SCRATCH_ITEMSIZE
+    itemsize = BERTHS * _TYPICAL_BERTH_ITEMSIZE + _SCRATCHES * _SCRATCH_ITEMSIZE
     while size > MIN_DEVICE_SUBGROUP and itemsize * size > _MAX_BERTH_SHARE * budget:
         size = max(MIN_DEVICE_SUBGROUP, _rounded(size // 2))
     return size

@@ -104,6 +104,16 @@ class BoundModel:
             self.resident_tensors = {}  # their hooks refer to the relay
             self._weights.leave(slot, end)
 
+    def fetch_ahead(self) -> None:
+        """Between steps: see `WeightSlots.fetch_ahead`."""
+        self._weights.fetch_ahead([self.residents], latest_first=False)
+
+    def ahead(self) -> list[Unit]:
+        return self._weights.ahead()
+
+    def distrust_ahead(self) -> None:
+        self._weights.distrust_ahead()
+
     def all_tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that residents have on the device."""
         yield from self._weights.all_tensors()
@@ -138,7 +148,7 @@ class BoundModel:
 
     def recover(self) -> None:
         """After a failure: the tensors on the device are out of date."""
-        self._weights.forget()
+        self._weights.forget(everything=True)
 
     def close(self) -> None:
         """Frees the device's memory."""

@@ -20,15 +20,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import inspect
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ferryman.exactness.buffers import Copies
@@ -37,9 +34,12 @@ from ferryman.exactness.snapshot import Snapshot
 from ferryman.exactness.variables import Variable
 from ferryman.model.units import Unit
 from ferryman.relay.call_node import CallNode, Handle, SavedInputs
+from ferryman.relay.hooked_inputs import are_hooked, drop_hooks, move_hooks
+from ferryman.relay.hooked_outputs import HookedOutputs
 from ferryman.relay.micro_batch import Direction, MicroBatch
 from ferryman.relay.modes import Modes, saving_hooks
 from ferryman.relay.stash import edited_since, version_of
+from ferryman.relay.unit_arguments import refuse_transforms
 from ferryman.runtime.rng import Randomness, State
 
 if TYPE_CHECKING:
@@ -52,10 +52,11 @@ if TYPE_CHECKING:
 Forward = Callable[..., Any]
 T = TypeVar("T")
 
-# Errors of torch in code that needs a graph: Tensor.register_hook and Tensor.retain_grad.
+# Errors of torch in code that needs a graph: Tensor.register_hook, Tensor.retain_grad, and torch.autograd.grad.
 _NEEDS_GRAPH = (
     "cannot register a hook on a tensor that doesn't require gradient",
     "can't retain_grad on Tensor that has requires_grad=False",
+    "element 0 of tensors does not require grad and does not have a grad_fn",
 )
 
 
@@ -143,7 +144,7 @@ class Call:
         # Inputs and outputs of the forward, with its graph, if it is kept for the turn.
         self._graph_at_turn: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         self.wants: list[bool] = []
-        self._hooks_outside: list[Mapping[int, Any]] = []  # for each output: hooks that code between units registers
+        self._outputs = HookedOutputs(unit.name, ())
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.autocast_devices
         ]
@@ -155,16 +156,23 @@ class Call:
         """Runs the module's forward, and returns its result for the user's code."""
         tensors = self._before.tensors
         trains = self._relay.trains(self.unit)
-        if torch.is_grad_enabled() and (trains or any(t.requires_grad for t in tensors)):
+        refuse_transforms(self.unit, tensors)
+        # In the traced trial every unit has a graph, which shows whether it uses leaves outside the model.
+        if torch.is_grad_enabled() and (trains or self._relay.escapes.traced or any(t.requires_grad for t in tensors)):
             return self._run_as_node(tensors, trains=trains)
-        mode = torch.inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
+        # The code of a frozen unit may differentiate something by itself.
+        mode: contextlib.AbstractContextManager[Any] = (
+            torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad()
+        )
+        if torch.is_inference_mode_enabled():
+            mode = torch.inference_mode()
         return self._park(Direction.FORWARD, tensors, lambda: self._run_without_node(tensors, mode))
 
     def _run_without_node(self, tensors: list[torch.Tensor], mode: contextlib.AbstractContextManager[Any]) -> Any:
         args, values = self._given
         versions = [version_of(t) for t in tensors]
-        with mode, self._modes.on():
-            result = self._call(args, values, adopt=True)
+        with mode, self._modes.on(), self._relay.bound(self.unit, adopt=True):
+            result = self._call(args, values)
         self._relay.step.stash.edited(edited_since(tensors, versions))
         self._relay.step.stash.track(self.batch, Snapshot([result]).tensors)
         return result
@@ -185,7 +193,8 @@ class Call:
         run, self._first = self._first, None  # from here on, only the user's code refers to its tensors
         assert run is not None
         self._relay.step.stash.track(self.batch, made)
-        self._hooks_outside = [_watched_hooks(tensor) for tensor in made]
+        move_hooks(run.inputs, tensors)
+        self._outputs = HookedOutputs(self.unit.name, made, run.outputs if self._relay.escapes.traced else ())
         outer = {id(inner): t for inner, t in zip(run.outputs, made, strict=True)}
         if run.after is not None:
             back = {id(inner): t for inner, t in (*zip(run.inputs, tensors, strict=True), *run.constants)}
@@ -212,7 +221,7 @@ class Call:
 
     def _compute_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], SavedInputs]:
         relay, randomness = self._relay, self._relay.randomness
-        before, versions = randomness.state(), [version_of(t) for t in tensors]
+        before, versions = self.batch.random, [version_of(t) for t in tensors]
         self._buffers = relay.buffers.copy()
         if self._shared:
             self._shared_before = relay.state.snapshot([v.get() for v in self._shared])
@@ -223,14 +232,14 @@ class Call:
         keeps_graph = relay.turns_at(self.module) and not self._saves_through_hooks and self._buffers is None
         needs_graph = relay.escapes.traced or self.unit in relay.graph_needed
         has_graph = keeps_graph or needs_graph
-        inputs = self._detached(tensors) if has_graph else [t.detach() for t in tensors]
+        inputs = leaves = self._detached(tensors) if has_graph else [t.detach() for t in tensors]
         if needs_graph:
             with torch.enable_grad():
-                inputs = [t.clone() for t in inputs]  # autograd forbids in-place edits of leaves
+                inputs = [t.clone() for t in leaves]  # autograd forbids in-place edits of leaves
         first_node = relay.escapes.next_number()
         try:
             with torch.set_grad_enabled(has_graph), self._modes.on():
-                run = self._first = self._execute(inputs, adopt=True)
+                run = self._first = self._execute(inputs, relay.bound(self.unit, adopt=True))
         except RuntimeError as error:
             if has_graph or not str(error).startswith(_NEEDS_GRAPH):
                 raise
@@ -245,8 +254,11 @@ class Call:
             outputs = [t.detach() for t in outputs]
         if relay.escapes.traced:
             relay.escapes.ran(self.batch.number, self.unit, first_node)
+            relay.note_leaves(self.unit, run.outputs, leaves)
+            if are_hooked(inputs):
+                relay.graph_needed.add(self.unit)
         elif keeps_graph:
-            self._graph_at_turn = inputs, run.outputs
+            self._graph_at_turn = leaves, run.outputs
         if not randomness.state().same_as(before):
             self._random = before
         if [version_of(t) for t in tensors] != versions:
@@ -279,20 +291,25 @@ class Call:
         self, stash: SavedInputs, gradients: Sequence[torch.Tensor | None], *, accumulate: bool
     ) -> list[torch.Tensor | None]:
         """Backpropagates through the module, and runs it again first unless the forward's graph was kept."""
-        with torch.enable_grad(), contextlib.ExitStack() as stack:
-            buffers = self._relay.buffers
-            now = buffers.values(self._buffers)
-            if self._graph_at_turn is not None:
-                (inputs, outputs), self._graph_at_turn = self._graph_at_turn, None
+        buffers = self._relay.buffers
+        now = buffers.values(self._buffers)
+        kept, self._graph_at_turn = self._graph_at_turn, None
+        inputs = self._detached(self._recall(stash)) if kept is None else kept[0]
+        modes = self._modes.on() if kept is None else contextlib.nullcontext()
+        # Weights stay bound: the backward runs user code too (hooks, custom autograd functions, and checkpointing,
+        # which runs parts of the unit once more).
+        with torch.enable_grad(), modes, self._relay.bound(self.unit, adopt=False):
+            if kept is None:
+                outputs = self._replay(inputs)
+                drop_hooks(self.unit.name, inputs, moved=self.unit in self._relay.graph_needed)
             else:
-                inputs = self._detached(self._recall(stash))
-                outputs = self._replay(inputs, stack)
-            self._check_hooks(outputs)
+                outputs = kept[1]
+            self._outputs.check(outputs)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-            # The backward runs user code too: hooks, custom autograd functions, and checkpointing, which runs parts
-            # of the unit once more.
-            with self._relay.bound(self.unit, adopt=False), buffers.in_backward(self.unit, now):
-                return self._backpropagate(pairs, inputs, accumulate=accumulate)
+            with buffers.in_backward(self.unit, now):
+                found = self._backpropagate(pairs, inputs, accumulate=accumulate)
+            self._outputs.keep_gradients(outputs)
+            return found
 
     def _backpropagate(
         self,
@@ -312,17 +329,6 @@ class Call:
         wanted = [t for t in inputs if t.requires_grad]
         found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True) if wanted else ())
         return [next(found) if t.requires_grad else None for t in inputs]
-
-    def _check_hooks(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Refuses an output with hooks from inside the unit and from outside. PyTorch runs them in the order of their
-        registration, inside first. Here the gradient reaches the hooks outside first."""
-        for output, hooks_outside in zip(outputs, self._hooks_outside, strict=True):
-            if hooks_outside and output._backward_hooks:
-                raise ValueError(
-                    f"an output of the unit {self.unit.name!r} has a hook (Tensor.register_hook) that the unit's code "
-                    "has registered, and another one from outside the unit. The engine would run them in the wrong "
-                    "order: register both inside, or both outside"
-                )
 
     def drop_graph(self) -> None:
         """Drops the graph because the backward did not follow at once. The backward will run the module again."""
@@ -353,18 +359,24 @@ class Call:
     def _detached(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [t.detach().requires_grad_(wanted) for t, wanted in zip(tensors, self.wants, strict=True)]
 
-    def _call(self, args: Sequence[Any], values: Sequence[Any], *, adopt: bool) -> Any:
+    def _call(self, args: Sequence[Any], values: Sequence[Any]) -> Any:
+        """Runs the module's own forward. The unit's weights are bound."""
+        named = dict(zip(self._names, values, strict=True))
+        # Entering autocast would cost more than everything else here.
+        needed = [autocast for autocast in self._autocast if autocast[2] or torch.is_autocast_enabled(autocast[0])]
+        if not needed:
+            return self._forward(*args, **named)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._relay.bound(self.unit, adopt=adopt))
-            for kind, dtype, enabled in self._autocast:
-                if not enabled and not torch.is_autocast_enabled(kind):
-                    continue  # entering autocast would cost more than everything else here
+            for kind, dtype, enabled in needed:
                 # Autocast is as it was at the call, but without its cache, which would keep cast copies of every unit.
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            return self._forward(*args, **dict(zip(self._names, values, strict=True)))
+            return self._forward(*args, **named)
 
-    def _execute(self, inputs: list[torch.Tensor], *, adopt: bool) -> _Run:
-        """Runs the module on these inputs, with arguments and variables as they were before the first run."""
+    def _execute(self, inputs: list[torch.Tensor], bound: contextlib.AbstractContextManager[None]) -> _Run:
+        """Runs the module on these inputs, with arguments and variables as they were before the first run.
+
+        `bound`: context in which the unit's weights are bound.
+        """
         args, values, *variables = self._before.restore(inputs)
         put_all(self._private, variables)
         constants: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -375,7 +387,8 @@ class Call:
                 self._relay.step.stash.use(self.batch, tensor)
             constants = [(t.detach(), t) for t in shared]
             put_all(self._shared, self._shared_before.restore([detached for detached, _ in constants]))
-        result = Snapshot([self._call(args, values, adopt=adopt)])
+        with bound:
+            result = Snapshot([self._call(args, values)])
         self._relay.step.stash.edited(edited_since(shared, versions))
         after, outputs = None, {id(t): t for t in result.tensors}
         changing = [*self._private, *self._shared]
@@ -387,12 +400,11 @@ class Call:
             outputs |= {id(t): t for t in after.tensors if id(t) not in given and not self._was_there(t)}
         return _Run(result, changing, after, inputs, constants, list(outputs.values()))
 
-    def _replay(self, inputs: list[torch.Tensor], stack: contextlib.ExitStack) -> list[torch.Tensor]:
+    def _replay(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Runs the module again with a graph, and returns the outputs. Changes of variables are undone. Changes of
-        buffers stay, because the graph may need the new values. The caller closes the stack after the backward."""
+        buffers stay, because the graph may need the new values. Weights are bound, and the first run's modes are on."""
         relay = self._relay
         relay.buffers.put(self._buffers)
-        stack.enter_context(self._modes.on())
         now: State | None = None
         if self._random is not None:
             now = relay.randomness.state()
@@ -400,33 +412,25 @@ class Call:
         try:
             with self._unchanged():
                 # Use a copy of the first run's context, so that context variables set here are dropped.
-                outputs = self._context.copy().run(self._execute, inputs, adopt=False).outputs
+                outputs = self._context.copy().run(self._execute, inputs, contextlib.nullcontext()).outputs
         finally:
             if now is not None:
                 relay.randomness.restore(now)
         relay.checksums.second(self, outputs)
         return outputs
 
-    @contextlib.contextmanager
-    def _unchanged(self) -> Iterator[None]:
+    def _unchanged(self) -> contextlib.AbstractContextManager[None]:
         """Context in which arguments and variables may change. On exit, the changes are undone."""
         mutables, variables = self._before.mutables, (*self._private, *self._shared)
-        if not mutables and not variables:
-            yield
-            return
+        return self._undone(mutables, variables) if mutables or variables else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _undone(self, mutables: Sequence[Any], variables: Sequence[Variable]) -> Iterator[None]:
         now = self._relay.state.snapshot([*mutables, *(v.get() for v in variables)])
         try:
             yield
         finally:
             put_all(variables, now.restore()[len(mutables) :])
-
-
-def _watched_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:
-    """The dictionary of the tensor's hooks, empty so far. It is valid even after the tensor itself has been dropped."""
-    hooks = OrderedDict[int, Any]()
-    if tensor.requires_grad:
-        tensor._backward_hooks = hooks
-    return hooks
 
 
 def _without_modes(compute: Callable[[], T]) -> Callable[[], T]:
@@ -442,26 +446,3 @@ def _without_modes(compute: Callable[[], T]) -> Callable[[], T]:
 def put_all(variables: Sequence[Variable], values: Sequence[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.put(value)
-
-
-def refuse_caches(unit: Unit, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses arguments that are caches of keys and values: the second run in the backward would fill them again."""
-    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for key, value in given:
-        if value is None or isinstance(value, torch.Tensor | bool | int | float | str):
-            continue  # the common case
-        for leaf in pytree.tree_leaves(value):
-            if any("Cache" in base.__name__ for base in type(leaf).__mro__):
-                name = _argument_name(forward, key)
-                raise ValueError(
-                    f"the unit {unit.name!r} was given a {type(leaf).__name__} as {name!r}, which it would fill a "
-                    "second time when it runs again in the backward. Switch caching off in training (use_cache=False)"
-                )
-
-
-def _argument_name(forward: Forward, key: int | str) -> str:
-    """The name of an argument, given its position or name. For errors only: reading a signature is slow."""
-    if isinstance(key, str):
-        return key
-    names = list(inspect.signature(forward).parameters)
-    return names[key] if key < len(names) else f"argument {key}"

@@ -97,8 +97,9 @@ class CallHost:
         return module in self._turning_modules
 
     def trains(self, unit: Unit) -> bool:
-        """Whether any parameter that the unit's modules use, residents included, requires a gradient."""
-        return unit in self._training
+        """Whether anything that the unit uses requires a gradient: a parameter, residents included, or a leaf outside
+        the model."""
+        return unit in self._training or unit in self._using_leaves
 
     @contextlib.contextmanager
     def bound(self, unit: Unit, *, adopt: bool) -> Iterator[None]:
@@ -169,12 +170,13 @@ class CallHost:
 
     def _collect(self, unit: Unit, item: Item, parameter: torch.Tensor) -> None:
         """Runs the user's hooks on the gradient that one call has made, and adds the result to the gradient slot."""
-        step, batch, gradient = self.step, self.running, take_gradient(parameter)
+        step = self.step
+        batch, gradient, hooks = step.running, *take_gradient(parameter, item.tensor)
         assert gradient is not None, "autograd calls this after it has set the gradient"
         assert batch is not None
         if unit is not self._residents:
             self._sample_memory()  # while the call's graph exists
-        if hooks := item.tensor._backward_hooks:
+        if hooks:
             if (batch, item) in step.hooked:
                 raise ValueError(
                     f"{item.name!r} has a hook on its gradient (register_hook) and is used by several calls in one "

@@ -98,3 +98,15 @@ class CallNode(torch.autograd.Function):
             raise handle.used("outside of its step")
         accumulate = ctx.is_anchored and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         return None, None, None, *handle.call.backward(gradients, accumulate=accumulate)
+
+
+def _refuse_hook(node: Any, hook: Callable[..., Any]) -> None:
+    raise ValueError(
+        f"an output of the unit {node.handle.unit!r} has a hook on its node of autograd's graph (module."
+        "register_backward_hook, or grad_fn.register_hook), which would get the gradients of the whole unit's inputs, "
+        "and not those of its last operation. Use module.register_full_backward_hook or tensor.register_hook, or "
+        "register the hook inside the unit"
+    )
+
+
+CallNode._backward_cls.register_hook = _refuse_hook  # type: ignore[attr-defined]

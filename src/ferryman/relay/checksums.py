@@ -114,6 +114,9 @@ class Checksums:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided:
+        tensor = tensor.detach()
+        tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
     if tensor.is_complex():
         return torch.view_as_real(tensor.detach())
     return tensor.detach() if tensor.is_floating_point() else tensor.detach().float()

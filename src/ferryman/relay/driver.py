@@ -23,13 +23,15 @@ from ferryman.exactness.weight_edits import WeightEdits
 from ferryman.model.binding import is_buffer
 from ferryman.model.units import Unit
 from ferryman.plan.plan import Plan
-from ferryman.relay.call import Call, Forward, refuse_caches
+from ferryman.relay.call import Call, Forward
 from ferryman.relay.call_host import CallHost
 from ferryman.relay.evaluation import Evaluation, refuse_other_devices
+from ferryman.relay.inputs import Inputs
 from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
 from ferryman.relay.parameter_server import ParameterServer
 from ferryman.relay.stash import DeviceStash, HostStash, Stash
 from ferryman.relay.step_state import Expectation, StepState, Visit, Work
+from ferryman.relay.unit_arguments import refuse_arguments
 from ferryman.relay.weight_slots import UnitOnDevice
 from ferryman.runtime import shutdown
 from ferryman.runtime.streams import Streams
@@ -40,6 +42,7 @@ class Relay(CallHost):
 
     def __init__(self, plan: Plan, device: torch.device, server: ParameterServer, streams: Streams) -> None:
         super().__init__(plan, device, server, streams)
+        self.inputs = Inputs(device, streams.compute)
         self.evaluation = Evaluation(self._model, self.weights, streams)
         self._device_stash = DeviceStash()
         self._host_stash: HostStash | None = None
@@ -71,7 +74,7 @@ class Relay(CallHost):
                 self._step.refuse_other_threads(unit)
                 running = self._step.running
                 assert running is not None
-                refuse_caches(unit, forward, args, kwargs)
+                refuse_arguments(unit, forward, args, kwargs)
                 self._check_call_in_backward(unit, running)
                 return Call(self, running, unit, module, forward, args, kwargs).run()
             if self.evaluation.runs:
@@ -90,6 +93,7 @@ class Relay(CallHost):
         seed: int,
         *,
         stash_on_host: bool,
+        staying: int,
         for_update: bool,
         skipped: Collection[Unit] = (),
         between_visits: Callable[[], None] = lambda: None,
@@ -98,12 +102,13 @@ class Relay(CallHost):
         """Makes a step; `run` runs it. Each of `works` runs one micro-batch's forward and returns its loss.
 
         `for_update`: the server updates weights with the gradients; otherwise the gradients are left for the user.
-        `skipped`: units that will not be called in this step. `between_visits` may raise an exception to end the step.
+        `staying`: see `stash_for`. `skipped`: units that will not be called in this step. `between_visits` may raise
+        an exception to end the step.
         """
         return StepState(
             works,
             seed,
-            self.stash_for(on_host=stash_on_host),
+            self.stash_for(on_host=stash_on_host, staying=staying),
             self.expectation(skipped),
             for_update=for_update,
             guard=guard,
@@ -117,9 +122,10 @@ class Relay(CallHost):
         """
         with self._during(step):
             for group in step.groups():
-                for batch in group:
-                    self._resume(batch)
-                    step.stash.stow(batch)
+                with self.compute.current():
+                    for batch in group:
+                        self._resume(batch)
+                        step.stash.stow(batch)
                 while live := [batch for batch in group if not batch.done]:
                     unit = self._pick(live)
                     step.visited.append(unit)
@@ -142,12 +148,19 @@ class Relay(CallHost):
             if step.interleaved:
                 self.order = visited
         if self.device.type != "cpu":
-            total.record_stream(torch.accelerator.current_stream(self.device))  # where the caller will use it
+            # The caller uses it on another stream, and drops it at any time.
+            total.record_stream(torch.accelerator.current_stream(self.device))
         return total
 
-    def stash_for(self, *, on_host: bool) -> Stash:
-        """The stash for a step. If the device is the CPU, there is only one: its memory has no budget."""
-        return self._host_stash if on_host and self._host_stash is not None else self._device_stash
+    def stash_for(self, *, on_host: bool, staying: int = 0) -> Stash:
+        """The stash for a step. If the device is the CPU, there is only one: its memory has no budget.
+
+        `staying`: the number of micro-batches whose boundary stays on the device, even if the stash is on the host.
+        """
+        if not on_host or self._host_stash is None:
+            return self._device_stash
+        self._host_stash.staying = staying
+        return self._host_stash
 
     def expectation(self, skipped: Collection[Unit] = ()) -> Expectation:
         return Expectation(self.order, skipped)
@@ -156,6 +169,28 @@ class Relay(CallHost):
     def host_stash(self) -> HostStash:
         assert self._host_stash is not None, "the CPU as a device has no stash on the host"
         return self._host_stash
+
+    def fetch_ahead(self, *, eager: bool) -> None:
+        """Between steps: fetches the first units of the next step, and the residents.
+
+        All updates have been submitted: if `eager`, in the order of the backward, otherwise in that of the forward.
+        Units that are updated last are fetched last, so that no fetch waits behind one that has to wait for longer.
+        """
+        if eager:  # more than two would delay the unit that the next step needs first
+            self.weights.fetch_ahead(self.order, latest_first=True, most=2)
+            self._model.fetch_ahead()
+        else:
+            self._model.fetch_ahead()
+            self.weights.fetch_ahead(self.order, latest_first=False)
+
+    def ahead(self) -> list[Unit]:
+        """The units that were fetched ahead of the next step."""
+        return [*self._model.ahead(), *self.weights.ahead()]
+
+    def distrust_ahead(self) -> None:
+        """Between steps: drops what was fetched ahead, since the host's weights may have changed."""
+        self.weights.distrust_ahead()
+        self._model.distrust_ahead()
 
     def recover(self) -> None:
         """Resets the slots after a failure, when all lanes are idle: marks of failed work are dropped."""
@@ -167,6 +202,7 @@ class Relay(CallHost):
         """Frees the device's memory."""
         if self._host_stash is not None:
             self._host_stash.close()
+        self.inputs.close()
         self.weights.close()
         self.gradients.close()
         self._model.close()
@@ -185,6 +221,7 @@ class Relay(CallHost):
                 self._model.on_device(watches_gradients=not (step.takes_effect and self.gradients.are_empty)),
                 self._user_state(step),
                 self._resident_gradients(),
+                Surroundings.driving(),
                 contextlib.ExitStack() as stack,
             ):
                 thread_locals = [] if step.survey is None else step.survey.thread_locals
@@ -266,11 +303,10 @@ class Relay(CallHost):
                 loss.backward()
 
     def _resume(self, batch: MicroBatch) -> None:
+        """Lets the micro-batch run until it parks again. The compute lane is current."""
         step = self.step
         step.micro_batch_resumes(batch)
-        if self.state:
-            with self.compute.current():
-                self.state.enter(batch.number)
+        self.state.enter(batch.number)
         step.running = batch
         try:
             batch.resume()
@@ -281,8 +317,7 @@ class Relay(CallHost):
             step.running = None
         step.check_refusal()
         self._sample_memory()
-        with self.compute.current():
-            step.micro_batch_parked(batch)
+        step.micro_batch_parked(batch)
 
     def _edits_host(self, step: StepState) -> bool:
         """Whether the step is a trial in which edits of weights would change the host's own weights."""

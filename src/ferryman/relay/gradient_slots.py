@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ferryman.model.units import Item, Unit, gradient_bytes, gradient_views, landing_bytes, landing_dtype, narrow_bytes
 from ferryman.relay.parameter_server import ParameterServer
+from ferryman.runtime.device_memory import carve
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
 
@@ -21,8 +22,9 @@ class GradientSlot:
     wide: torch.Tensor  # bytes of the sums in float32
     narrow: torch.Tensor  # bytes of the sums in the dtype in which they are sent, if that is not float32
     unit: Unit | None = None
-    wide_views: dict[Item, torch.Tensor] = field(default_factory=dict)  # views for the unit's parameters
-    narrow_views: dict[Item, torch.Tensor] = field(default_factory=dict)
+    wide_views: Mapping[Item, torch.Tensor] = field(default_factory=dict)  # views for the unit's parameters
+    narrow_views: Mapping[Item, torch.Tensor] = field(default_factory=dict)
+    views: dict[Unit, tuple[Mapping[Item, torch.Tensor], Mapping[Item, torch.Tensor]]] = field(default_factory=dict)
     free: list[Mark] = field(default_factory=list)  # the marks after which the slot can be written
     used: Mark | None = None  # the end of the last visit that added to the slot
     taken_at: int = 0  # the number of flushes before the unit took the slot
@@ -30,9 +32,13 @@ class GradientSlot:
 
     def take(self, unit: Unit, flushes: int) -> None:
         self.unit, self.taken_at = unit, flushes
-        self.wide_views = gradient_views(unit, self.wide)
-        if self.narrow.nbytes and narrow_bytes(unit):
-            self.narrow_views = gradient_views(unit, self.narrow, landing_dtype(unit))
+        if unit not in self.views:
+            narrow = gradient_views(unit, self.narrow, landing_dtype(unit)) if self._has_narrow(unit) else {}
+            self.views[unit] = gradient_views(unit, self.wide), narrow
+        self.wide_views, self.narrow_views = self.views[unit]
+
+    def _has_narrow(self, unit: Unit) -> bool:
+        return self.narrow.nbytes > 0 and narrow_bytes(unit) > 0
 
     def drop(self) -> None:
         self.unit, self.wide_views, self.narrow_views = None, {}, {}
@@ -54,9 +60,9 @@ class GradientSlots:
     ) -> None:
         self._device = device
         self._server, self._h2d, self._d2h = server, h2d, d2h
-        self._slots = [self._make_slot(0, 0) for _ in range(count)]
+        self._slots = self._make_slots(count, 0, 0)
         self._residents = residents
-        self._resident_slot = self._make_slot(gradient_bytes(residents), self._narrow_bytes(residents))
+        (self._resident_slot,) = self._make_slots(1, gradient_bytes(residents), self._narrow_bytes(residents))
         self._flushes = 0
         self._for_update = False
         self._discards = False
@@ -72,8 +78,10 @@ class GradientSlots:
         if any(slot.wide.nbytes != wide or slot.narrow.nbytes != narrow for slot in self._slots):
             count = len(self._slots)
             self._slots.clear()  # frees the old memory before new memory is allocated
-            self._slots += [self._make_slot(wide, narrow) for _ in range(count)]
+            self._slots += self._make_slots(count, wide, narrow)
         there = {*units, self._residents}
+        for slot in self._slots:
+            slot.views = {unit: views for unit, views in slot.views.items() if unit in there}
         self._on_host = {unit: mark for unit, mark in self._on_host.items() if unit in there}
         self._added.intersection_update(item for unit in there for item in unit.items)
 
@@ -234,13 +242,11 @@ class GradientSlots:
         """Frees the device's memory."""
         self.clear()
         self._slots.clear()
-        self._resident_slot = self._make_slot(0, 0)
+        (self._resident_slot,) = self._make_slots(1, 0, 0)
 
-    def _make_slot(self, wide: int, narrow: int) -> GradientSlot:
-        return GradientSlot(
-            wide=torch.empty(wide, dtype=torch.uint8, device=self._device),
-            narrow=torch.empty(narrow, dtype=torch.uint8, device=self._device),
-        )
+    def _make_slots(self, count: int, wide: int, narrow: int) -> list[GradientSlot]:
+        memories = carve([*[wide] * count, *[narrow] * count], self._device)
+        return [GradientSlot(memories[i], memories[count + i]) for i in range(count)]
 
     def _narrow_bytes(self, unit: Unit) -> int:
         return narrow_bytes(unit) if self._server.has_optimizer else 0

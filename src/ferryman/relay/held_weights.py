@@ -13,7 +13,8 @@ import torch
 
 from ferryman.model.spans import Span
 from ferryman.model.units import Unit
-from ferryman.relay.weight_slots import WeightSlot, WeightSlots
+from ferryman.relay.weight_slots import WeightSlot, WeightSlots, versions_of
+from ferryman.runtime.device_memory import carve
 from ferryman.runtime.marks import Mark
 
 _AHEAD = 2  # units to fetch ahead of time, if they are out of date
@@ -28,7 +29,7 @@ class HeldSlot(WeightSlot):
 
     def fill(self, unit: Unit, fetched: Mark) -> None:
         super().fill(unit, fetched)
-        self.versions, self.updated = _versions(unit), None
+        self.versions, self.updated = versions_of(unit), None
 
     def ready(self) -> list[Mark]:
         return [mark for mark in (self.fetched, self.updated) if mark is not None]
@@ -41,15 +42,17 @@ class HeldWeights(WeightSlots):
 
     def make_room_for(self, units: Sequence[Unit]) -> None:
         self._slots = []  # frees the old memory before new memory is allocated
-        self._slots = [
-            HeldSlot(torch.empty(unit.nbytes, dtype=torch.uint8, device=self._device), unit) for unit in units
-        ]
+        memories = carve([unit.nbytes for unit in units], self._device)
+        self._slots = [HeldSlot(memory, unit) for memory, unit in zip(memories, units, strict=True)]
 
     def forget(self, *, everything: bool = False) -> None:
         for slot in self._slots:
             assert slot.unit is not None
-            if everything or slot.versions != _versions(slot.unit):
+            if everything or slot.versions != versions_of(slot.unit):
                 slot.versions = None
+
+    def fetch_ahead(self, order: Sequence[Unit], *, latest_first: bool, most: int | None = None) -> None:
+        pass  # the weights are there, and updates refresh them
 
     def memory(self, unit: Unit) -> torch.Tensor | None:
         slot = self._find(unit)
@@ -91,8 +94,3 @@ class HeldWeights(WeightSlots):
             if slot is not None and slot.versions is None:
                 return needed, slot
         return None
-
-
-def _versions(unit: Unit) -> list[int]:
-    """Versions of the host's tensors. They count the user's edits, but not the server's updates."""
-    return [item.tensor._version for item in unit.items]

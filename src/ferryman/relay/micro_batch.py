@@ -59,9 +59,6 @@ class ThreadState(NamedTuple):
     @contextlib.contextmanager
     def borrowed(self, thread_locals: Sequence[threading.local]) -> Iterator[None]:
         """Context in which the calling thread has these thread-local variables. Its changes are stored here."""
-        if not thread_locals:
-            yield
-            return
         own = ThreadState.here(thread_locals)
         self.put_locals(thread_locals)
         try:
@@ -121,13 +118,13 @@ class MicroBatch:
         self.done = False
         self._error: BaseException | None = None
         self._answer = _Answer()  # to its last request
-        self._served_by: threading.Thread | None = None  # the driver's thread, while it computes for the micro-batch
+        self._served_by: int | None = None  # the driver's thread, while it computes for the micro-batch
         self._abandoned = False
         # Held while the micro-batch runs, and held until it may run. Semaphores would take four times as long.
         self._running, self._permission = threading.Lock(), threading.Lock()
         self._permission.acquire()
         self._surroundings = surroundings
-        self._random = surroundings.random_state(number)
+        self.random = surroundings.random_state(number)  # where it goes on, while it is parked or being served
         self._work = work
         self._before = before
         self._thread: threading.Thread | None = None
@@ -170,7 +167,8 @@ class MicroBatch:
 
     def runs_here(self) -> bool:
         """Whether the calling thread runs code of this micro-batch."""
-        return threading.current_thread() in (self._thread, self._served_by)
+        here = threading.get_ident()
+        return here == self._served_by or (self._thread is not None and here == self._thread.ident)
 
     @property
     def is_served(self) -> bool:
@@ -180,6 +178,11 @@ class MicroBatch:
     def requests(self, unit: Unit) -> bool:
         """Whether the micro-batch is parked and waits for this unit."""
         return self.request is not None and self.request.unit is unit
+
+    @property
+    def needs(self) -> Sequence[torch.Tensor]:
+        """Tensors that the requested computation uses."""
+        return () if self.request is None else self.request.needs
 
     def park(
         self,
@@ -217,7 +220,7 @@ class MicroBatch:
         """Called by the driver: computes the micro-batch's request, and lets it continue until it parks again or ends.
         Raises the exception that its code raised, if any."""
         randomness = self._surroundings.randomness
-        randomness.restore(self._random)
+        randomness.restore(self.random)
         request, self.request = self.request, None
         if self._thread is None:
             self._start()
@@ -225,7 +228,7 @@ class MicroBatch:
             self._answer = self._serve(request.compute, request.state)
         del request
         interrupt = self._run_until_parked()
-        self._random = randomness.state()
+        self.random = randomness.state()
         error, self._error = self._error or interrupt, None
         if error is None:
             return
@@ -236,9 +239,11 @@ class MicroBatch:
 
     def _serve(self, compute: Callable[[], Any], state: ThreadState) -> _Answer:
         """Computes on the driver's thread. See Note [Units compute on the driver's thread]."""
-        self._served_by = threading.current_thread()
+        self._served_by = threading.get_ident()
         try:
-            with self._surroundings.computing(), state.borrowed(self._surroundings.thread_locals):
+            if not (thread_locals := self._surroundings.thread_locals):
+                return _Answer(result=state.context.run(compute))
+            with state.borrowed(thread_locals):
                 return _Answer(result=state.context.run(compute))
         except BaseException as error:  # raised in the micro-batch, where the user's code called the unit
             return _Answer(error=error)
@@ -331,6 +336,7 @@ class Surroundings:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which the driver computes for a micro-batch. Gradient hooks must run on the same thread."""
+    @staticmethod
+    def driving() -> contextlib.AbstractContextManager[Any]:
+        """Context in which a driver resumes micro-batches. Gradient hooks of units must run on its own thread."""
         return torch.autograd.set_multithreading_enabled(False)

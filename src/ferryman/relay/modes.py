@@ -38,10 +38,15 @@ class Modes(NamedTuple):
             hooks = None  # checkpointing enters its own hooks in each run
         return Modes(_get_current_function_mode_stack(), hooks)
 
-    @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
+    def on(self) -> contextlib.AbstractContextManager[None]:
         """Context in which exactly these modes are on. Torch switches a function mode off while it handles a function
         such as `backward`."""
+        if self.saving is None and _get_current_function_mode_stack() == self.functions:
+            return contextlib.nullcontext()
+        return self._exchanged()
+
+    @contextlib.contextmanager
+    def _exchanged(self) -> Iterator[None]:
         before = _get_current_function_mode_stack()
         with contextlib.ExitStack() as stack:
             if before != self.functions:

@@ -5,7 +5,8 @@
 `HostStash` leaves no tensors of a parked micro-batch on the device. Its boundary tensors are *stowed*: copied to pinned
 memory, and their device memory freed. They are *restored* before it runs again. Device memory then depends neither on
 depth nor on the number of micro-batches. Tensors that the requested call needs are restored ahead of time. Others, such
-as those that autograd has saved between units, are restored when an operator uses them.
+as those that autograd has saved between units, are restored when an operator uses them. Where the budget has room, the
+tensors that the requested call needs stay on the device instead (`plan/fit.py`, Note [Boundaries that stay]).
 
 Note [Emptied storages]
 The user's code holds tensors while its micro-batch is parked, and they must be the same tensors when it continues. So
@@ -61,6 +62,16 @@ def edited_since(tensors: Sequence[torch.Tensor], versions: Sequence[int | None]
     """The tensors that were, or may have been, edited since they had these versions."""
     now = [version_of(tensor) for tensor in tensors]
     return [t for t, new, old in zip(tensors, now, versions, strict=True) if new is None or new != old]
+
+
+def bytes_of_storages(tensors: Sequence[torch.Tensor], device: torch.device) -> int:
+    """Bytes of the storages on the device that these tensors share, each counted once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device == device}
+    return sum(storages.values())
+
+
+def _storages(tensors: Sequence[torch.Tensor]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 class Stashed(Protocol):
@@ -258,6 +269,7 @@ class HostStash:
         self._window: deque[_Leaving] = deque()  # see Note [The window]
         self._copied = _Level()
         self._checks = False  # whether to compare bytes if no edit was seen
+        self.staying = 0  # the first micro-batches of the step, whose calls' inputs stay on the device
 
     @property
     def peak(self) -> int:
@@ -330,23 +342,23 @@ class HostStash:
         return _Watch(self, batch)
 
     def stow(self, batch: MicroBatch) -> None:
+        stay = _storages(batch.needs) if batch.number < self.staying else ()
         for key, tracked in list(self._tracked.get(batch, {}).items()):
             if not tracked.is_referenced() or (batch.done and tracked.on_device):
                 self._drop(batch, key)
-            elif tracked.on_device:
+            elif tracked.on_device and key not in stay:
                 tracked.on_device = False
                 if not self._is_leaving(self._copy_of(tracked)):
                     tracked.storage().resize_(0)
 
     def restore(self, batch: MicroBatch) -> None:
         mine = self._tracked.get(batch, {})
-        needs = () if batch.request is None else batch.request.needs
-        for key in {tensor.untyped_storage()._cdata for tensor in needs}:
+        for key in _storages(batch.needs):
             if key in mine and not mine[key].on_device:
                 self._fill(mine[key])
 
     def follow(self, batch: MicroBatch) -> None:
-        for tensor in () if batch.request is None else batch.request.needs:
+        for tensor in batch.needs:
             self.use(batch, tensor)  # another micro-batch may have made it: a table that a module has cached
         for tracked in self._tracked.get(batch, {}).values():
             if tracked.ready is not None:

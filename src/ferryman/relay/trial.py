@@ -27,17 +27,18 @@ def run_trial(
     observer: Observer,
     *,
     stash_on_host: bool,
+    staying: int = 0,
     in_turn: bool = False,
     forward_only: bool = False,
     check: bool,
 ) -> None:
     """Runs forward and backward of all micro-batches, reports to the observer, and undoes everything.
 
-    `in_turn`: run one micro-batch after the other, as in plain gradient accumulation. `forward_only`: end each
-    micro-batch with its loss. `check`: compare the second run of each call with the first, refuse in-place edits that
-    the stash has not seen, and record which buffers are edited.
+    `staying`: see `Relay.stash_for`. `in_turn`: run one micro-batch after the other, as in plain gradient accumulation.
+    `forward_only`: end each micro-batch with its loss. `check`: compare the second run of each call with the first,
+    refuse in-place edits that the stash has not seen, and record which buffers are edited.
     """
-    stash = relay.stash_for(on_host=stash_on_host)
+    stash = relay.stash_for(on_host=stash_on_host, staying=staying)
     step = TrialStep(works, seed, stash, relay.expectation(), observer, in_turn, forward_only)
     with (
         _undone(relay, check=check),

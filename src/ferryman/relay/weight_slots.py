@@ -1,6 +1,19 @@
 """Slots for weights: device memory that units are fetched into. All of it is allocated once.
 
 A pure function of the slots' contents and the upcoming visits decides which unit is fetched into which slot.
+
+Note [Fetches ahead of a step]
+When all updates of a step have been submitted, the first units of the next step are fetched, each after its own update.
+So these fetches overlap with the updates of other units, and the next step does not begin with an idle device. They
+count only if nobody can have changed the host's weights since: every use of their values between steps is noticed
+(`model/reads.py`), edits of tensors are counted by their versions, and loading, new blocks, evaluations and failures
+drop what was fetched.
+
+Note [Pieces]
+A device serves copies of one direction one after the other, in the order in which they become ready. A small copy that
+compute waits for (a stash, an input, a resident) would wait behind all of a unit that is being fetched. So a fetch is
+cut into pieces that take about 2 ms on the link, at the rate of the last fetch. Only the first piece that has not ended
+is ready, because the others follow it on their stream. So another copy waits for at most one piece.
 """
 
 from __future__ import annotations
@@ -15,14 +28,18 @@ from torch import nn
 from ferryman.model.spans import Span
 from ferryman.model.units import Item, Unit
 from ferryman.relay.parameter_server import ParameterServer
+from ferryman.runtime.device_memory import carve
 from ferryman.runtime.lanes import Lane
-from ferryman.runtime.marks import Mark
+from ferryman.runtime.marks import Mark, busy_seconds
 
 T = TypeVar("T")
 
 Collect = Callable[[Unit, Item, torch.Tensor], None]  # receives each gradient of a unit's parameters
 
 _LOOK_AHEAD = 64  # visits
+_PIECE_SECONDS = 2e-3
+_SMALLEST_PIECE = 1 << 14  # bytes; less takes longer to launch than to copy
+_FIRST_RATE = 4e9  # bytes per second, until a fetch was measured: less than most links have
 
 
 def next_use(unit: T | None, upcoming: Sequence[T]) -> int:
@@ -74,6 +91,29 @@ def count_fetches(order: Sequence[T], slots: int) -> int:
     return len(fetched_visits(order, slots))
 
 
+def piece_bytes(rate: float) -> int:
+    """The size of the pieces of a fetch, over a link of `rate` bytes per second. See Note [Pieces]."""
+    return max(_SMALLEST_PIECE, int(rate * _PIECE_SECONDS) // _SMALLEST_PIECE * _SMALLEST_PIECE)
+
+
+class LinkRate:
+    """The rate of the last fetch whose end is known."""
+
+    def __init__(self) -> None:
+        self.rate = _FIRST_RATE  # bytes per second
+        self._measured: tuple[Mark, int] | None = None  # a fetch that may not have ended yet, and its bytes
+
+    def observe(self, fetch: Mark, nbytes: int) -> None:
+        """Measures the last fetch, if it has ended, and then this one, which was just submitted."""
+        if self._measured is not None:
+            last, last_bytes = self._measured
+            if not last.passed():
+                return
+            if not last.failed() and (seconds := busy_seconds([last])) > 0 and last_bytes:
+                self.rate = last_bytes / seconds
+        self._measured = fetch, nbytes
+
+
 @dataclass(eq=False)
 class WeightSlot:
     """Device memory for the weights of one unit at a time."""
@@ -82,14 +122,20 @@ class WeightSlot:
     unit: Unit | None = None  # the unit whose weights are in the slot, or are being fetched
     fetched: Mark | None = None  # the end of the fetch
     released: Mark | None = None  # the end of the last visit that used the slot
+    ahead: list[int] | None = None  # if fetched ahead of a step: the versions of the host's tensors at that time
     tensors: dict[Unit, list[tuple[Item, torch.Tensor]]] = field(default_factory=dict)  # views of `memory`, made once
 
     def fill(self, unit: Unit, fetched: Mark) -> None:
-        self.unit, self.fetched = unit, fetched
+        self.unit, self.fetched, self.ahead = unit, fetched, None
 
     def ready(self) -> list[Mark]:
         """The marks after which the unit's weights can be used."""
         return [] if self.fetched is None else [self.fetched]
+
+
+def versions_of(unit: Unit) -> list[int]:
+    """Versions of the host's tensors. They count the user's edits, but not the server's updates."""
+    return [item.tensor._version for item in unit.items]
 
 
 class UnitOnDevice(NamedTuple):
@@ -110,32 +156,60 @@ class WeightSlots:
         self._in_place = device.type == "cpu"
         self._server = server
         self._h2d = h2d
+        self._link = LinkRate()
         # In place, one slot without memory of its own has the tensors of all units.
-        self._slots: Sequence[WeightSlot] = [self._make_slot(0) for _ in range(1 if self._in_place else count)]
+        self._slots: Sequence[WeightSlot] = self._make_slots([0] * (1 if self._in_place else count))
 
     def make_room_for(self, units: Sequence[Unit]) -> None:
         """Between steps: resizes the slots so that each can take any of these units. Drops tensors of other units."""
         largest = 0 if self._in_place else max(unit.nbytes for unit in units)
         if any(slot.memory.nbytes != largest for slot in self._slots):
-            count, self._slots = len(self._slots), []  # frees the old memory before new memory is allocated
-            self._slots = [self._make_slot(largest) for _ in range(count)]
+            count = len(self._slots)
+            self._slots = []  # frees the old memory before new memory is allocated
+            self._slots = self._make_slots([largest] * count)
         for slot in self._slots:
             slot.tensors = {unit: tensors for unit, tensors in slot.tensors.items() if unit in units}
-        self.forget()
+        self.forget(everything=True)
 
     def enter(self, unit: Unit, upcoming: Sequence[Unit]) -> UnitOnDevice:
         """Starts to fetch the unit, if it is in no slot, and those of the `upcoming` units for which there is room."""
         while (needed := self._next_fetch(unit, upcoming)) is not None:
             coming, slot = needed
-            source, target = self._server.weights(coming), slot.memory[: coming.nbytes]
-            after = [*([] if slot.released is None else [slot.released]), *self._server.weights_ready(coming)]
-            mark = self._h2d.copy([(target, source)], after=after, label=f"fetch {coming.name}")
-            self._server.record_fetch(coming, mark, coming.nbytes)
-            slot.fill(coming, mark)
-            self.fetches += 1
+            after, pieces = self._before_fetch(coming, slot), self._pieces(coming, slot)
+            self._fetched(coming, slot, self._h2d.copy(pieces, after=after, label=f"fetch {coming.name}"))
         slot = self._slot_of(unit)
+        slot.ahead = None  # from now on, an update may follow
         ready = self._server.weights_ready(unit) if self._in_place else slot.ready()
         return UnitOnDevice(slot, self._tensors(unit, slot), ready)
+
+    def fetch_ahead(self, order: Sequence[Unit], *, latest_first: bool, most: int | None = None) -> None:
+        """Between steps: fetches the first units of `order`, at most `most`, into the slots.
+
+        All updates of these units have been submitted. `latest_first`: the last of them is updated first, and so it is
+        fetched first. See Note [Fetches ahead of a step].
+        """
+        if self._in_place:
+            return
+        self.forget(everything=True)
+        loaded: list[Unit | None] = [None] * len(self._slots)
+        found: list[tuple[Unit, WeightSlot]] = []
+        while len(found) != most and (chosen := choose_fetch(loaded, (), order[:_LOOK_AHEAD])) is not None:
+            loaded[chosen[1]] = chosen[0]
+            found.append((chosen[0], self._slots[chosen[1]]))
+        for unit, slot in reversed(found) if latest_first else found:
+            after, pieces = self._before_fetch(unit, slot), self._pieces(unit, slot)
+            self._fetched(unit, slot, self._h2d.copy(pieces, after=after, label=f"fetch {unit.name}"))
+            slot.ahead = versions_of(unit)
+
+    def ahead(self) -> list[Unit]:
+        """The units that were fetched ahead and have not been used."""
+        return [slot.unit for slot in self._slots if slot.unit is not None and slot.ahead is not None]
+
+    def distrust_ahead(self) -> None:
+        """Drops units that were fetched ahead: somebody may have changed the host's weights since."""
+        for slot in self._slots:
+            if slot.ahead is not None:
+                slot.unit = slot.ahead = None
 
     def leave(self, slot: WeightSlot, end: Mark) -> None:
         """Records the end of the visit that used the slot."""
@@ -144,10 +218,11 @@ class WeightSlots:
     def forget(self, *, everything: bool = False) -> None:
         """Marks the slots as out of date, because the host's weights may have changed.
 
-        `everything` matters only for weights that stay on the device: include those with no known change.
+        `everything`: also those with no known change, which stay on the device or were fetched ahead of a step.
         """
         for slot in self._slots:
-            slot.unit = None
+            if everything or slot.unit is None or slot.ahead != versions_of(slot.unit):
+                slot.unit = slot.ahead = None
 
     def all_tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that units have had in the slots so far."""
@@ -180,8 +255,22 @@ class WeightSlots:
         """Frees the device's memory."""
         self._slots = []
 
-    def _make_slot(self, nbytes: int) -> WeightSlot:
-        return WeightSlot(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+    def _before_fetch(self, unit: Unit, slot: WeightSlot) -> list[Mark]:
+        return [*([] if slot.released is None else [slot.released]), *self._server.weights_ready(unit)]
+
+    def _pieces(self, unit: Unit, slot: WeightSlot) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The copies of a fetch. See Note [Pieces]."""
+        size = piece_bytes(self._link.rate)
+        return list(zip(slot.memory[: unit.nbytes].split(size), self._server.weights(unit).split(size), strict=True))
+
+    def _fetched(self, unit: Unit, slot: WeightSlot, mark: Mark) -> None:
+        self._link.observe(mark, unit.nbytes)
+        self._server.record_fetch(unit, mark, unit.nbytes)
+        slot.fill(unit, mark)
+        self.fetches += 1
+
+    def _make_slots(self, sizes: Sequence[int]) -> list[WeightSlot]:
+        return [WeightSlot(memory) for memory in carve(sizes, self._device)]
 
     def _next_fetch(self, unit: Unit, upcoming: Sequence[Unit]) -> tuple[Unit, WeightSlot] | None:
         """The next unit to fetch, and its slot. If `unit` itself must be fetched, it comes first."""

@@ -108,10 +108,6 @@ class Arena:
         """Bytes of all regions."""
         return sum(region.nbytes for region in self._regions)
 
-    @property
-    def regions(self) -> int:
-        return len(self._regions)
-
     def take(self, nbytes: int) -> Allocation:
         self._merge()
         if not self._used and len(self._regions) > 1:

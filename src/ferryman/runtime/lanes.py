@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 Work = Callable[[], object]
 
+_URGENT = -1  # a stream's priority: the lower the number, the more urgent
+
 
 class _NoWitness:
     """Replaces the race detector for devices that have none."""
@@ -312,12 +314,20 @@ class HostLane(Lane):
 class DeviceLane(Lane):
     """A lane for copies in one direction, or for kernels: a torch stream. A piece of work launches copies or kernels.
 
-    `apart`: the lane's own thread always launches the work, because launching takes long.
+    `apart`: the lane's own thread always launches the work, because launching takes long. `beside`: another lane, whose
+    stream this one uses. Their work then runs in the order in which it is launched. `urgent`: where the device has
+    priorities, kernels of this lane run before those of other lanes.
     """
 
-    def __init__(self, group: Lanes, name: str, *, apart: bool = False) -> None:
+    def __init__(
+        self, group: Lanes, name: str, *, apart: bool = False, beside: Lane | None = None, urgent: bool = False
+    ) -> None:
         super().__init__(group, name)
-        self.stream = torch.Stream(group.torch_device)
+        if beside is None:
+            self.stream = torch.Stream(group.torch_device, priority=_URGENT if urgent else 0)
+        else:
+            assert isinstance(beside, DeviceLane)
+            self.stream = beside.stream
         self._apart = apart
 
     @contextlib.contextmanager
@@ -396,10 +406,11 @@ class Lanes:
         """A lane on the host: a thread."""
         return self._add(HostLane(self, name))
 
-    def device(self, name: str, *, apart: bool = False) -> Lane:
-        """A lane on the device: a stream, or a thread if the device is the CPU."""
-        on_host = self.torch_device.type == "cpu"
-        return self._add(HostLane(self, name) if on_host else DeviceLane(self, name, apart=apart))
+    def device(self, name: str, *, apart: bool = False, beside: Lane | None = None, urgent: bool = False) -> Lane:
+        """A lane on the device: a stream, or a thread if the device is the CPU. For the options see `DeviceLane`."""
+        if self.torch_device.type == "cpu":
+            return self._add(HostLane(self, name))
+        return self._add(DeviceLane(self, name, apart=apart, beside=beside, urgent=urgent))
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes)

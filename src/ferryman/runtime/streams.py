@@ -1,7 +1,17 @@
 """All lanes of an engine are made here.
 
-A lane is made when it is first used, so an engine has only the lanes that its settings need: a device has a limited
-number of hardware queues, and a trace shows one row per lane.
+A lane is made when it is first used, so an engine has only the lanes that its settings need: a trace shows one row per
+lane.
+
+Note [Eight streams]
+A GPU has eight hardware queues, unless its driver is told otherwise. With more streams, some share a queue, and work in
+one waits for unrelated work in another. So an engine has at most eight streams, and `norms` shares that of `update`.
+Lanes on the host are threads and do not count. While a step runs, the caller's own stream has no work.
+
+Note [Priorities]
+Priorities of streams apply to kernels, not to copies, so only `compute` is urgent: updates on the device take what
+it leaves. Copies are served in the order in which they become ready; fetches are cut into pieces, so that no other copy
+waits for long (`relay/weight_slots.py`, Note [Pieces]).
 """
 
 from __future__ import annotations
@@ -22,7 +32,7 @@ class Streams:
     @functools.cached_property
     def compute(self) -> Lane:
         """Forward and backward of units, and the user's code between them. Every other lane overlaps with this one."""
-        return self.lanes.device("compute")
+        return self.lanes.device("compute", urgent=True)
 
     @functools.cached_property
     def h2d(self) -> Lane:
@@ -75,8 +85,9 @@ class Streams:
 
     @functools.cached_property
     def norms(self) -> Lane:
-        """Norms of gradients on the device, while `update` works on gradients that have been checked."""
-        return self.lanes.device("norms", apart=True)
+        """Norms of gradients on the device, while `compute` serves the next unit. A lane of its own, because `update`
+        waits until the host has checked the norms; on the same stream, because both are kernels for updates."""
+        return self.lanes.device("norms", apart=True, beside=self.update)
 
     @functools.cached_property
     def exchange(self) -> Lane:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ferryman.model.units import Subgroup, Unit, weight_itemsize
+from ferryman.model.units import Subgroup, Unit
 from ferryman.plan.performance import predict
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Queues, Traffic, assign, choose, idle, on_device
@@ -86,7 +86,7 @@ class Balancer:
             subgroups = [subgroup for subgroup in subgroups if subgroup.size >= MIN_DEVICE_SUBGROUP]
         self._numbers = {subgroup: number for number, subgroup in enumerate(subgroups)}
         self._traffic, gradient_bytes = staging.traffic(units, held=held)
-        self._weight_bytes = max((weight_itemsize(unit) for unit in units), default=0)
+        self._weight_bytes = max((unit.weight_itemsize for unit in units), default=0)
         self.waiting_bytes = 0 if staging.has_gradient_berths(units, held=held) else gradient_bytes
         self._assigned.clear()
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ferryman.model.spans import Span
-from ferryman.model.units import GRADIENT, Subgroup, weight_itemsize
+from ferryman.model.units import GRADIENT, Subgroup
 from ferryman.runtime.marks import Mark
 from ferryman.server.state import SubgroupMemory
 
@@ -38,7 +38,7 @@ class BerthAreas(NamedTuple):
         cls, berth: Berth, subgroup: Subgroup, rest: Sequence[torch.Tensor], held: torch.Tensor | None
     ) -> BerthAreas:
         """Lays a subgroup out in a berth: weights, `rest`, gradient."""
-        end = subgroup.size * weight_itemsize(subgroup.unit)
+        end = subgroup.size * subgroup.unit.weight_itemsize
         weights, areas = berth.memory[:end], []
         for part in rest:
             areas.append(berth.memory[end : end + part.nbytes])

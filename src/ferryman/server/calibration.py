@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ferryman.model.units import BLOCK, Unit, trained_elements
+from ferryman.model.units import BLOCK, Unit
 from ferryman.plan.rates import Rates
 from ferryman.plan.staging import Staging
 from ferryman.server import kernels
@@ -28,12 +28,12 @@ def measure(
     threads: int | None,
 ) -> Rates | None:
     """The rates of host, device and link; None if the device has nothing to update, or no memory for it."""
-    able = [unit for unit in units if staging.state_itemsize(unit) is not None and trained_elements(unit)]
+    able = [unit for unit in units if staging.state_itemsize(unit) is not None and unit.trained_elements]
     if not able or optimizer_view is None:
         return None
     rule = optimizer_view.rule(able[0].trained[0])
     assert rule is not None, "only a rule can be carried out on a device"
-    largest = max(trained_elements(unit) for unit in able)
+    largest = max(unit.trained_elements for unit in able)
     count, dtype = min(_MAX_ELEMENTS, staging.subgroup, largest), optimizer_view.format
     if optimizer_view.is_compact:
         count = count // BLOCK * BLOCK

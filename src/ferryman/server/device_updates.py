@@ -28,13 +28,11 @@ from ferryman.model.units import (
     Subgroup,
     Unit,
     master_dtype,
-    master_itemsize,
     overlap,
-    trained_offsets,
-    weight_itemsize,
 )
 from ferryman.plan.staging import Staging, gradient_berth_bytes, most_tensors
 from ferryman.runtime.arena import Allocation, Arena
+from ferryman.runtime.device_memory import carve
 from ferryman.runtime.marks import Mark
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.runtime.streams import Streams
@@ -95,11 +93,10 @@ class DeviceUpdates:
         self._staging = staging
         self.release()
         self._scratch, self._sums_scratch = (Scratch(staging.scratch, self._device) for _ in range(2))
-        self._berths = [self._berth(staging.berth_bytes(units)) for _ in range(staging.berths)]
-        self._own_berths = {s: self._berth(self._size_of(s)) for s in staging.resident(units)}
-        self.gradient_berths = {
-            s: self._berth(gradient_berth_bytes(s)) for s in staging.with_gradient_berths(units, held=held)
-        }
+        self._berths = self._make_berths([staging.berth_bytes(units)] * staging.berths)
+        own, waiting = staging.resident(units), staging.with_gradient_berths(units, held=held)
+        self._own_berths = dict(zip(own, self._make_berths(map(self._size_of, own)), strict=True))
+        self.gradient_berths = dict(zip(waiting, self._make_berths(map(gradient_berth_bytes, waiting)), strict=True))
         if self._has_float64:
             self._sums = torch.empty(most_tensors(units) + 1, dtype=torch.float64, device=self._device)
         counts = {s: len(_parts_in(s, s.unit.trained)) for s in staging.subgroups(units)}
@@ -279,15 +276,15 @@ class DeviceUpdates:
         self._turn = (self._turn + 1) % len(self._berths)
         return self._berths[self._turn]
 
-    def _berth(self, nbytes: int) -> Berth:
-        return Berth(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+    def _make_berths(self, sizes: Iterable[int]) -> list[Berth]:
+        return [Berth(memory) for memory in carve(list(sizes), self._device)]
 
     def _size_of(self, subgroup: Subgroup) -> int:
         """Bytes of a berth for this subgroup. The plan has a bound if tensors of one unit differ in format."""
         if self._staging.small_state is None:
             return self._staging.bytes_for(subgroup.unit, subgroup.size)
         memory = self._store.state(subgroup.unit).memory_of(subgroup, self._store.weights(subgroup.unit))
-        of_elements = subgroup.size * (weight_itemsize(subgroup.unit) + GRADIENT.itemsize)
+        of_elements = subgroup.size * (subgroup.unit.weight_itemsize + GRADIENT.itemsize)
         return of_elements + sum(part.nbytes for part in memory.rest)
 
     def _areas(self, berth: Berth, subgroup: Subgroup) -> tuple[SubgroupMemory, BerthAreas]:
@@ -306,7 +303,7 @@ class DeviceUpdates:
     ) -> list[tuple[Rule, list[Piece]]]:
         """The arguments of the kernels, by rule: as on the host, but in the berth or where weights stay."""
         ruled: dict[str, tuple[Rule, list[Piece]]] = {}
-        width, lacking = weight_itemsize(subgroup.unit), master_itemsize(subgroup.unit)
+        width, lacking = subgroup.unit.weight_itemsize, subgroup.unit.master_itemsize
         state = self._store.state(subgroup.unit)
         parts = _parts_in(subgroup, [args.item for args in requested])
         for args in requested:
@@ -337,6 +334,6 @@ class DeviceUpdates:
 
 def _parts_in(subgroup: Subgroup, items: Collection[Item]) -> dict[Item, tuple[slice, slice]]:
     """The tensors that have a part in the subgroup: which of their elements, and where these are in the subgroup."""
-    offsets = trained_offsets(subgroup.unit)
+    offsets = subgroup.unit.trained_offsets
     found = {item: overlap(item, offsets[item], subgroup.start, subgroup.size) for item in items}
     return {item: both for item, both in found.items() if both is not None}

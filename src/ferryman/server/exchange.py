@@ -25,7 +25,7 @@ import torch
 
 from ferryman.distributed.ranks import Ranks
 from ferryman.model.precision import Scale
-from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, landing_dtype, overlap, trained_offsets
+from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, landing_dtype, overlap
 from ferryman.runtime.arena import Arena
 from ferryman.runtime.marks import Mark
 from ferryman.runtime.streams import Streams
@@ -325,7 +325,7 @@ def _add_up(subgroup: Subgroup, parts: Sequence[tuple[torch.Tensor, torch.Tensor
 
     `parts`: each rank's gradient, and its byte for each tensor. Returns the tensors that have a gradient on some rank.
     """
-    offsets, found = trained_offsets(subgroup.unit), []
+    offsets, found = subgroup.unit.trained_offsets, []
     flags = [has.tolist() for _, has in parts]
     for number, item in enumerate(subgroup.unit.trained):
         having = [gradient for (gradient, _), has in zip(parts, flags, strict=True) if has[number]]

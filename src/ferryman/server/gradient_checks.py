@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, overlap, trained_offsets
+from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, overlap
 from ferryman.runtime.arena import Allocation, Arena
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
@@ -154,7 +154,7 @@ def squares(
     unit: Unit, gradients: torch.Tensor, start: int, items: Collection[Item], threads: int | None
 ) -> dict[Item, float]:
     """The sum of squares of each tensor's gradient, as far as it is in `gradients`, which begin at element `start`."""
-    offsets, sums = trained_offsets(unit), dict[Item, float]()
+    offsets, sums = unit.trained_offsets, dict[Item, float]()
     for item in items:
         both = overlap(item, offsets[item], start, gradients.numel())
         if both is not None:

@@ -26,6 +26,7 @@ _logger = logging.getLogger("ferryman")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _FORMATS = list(moments.FORMATS.values())
+_NUMBERS = len(native.PieceStruct().numbers)  # of a rule
 
 # Elements that the torch path processes at a time, which bounds the memory of float64 copies.
 _CHUNK = 1 << 20
@@ -259,33 +260,31 @@ def add_squares_in_torch(gradient: torch.Tensor, total: torch.Tensor, number: to
 def _check_piece(rule: Rule, piece: Piece, threads: int | None, path: str | None) -> str:
     path = _check(piece.gradient, threads, path)
     _check(piece.weights, threads, path)
-    count, wanted = piece.gradient.numel(), master_dtype(piece.weights.dtype)
-    others = [piece.weights, *piece.states, *([] if piece.master is None else [piece.master])]
+    shape, wanted = piece.gradient.shape, master_dtype(piece.weights.dtype)
+    assert len(shape) == 1, "pieces are flat"
+    assert piece.weights.shape == shape
     assert (piece.master is None) == (wanted is None), "there is a master beside narrow weights, and only there"
-    assert piece.master is None or piece.master.dtype == wanted
+    if piece.master is not None:
+        assert piece.master.dtype == wanted
+        assert (piece.master.shape, piece.master.is_contiguous(), piece.master.is_cpu) == (shape, True, True)
     assert len(piece.states) == len(rule.states)
     dtype = piece.state_dtype
     assert dtype in _FORMATS
-    assert all(state.dtype == dtype for state in piece.states)
     assert dtype == torch.float32 or rule.fades, "states that never forget must not be rounded"
+    for state in piece.states:
+        assert state.dtype == dtype
+        assert (state.shape, state.is_contiguous(), state.is_cpu) == (shape, True, True)
     assert len(piece.scales) == (len(piece.states) if dtype == torch.uint8 else 0)
-    assert all(
-        scales.dtype == torch.float32
-        and scales.is_contiguous()
-        and scales.is_cpu
-        and scales.dim() == 1
-        and scales.numel() == -(-count // BLOCK)
-        for scales in piece.scales
-    )
-    assert all(tensor.numel() == count and tensor.is_contiguous() and tensor.is_cpu for tensor in others)
-    assert all(tensor.dim() == 1 for tensor in (piece.gradient, *others)), "pieces are flat"
-    assert len(piece.numbers) == len(native.PieceStruct().numbers)
+    for scales in piece.scales:
+        assert scales.dtype == moments.SCALE
+        assert (scales.shape, scales.is_contiguous(), scales.is_cpu) == ((-(-shape[0] // BLOCK),), True, True)
+    assert len(piece.numbers) == _NUMBERS
     return path
 
 
 def _check(tensor: torch.Tensor, threads: int | None, path: str | None) -> str:
     """Refuses tensors whose raw pointer would give a wrong result or a crash. Returns the path to take."""
-    if tensor.device.type != "cpu" or tensor.dtype not in _DTYPES or not tensor.is_contiguous():
+    if not tensor.is_cpu or tensor.dtype not in _DTYPES or not tensor.is_contiguous():
         raise ValueError(
             "A host kernel needs a contiguous CPU tensor of float32, bfloat16 or float16; this one is "
             f"{'' if tensor.is_contiguous() else 'not contiguous, '}{tensor.dtype}, on {tensor.device}."

@@ -20,7 +20,7 @@ import torch
 
 from ferryman.distributed.ranks import Ranks
 from ferryman.model.precision import Scale
-from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, cut_into_subgroups, trained_elements
+from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, cut_into_subgroups
 from ferryman.options import PlainOptions
 from ferryman.plan.staging import Staging
 from ferryman.runtime.arena import Arena
@@ -198,7 +198,7 @@ class Server:
         target, source = self._checks.receive_loss(), loss.float().view(1)
         lane = self._streams.d2h
         if isinstance(lane, DeviceLane):
-            source.record_stream(lane.stream)
+            source.record_stream(lane.stream)  # a few bytes: that they come back late costs nothing
         self._checks.expect_loss(target, lane.copy([(target, source)], after=after, label="loss"))
 
     def wait_for_updates(self) -> None:
@@ -293,10 +293,6 @@ class Server:
     # What others read.
 
     @property
-    def is_eager(self) -> bool:
-        return self.has_optimizer and self._strategy.is_eager
-
-    @property
     def steps(self) -> int:
         """The number of finished steps."""
         return self._log.steps
@@ -344,7 +340,7 @@ class Server:
         """The subgroups of a unit, those of all ranks."""
         if self._optimizer_view is None:
             return cut_into_subgroups(unit, self._staging.subgroup)
-        size = max(trained_elements(unit), 1) if is_whole(unit, self._optimizer_view) else self._staging.subgroup
+        size = max(unit.trained_elements, 1) if is_whole(unit, self._optimizer_view) else self._staging.subgroup
         cuts = itertools.pairwise(bounds(unit, self._optimizer_view, self._ranks.share))
         return [subgroup for low, high in cuts for subgroup in cut_into_subgroups(unit, size, low, high)]
 

@@ -22,11 +22,7 @@ from ferryman.model.units import (
     Subgroup,
     Unit,
     master_dtype,
-    master_itemsize,
     overlap,
-    trained_elements,
-    trained_offsets,
-    weight_itemsize,
 )
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server import kernels, moments
@@ -55,7 +51,7 @@ SCALES = ".scales"  # what follows a state's name, for the scales of its blocks
 
 def bounds(unit: Unit, optimizer_view: OptimizerView, share: Share) -> list[int]:
     """The elements at which each rank's part of a unit's trained elements begins, and the end of the last part."""
-    total = trained_elements(unit)
+    total = unit.trained_elements
     if not is_whole(unit, optimizer_view):
         return share.bounds(total, BLOCK if optimizer_view.is_compact else GRAIN)
     owner = zlib.crc32(unit.name.encode()) % share.size  # one rank owns all of it
@@ -121,15 +117,26 @@ class _Part(NamedTuple):
         return int(self.elements.stop - self.elements.start)
 
 
+class _Shared(NamedTuple):
+    """What a tensor and a range of the unit's trained elements have in common: everything but the gradient."""
+
+    gradient: slice  # of the range
+    weights: torch.Tensor
+    master: torch.Tensor | None
+    states: Sequence[torch.Tensor]
+    scales: Sequence[torch.Tensor]
+    first: int  # the index of its first element in the tensor
+
+
 class UnitState:
     """The optimizer state of one unit: the part that this rank owns."""
 
     def __init__(self, unit: Unit, optimizer_view: OptimizerView, device: torch.device, share: Share) -> None:
         self._optimizer_view = optimizer_view
-        self._offsets = trained_offsets(unit)
+        self._offsets = unit.trained_offsets
         self.low, high = part(unit, optimizer_view, share)
         self._layout = StateLayout(unit, optimizer_view)
-        sizes = [(high - self.low) * master_itemsize(unit), *self._layout.sizes(self.low, high)]
+        sizes = [(high - self.low) * unit.master_itemsize, *self._layout.sizes(self.low, high)]
         ends = list(itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
         self._memory = PinnedMemory(ends[-1], device)  # one registration for all
         starts = [0, *ends[:-1]]
@@ -144,9 +151,12 @@ class UnitState:
         self._versions: dict[Item, int] = {}
         self._torch: dict[Item, torch.optim.Optimizer] = {}  # for tensors that torch's own optimizers update
         self._theirs: dict[Item, dict[str, Any]] = {}  # what torch's optimizer had of a tensor when it was taken
+        # Made at the first update of each range. The engine refuses parameters whose memory was exchanged.
+        self._shared: dict[tuple[Item, int, int], _Shared | None] = {}
+        self._subgroups: dict[Subgroup, SubgroupMemory] = {}
         self._master: dict[Item, torch.Tensor | None] = {}
         for item, mine in self._parts.items():
-            dtype, at = master_dtype(item.dtype), mine.at * master_itemsize(unit)
+            dtype, at = master_dtype(item.dtype), mine.at * unit.master_itemsize
             end = at if dtype is None else at + mine.size * dtype.itemsize
             self._master[item] = None if dtype is None else self._masters[at:end].view(dtype)
             self._start(item)
@@ -320,7 +330,9 @@ class UnitState:
 
     def memory_of(self, subgroup: Subgroup, weights: torch.Tensor) -> SubgroupMemory:
         """The host memory of a subgroup that this rank owns; `weights` is the unit's flat memory."""
-        lacking = master_itemsize(subgroup.unit)
+        if (known := self._subgroups.get(subgroup)) is not None:
+            return known
+        lacking = subgroup.unit.master_itemsize
         low, high = subgroup.start - self.low, subgroup.stop - self.low
         rest = [self._masters[low * lacking : high * lacking]] if lacking else []
         layout = self._layout
@@ -328,7 +340,8 @@ class UnitState:
         for array, place in zip(self._states, places, strict=True):
             origin = place(self.low)
             rest.append(array[place(subgroup.start) - origin : place(subgroup.stop) - origin])
-        return SubgroupMemory(self.spans(subgroup, weights), rest)
+        memory = self._subgroups[subgroup] = SubgroupMemory(self.spans(subgroup, weights), rest)
+        return memory
 
     def state_in(
         self, arrays: Sequence[torch.Tensor], subgroup: Subgroup, item: Item, own: slice, rule: Rule
@@ -347,7 +360,7 @@ class UnitState:
 
     def spans(self, subgroup: Subgroup, weights: torch.Tensor) -> list[Span]:
         """The weights of a subgroup, in as few spans as possible; any rank may own it."""
-        width, spans = weight_itemsize(subgroup.unit), list[Span]()
+        width, spans = subgroup.unit.weight_itemsize, list[Span]()
         before: Item | None = None  # in the unit
         for item in subgroup.unit.items:
             neighbour, before = before, item
@@ -380,6 +393,7 @@ class UnitState:
         `only`: the tensors that have a gradient. The steps of the others do not count.
         """
         ruled: dict[str, tuple[Rule, list[Piece]]] = {}
+        count = gradients.numel()
         with torch._C.DisableTorchFunctionSubclass():  # others' reads of the weights wait for this (see reads.py)
             for args in requested:
                 item, rule = args.item, args.rule
@@ -388,30 +402,44 @@ class UnitState:
                         self._not_updated.add(item)
                         self._steps[item] -= 1
                     continue
-                shared = overlap(item, self._offsets[item], start, gradients.numel())
+                shared = self._shared_with(item, rule, start, count)
                 if shared is None:
                     continue
-                at, gradient = shared[0], gradients[shared[1]]
+                gradient = gradients[shared.gradient]
                 if rule is None:
                     self._update_by_torch(args, gradient, factor)
                     continue
-                master, before = self._master[item], self._parts[item].elements.start
-                own = slice(at.start - before, at.stop - before)
+                numbers, keys = (factor, *args.numbers[1:]), moments.noise_keys(args.step)
                 piece = Piece(
-                    gradient,
-                    item.tensor.data.view(-1)[at],
-                    None if master is None else master[own],
-                    [state[own] for state in self._states_of(item, rule)],
-                    (factor, *args.numbers[1:]),
-                    [scales[blocks_of(own)] for scales in self._scales_of(item, rule)],
-                    at.start,
-                    moments.noise_keys(args.step),
+                    gradient, shared.weights, shared.master, shared.states, numbers, shared.scales, shared.first, keys
                 )
                 ruled.setdefault(rule.name, (rule, []))[1].append(piece)
             for rule, pieces in ruled.values():
                 kernels.update(rule, pieces, threads=threads)
 
+    def _shared_with(self, item: Item, rule: Rule | None, start: int, count: int) -> _Shared | None:
+        """What the tensor shares with the `count` elements of the unit from `start` on; None if they have none of it.
+        The tensor's rule is always the same."""
+        key = item, start, count
+        if key not in self._shared:
+            both, found = overlap(item, self._offsets[item], start, count), None
+            if both is not None:
+                (at, gradient), master, before = both, self._master[item], self._parts[item].elements.start
+                own = slice(at.start - before, at.stop - before)
+                found = _Shared(
+                    gradient,
+                    item.tensor.data.view(-1)[at],
+                    None if master is None else master[own],
+                    [] if rule is None else [state[own] for state in self._states_of(item, rule)],
+                    [] if rule is None else [scales[blocks_of(own)] for scales in self._scales_of(item, rule)],
+                    at.start,
+                )
+            self._shared[key] = found
+        return self._shared[key]
+
     def close(self) -> None:
+        self._shared.clear()
+        self._subgroups.clear()
         self._memory.close()
 
     def _states_of(self, item: Item, rule: Rule) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ferryman.model.units import BLOCK, GRAIN, Item, Unit, trained_offsets
+from ferryman.model.units import BLOCK, GRAIN, Item, Unit
 from ferryman.server.moments import SCALE
 from ferryman.server.optimizer_view import OptimizerView
 
@@ -26,7 +26,7 @@ class StateLayout:
         self._lengths: list[int] = []
         self._widths: list[int] = []
         self._codes, self._scales = [0], [0]  # bytes before each tensor
-        for item, begin in trained_offsets(unit).items():
+        for item, begin in unit.trained_offsets.items():
             dtype = self.dtypes[item] = optimizer_view.state_dtype(item)
             is_coded = dtype == torch.uint8
             grain = BLOCK if is_coded else GRAIN

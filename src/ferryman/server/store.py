@@ -13,10 +13,7 @@ from ferryman.model.units import (
     Unit,
     gradient_bytes,
     landing_dtype,
-    master_itemsize,
     overlap,
-    trained_elements,
-    trained_offsets,
 )
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server.optimizer_view import OptimizerView
@@ -135,7 +132,7 @@ class RamStore:
     def gradients(self, unit: Unit, dtype: torch.dtype = GRADIENT) -> torch.Tensor:
         """Flat memory for this rank's gradients of the unit, as bytes."""
         if (unit, dtype) not in self._gradients:
-            memory = PinnedMemory(trained_elements(unit) * dtype.itemsize, self._device)
+            memory = PinnedMemory(unit.trained_elements * dtype.itemsize, self._device)
             self._gradients[unit, dtype] = memory
         return self._gradients[unit, dtype].bytes
 
@@ -229,7 +226,7 @@ class RamStore:
         mine, ranks = self._states[unit].in_float32(item), self._ranks
         if ranks.alone:
             return mine.view(item.tensor.shape)
-        cuts, begin = bounds(unit, self._optimizer_view, ranks.share), trained_offsets(unit)[item]
+        cuts, begin = bounds(unit, self._optimizer_view, ranks.share), unit.trained_offsets[item]
         whole = torch.empty(item.tensor.numel())
         for owner in range(ranks.size):
             if (both := overlap(item, begin, cuts[owner], cuts[owner + 1] - cuts[owner])) is not None:
@@ -255,7 +252,7 @@ def account(
         found["gradients"] = len(shares) * sum(gradient_bytes(unit) for unit in units)
         return found
     parts = {unit: sum(part_elements(unit, optimizer_view, share) for share in shares) for unit in units}
-    found["the float32 master's rest"] = sum(part * master_itemsize(unit) for unit, part in parts.items())
+    found["master weights"] = sum(part * unit.master_itemsize for unit, part in parts.items())
     found["optimizer state"] = sum(state_bytes(unit, optimizer_view, share) for unit in units for share in shares)
     if landing:
         found["gradients"] = sum(part * landing_dtype(unit).itemsize for unit, part in parts.items())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ferryman.checkpoint.contents import Contents
 from ferryman.distributed.ranks import Ranks, Share
 from ferryman.model.blocks import Blocks
 from ferryman.model.patching import ModelPatch
@@ -22,12 +23,13 @@ from ferryman.model.reads import Reads
 from ferryman.model.unit_discovery import rename
 from ferryman.model.units import Unit
 from ferryman.options import EngineOptions
-from ferryman.plan.fit import Trial
+from ferryman.plan.fit import Choice, Trial
 from ferryman.plan.plan import Plan
 from ferryman.relay.driver import Relay
 from ferryman.relay.observer import Roots
 from ferryman.runtime import host_memory
 from ferryman.runtime.caller import Caller
+from ferryman.runtime.device_memory import DeviceMemory
 from ferryman.runtime.lanes import Lanes
 from ferryman.runtime.streams import Streams
 from ferryman.server.optimizer_view import OptimizerView
@@ -52,8 +54,10 @@ class Assembly:
         scale: Scale,
         ranks: Ranks,
         caller: Caller,
+        memory: DeviceMemory,
     ) -> None:
         self.plan = plan
+        self.memory = memory
         self._caller = caller
         self._model = model
         self._device = device
@@ -66,9 +70,11 @@ class Assembly:
         self.lanes = Lanes(device, trace=options.trace)
         streams = Streams(self.lanes)
         self.server = Server(self.store, optimizer_view, streams, device, options, scale, plan.staging, ranks)
+        self._compute = streams.compute
         try:
-            self.relay = Relay(plan, device, self.server, streams)
-            self._serve_updates(plan)
+            with self._compute.current():  # so that activations can use what is left over in segments
+                self.relay = Relay(plan, device, self.server, streams)
+                self._serve_updates(plan)
         except BaseException as error:  # usually out of device memory
             ranks.fail(error)
             self.lanes.close()
@@ -76,7 +82,7 @@ class Assembly:
             raise
         caller.runs_step_here = self.relay.runs_here
         wide = optimizer_view is not None
-        self.gradients = Gradients(self.relay, self.store, self.server.wait_for_updates, wide=wide)
+        self._gradients = Gradients(self.relay, self.store, self.server.wait_for_updates, wide=wide)
         self.reads = Reads(
             self.server.wait_for_updates, lambda: [item.tensor for unit in self.all_units for item in unit.items]
         )
@@ -104,9 +110,16 @@ class Assembly:
         return (*self.plan.units, self.plan.residents)
 
     def watch_reads(self) -> None:
-        """From now on, reads of trained weights wait for pending updates."""
+        """From now on, reads of trained weights wait for pending updates, and uses of weights are noticed."""
         if self._optimizer_view is not None:
-            self.reads.begin([item.tensor for unit in self.all_units for item in unit.trained])
+            ahead = [item.tensor for unit in self.relay.ahead() for item in unit.items if not item.trains]
+            self.reads.begin([item.tensor for unit in self.all_units for item in unit.trained], ahead)
+
+    def end_reads(self) -> None:
+        """From now on, the engine uses the weights, and not the user."""
+        self.reads.end()
+        if self.reads.were_used:
+            self.relay.distrust_ahead()
 
     def serve(self, plan: Plan) -> None:
         """Switches to another plan, after the model's blocks or the policy of updates have changed."""
@@ -114,8 +127,9 @@ class Assembly:
         self.reads.wait()
         self.plan = plan
         rename(self._model, self.all_units)
-        self.relay.serve(plan)
-        self._serve_updates(plan)
+        with self.memory.counted(), self._compute.current():
+            self.relay.serve(plan)
+            self._serve_updates(plan)
 
     def add(self, block: nn.Module, units: Sequence[Unit], plan: Plan) -> None:
         """Adds a block that is already in the model. `plan` includes its units."""
@@ -149,26 +163,55 @@ class Assembly:
         finally:
             self._stepping = False
 
-    def try_out(self, works: Sequence[Callable[[], torch.Tensor]], room: int, roots: Roots) -> Trial:
+    def try_out(self, works: Sequence[Callable[[], torch.Tensor]], room: int, roots: Roots, choice: Choice) -> Trial:
         """Measures the memory of micro-batches: see `memory_trial.measure`. After a failure, it can be called again."""
+        memory = trial.Measured(self.memory, self._device, self.plan.fixed, room)
         try:
             with undisturbed(self._model, self.relay.randomness), self.step():
-                return trial.measure(self.relay, works, room, roots, self.plan.units)
+                return trial.measure(self.relay, works, memory, roots, self.plan.units, choice)
         except BaseException:
             self.lanes.drain()
             self.relay.recover()
             raise
+        finally:
+            self.memory.forget()
 
     def recover(self) -> None:
         """Restores a consistent state after a failure. The lanes must be drained: they have dropped pending work."""
         self.server.recover()
         self.relay.recover()
 
-    def copy_all_to_host(self) -> None:
-        """Waits for updates and copies all state to the host, including the user's edits. No lane may have work."""
+    def show_gradients(self) -> None:
+        """Waits for all gradients and shows them to the user, as the parameters' `.grad`."""
+        self.relay.gradients.wait()
+        self._gradients.show(self.all_units)
+        for unit, items in self.relay.gradients.on_host.items():
+            self.server.leave_for_user(unit, items)
+
+    def take_gradients(self) -> None:
+        """Takes the gradients back from the user, who may have cleared, edited or assigned some."""
+        self._gradients.take(self.all_units)
+        self.server.forget_gradients()  # of units whose gradients the user has cleared
+
+    def drop_gradients(self) -> None:
+        self.relay.gradients.clear()
+        self.server.forget_gradients()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    def contents(self, ranks: Ranks) -> Contents:
+        """What a checkpoint saves, when all updates are done and all state is on the host."""
+        self.lanes.wait()
         self.reads.wait()
         self.server.copy_state_to_host()
         self.store.follow_edits()
+        view = self._optimizer_view
+        return Contents(self._model, self._device, self.all_units, self.store, view, self.server, ranks)
+
+    def host_account(self, shares: Sequence[Share]) -> dict[str, int]:
+        """Bytes of host memory that the server uses for these ranks' shares, by purpose."""
+        landing = self.plan.staging.deferred
+        return account(self.all_units, self._optimizer_view, landing=landing, shares=shares)
 
     def close(self, *, together: bool = True) -> None:
         """Restores the user's model, with its current weights.
@@ -190,6 +233,7 @@ class Assembly:
             self.relay.close()
             self.server.close()
             self.store.close(together=together)
+            self.memory.trim()  # no other stream could use it
 
     def _close_dropped(self) -> None:
         """In whichever thread the garbage collector runs, which may be one that closing waits for."""
@@ -203,13 +247,12 @@ class Assembly:
     def _serve_updates(self, plan: Plan) -> None:
         """Tells the server which units there are, and where their weights are on the device."""
         self.server.serve(plan.in_forward_order, self.relay.weights, plan.staging, held=plan.held)
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)  # other streams may still use memory that lanes now get
+        self.memory.hold()  # waits for the device, too: other streams may still use memory that lanes now get
 
     def _check_host(self, ranks: Ranks) -> None:
         """Checks that the host has enough memory. All ranks of a node check before the first one allocates."""
         shares = [Share(rank, ranks.size) for rank in ranks.node]
-        needed = account(self.all_units, self._optimizer_view, landing=self.plan.staging.deferred, shares=shares)
+        needed = self.host_account(shares)
         mine = sum(i.tensor.nbytes for unit in self.all_units for i in unit.items if not i.tensor.is_meta)
         everyone = ranks.tell("checking the host's memory", mine)
         already = sum(everyone[rank] for rank in ranks.node)

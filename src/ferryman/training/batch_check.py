@@ -32,7 +32,7 @@ from torch import nn
 
 from ferryman.model.loss import Loss
 from ferryman.plan.batch import Shape, per_sample, pick, samples_in, shape_of
-from ferryman.plan.fit import TooLargeError
+from ferryman.plan.fit import Choice, TooLargeError
 from ferryman.relay.observer import Roots
 from ferryman.runtime.rng import Randomness
 from ferryman.runtime.sizes import show_bytes
@@ -155,8 +155,10 @@ class BatchCheck:
                 return loss
 
             relay = assembly.relay
-            work = functools.partial(weighted_loss, seen, self._model, content, 1.0, self._device, relay.adopt)
-            assembly.try_out([work], room, roots)
+            work = functools.partial(
+                weighted_loss, seen, self._model, content, 1.0, self._device, relay.inputs.bring, relay.adopt
+            )
+            assembly.try_out([work], room, roots, Choice(1, stash_on_host=True))
             return values[-1]
 
         assembly.server.wait_for_updates()

@@ -51,10 +51,15 @@ def _modules(model: nn.Module) -> None:
                 f"{where} was compiled (module.compile()), and a compiled module cannot be streamed layer by layer; "
                 "pass the engine the uncompiled model"
             )
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in (*module.parameters(), *module.buffers())):
             raise ValueError(
                 f"{where} is a ScriptModule (torch.jit), whose weights the engine cannot move; pass the engine the "
                 "original module"
+            )
+        if any(nn.parameter.is_lazy(tensor) for tensor in module.parameters(recurse=False)):
+            raise ValueError(
+                f"{where} is a {type(module).__name__} whose parameters have no shape yet; call the model once with a "
+                "batch before you make the engine"
             )
         if type(module).__module__.startswith("torch.ao.nn.quantized"):
             raise ValueError(f"{where} is quantised ({type(module).__name__}) and does not train; quantise afterwards")
@@ -68,8 +73,18 @@ def on_host(model: nn.Module) -> None:
             raise ValueError(f"the model must be on the host, and {name!r} is on {tensor.device}; use model.cpu()")
 
 
-def members(model: nn.Module, dtype_of: DtypeOf) -> None:
-    """Checks the model's parameters and buffers."""
+def arguments(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    options: EngineOptions,
+    device: torch.device,
+    dtype_of: DtypeOf,
+) -> None:
+    """Checks that the arguments of an engine fit each other and the device."""
+    settings(options, device)
+    free(model)
+    if optimizer is None:
+        _no_settings_of_updates(options)
     parameters(model.named_parameters(), dtype_of)
     refuse_overlaps((*model.named_parameters(), *model.named_buffers()))
 
@@ -191,7 +206,7 @@ def settings(options: PlainOptions, device: torch.device) -> None:
         )
 
 
-def no_settings_of_updates(options: EngineOptions) -> None:
+def _no_settings_of_updates(options: EngineOptions) -> None:
     """Refuses settings of updates in an engine without an optimizer."""
     for name, setting in SETTINGS.items():
         if setting.needs_optimizer and getattr(options, name) != getattr(EngineOptions, name):

@@ -83,7 +83,19 @@ class CrossCheck:
             )
 
         discovery = Discovery(relay, self._roots, self._units)
-        trial(works[:2], discovery, in_turn=True, forward_only=True)
+        for _ in range(_MAX_ATTEMPTS):
+            known = set(discovery.found)
+            try:
+                trial(works[:2], discovery, in_turn=True, forward_only=True)
+                break
+            except (RuntimeError, AssertionError):
+                # The code may need the graph of a tensor that a unit has stored (register_hook, autograd.grad), which
+                # such a tensor has once its variable is known.
+                if discovery.found.keys() == known:
+                    raise
+                relay.lanes.drain()
+                relay.recover()
+                discovery.teach()
         discovery.teach()
         in_own_thread = _Trial(relay, self._roots)
         with relay.escapes.tracing():

@@ -53,6 +53,11 @@ class Discovery(Watcher):
         if not batch.done:
             self._early |= {variable.key for variable in changed}
 
+    def undo(self) -> None:
+        if self.survey is not None:
+            self.collect_changes()  # a micro-batch that has failed did not park
+        super().undo()
+
     def teach(self, ends: Sequence[dict[Any, Snapshot]] = ()) -> None:
         """Passes the variables found to the relay. `ends`: their values at the end of each of several micro-batches."""
         policies = {key: _first_policy(v, key in self._early, ends) for key, v in self.found.items()}

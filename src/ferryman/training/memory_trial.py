@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ferryman.model.units import Unit
-from ferryman.plan.fit import Stretch, TooLargeError, Trial
+from ferryman.plan.fit import Choice, Stretch, TooLargeError, Trial
 from ferryman.plan.plan import Need
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.observer import Observer, Roots
+from ferryman.relay.stash import bytes_of_storages
 from ferryman.relay.trial import run_trial
+from ferryman.runtime.device_memory import DeviceMemory
 from ferryman.training.discovery import Discovery
 
 # A trial may exceed its room by this factor, to find out how much is needed if that is only a little more.
@@ -20,25 +23,40 @@ _TRIAL_SLACK = 1.1
 
 
 def measure(
-    relay: Relay, works: Sequence[Callable[[], torch.Tensor]], room: int, roots: Roots, units: Sequence[Unit]
+    relay: Relay,
+    works: Sequence[Callable[[], torch.Tensor]],
+    measured: Measured,
+    roots: Roots,
+    units: Sequence[Unit],
+    choice: Choice,
 ) -> Trial:
-    """Runs a step without effects, with the stash on the host, and returns the device memory that it needed.
+    """Runs a step without effects, and returns the device memory that it needed. `choice`: the place of the stash and
+    of boundaries.
 
-    Raises a TooLargeError as soon as it needs more than `room` bytes.
+    Raises a TooLargeError as soon as it reserves more than the room that there is.
     """
     known = relay.order
     if not relay.state.is_known:  # micro-batches that take turns must not see each other's variables
-        discovery = _Discovery(relay, roots, units, _Memory(relay.device, room, roots))
+        discovery = _Discovery(relay, roots, units, _Memory(measured, roots))
         run_trial(relay, works[:2], 0, discovery, stash_on_host=True, in_turn=True, forward_only=True, check=False)
         discovery.teach()
     for _ in range(2):  # the second run knows where the turn is, and keeps the graph there
         relay.host_stash.reset_peak()
-        memory = _Memory(relay.device, room, roots)
-        run_trial(relay, works, 0, memory, stash_on_host=True, check=False)
+        memory = _Memory(measured, roots)
+        run_trial(relay, works, 0, memory, stash_on_host=choice.stash_on_host, staying=choice.staying, check=False)
         if relay.order == known:
             break
         known = relay.order
-    return Trial(memory.stretches, relay.host_stash.peak // len(works))
+    return Trial(memory.stretches, relay.host_stash.peak // len(works), memory.boundary, memory.reserved)
+
+
+class Measured(NamedTuple):
+    """The memory that a trial measures."""
+
+    memory: DeviceMemory
+    device: torch.device
+    fixed: int  # bytes that the engine always has
+    room: int  # bytes for micro-batches
 
 
 class _Discovery(Discovery):
@@ -57,15 +75,17 @@ class _Discovery(Discovery):
 
 
 class _Memory(Observer):
-    """Records the peak of each stretch, in addition to the memory that was in use before."""
+    """Records what each stretch has allocated at most, in addition to the memory that was in use before, and what was
+    reserved in all, in addition to the memory that the engine always has."""
 
-    def __init__(self, device: torch.device, room: int, roots: Roots) -> None:
+    def __init__(self, measured: Measured, roots: Roots) -> None:
         super().__init__(roots)
         self.stretches: list[Stretch] = []
-        self._device = device
-        torch.accelerator.synchronize(device)  # memory of pending copies does not count
-        self._floor = torch.accelerator.memory_allocated(device)
-        self._ceiling = self._floor + int(room * _TRIAL_SLACK)
+        self.boundary = 0  # bytes
+        self.reserved = 0
+        self._measured, self._device = measured, measured.device
+        measured.memory.trim()  # memory of pending copies does not count, nor what earlier steps have left
+        self._floor = torch.accelerator.memory_allocated(self._device)
         self._where = ""
 
     def resumes(self, batch: MicroBatch) -> None:
@@ -74,6 +94,9 @@ class _Memory(Observer):
 
     def parked(self, batch: MicroBatch) -> None:
         peak = torch.accelerator.max_memory_allocated(self._device)
-        if peak > self._ceiling:
-            raise TooLargeError(Need(peak - self._floor, self._where, is_all=False))
+        self.reserved = max(self.reserved, self._measured.memory.peak - self._measured.fixed)
+        if self.reserved > self._measured.room * _TRIAL_SLACK:
+            raise TooLargeError(Need(self.reserved, self._where, is_all=False))
         self.stretches.append(Stretch(self._where, peak - self._floor))
+        if batch.request is not None:
+            self.boundary = max(self.boundary, bytes_of_storages(batch.request.needs, self._device))

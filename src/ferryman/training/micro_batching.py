@@ -8,33 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ferryman.plan.batch import Split, bytes_in, parts_of, samples_in
-from ferryman.plan.fit import Choice, Fit, TooLargeError, Trial
+from ferryman.plan.fit import Choice, Fit, Measure, TooLargeError, Trial
 from ferryman.plan.plan import Need, Plan, PlanTooLargeError
 from ferryman.runtime.sizes import show_bytes
 from ferryman.training.planner import Planner
 
 
 class MicroBatching:
-    """Chooses micro-batches for one plan. `try_out` measures the memory of micro-batches, within a number of bytes."""
+    """Chooses micro-batches for one plan. `try_out` measures the memory of micro-batches."""
 
     def __init__(
         self,
         planner: Planner,
         plan: Plan,
-        try_out: Callable[[list[Any], int], Trial],
+        try_out: Measure,
         split: Split | None = None,
     ) -> None:
         self._planner = planner
         self._plan = plan
         self._try_out = try_out
         self._split = split
-        self._fit = None if planner.budget is None else Fit(planner.budget, planner.options.stash, self._measure)
+        self._fit = None
+        if planner.budget is not None:
+            stash, is_exact = planner.options.stash, planner.segments.is_exact
+            self._fit = Fit(planner.budget, stash, self._measure, is_exact=is_exact)
 
     @property
     def needed(self) -> int:
@@ -114,9 +116,9 @@ class MicroBatching:
             needed = self._fit.whole_need(sample, size)
         self._planner.make(needed)
 
-    def _measure(self, contents: list[Any], room: int) -> Trial:
+    def _measure(self, contents: list[Any], room: int, choice: Choice) -> Trial:
         try:
-            return self._try_out(contents, room)
+            return self._try_out(contents, room, choice)
         except torch.OutOfMemoryError:
             pass
         raise TooLargeError(Need(room + 1, f"a trial of {len(contents)} micro-batches", is_all=False))

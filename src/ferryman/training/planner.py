@@ -13,7 +13,7 @@ from ferryman.distributed.ranks import Share
 from ferryman.model.blocks import Position
 from ferryman.model.precision import Scale, scale_for
 from ferryman.model.unit_discovery import find_units, units_of_block
-from ferryman.model.units import BLOCK, GRAIN, DtypeOf, Unit, master_dtype, trained_elements
+from ferryman.model.units import BLOCK, GRAIN, DtypeOf, Unit, master_dtype
 from ferryman.options import PlainOptions
 from ferryman.plan.plan import Need, Plan, make_plan
 from ferryman.plan.policy import Policy, parse_policy
@@ -25,6 +25,7 @@ from ferryman.plan.staging import (
     largest_subgroup,
     subgroup_for,
 )
+from ferryman.runtime.segments import Segments
 from ferryman.runtime.sizes import show_bytes
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.state import bounds, is_whole, small_state, state_itemsize
@@ -43,6 +44,7 @@ class Planner:
     dtype_of: DtypeOf
     optimizer_view: OptimizerView | None
     share: Share = Share()  # noqa: RUF009 - frozen
+    segments: Segments = Segments()  # noqa: RUF009 - frozen
 
     @property
     def budget(self) -> int | None:
@@ -136,6 +138,7 @@ class Planner:
             dtype_of=self.dtype_of,
             needed=needed,
             smallest=smallest,
+            segments=self.segments,
         )
 
     def _ways(self, policy: Policy) -> list[Staging]:
@@ -201,9 +204,7 @@ class Planner:
     def _cuts(self, unit: Unit) -> list[int]:
         """The boundaries between the ranks' parts of the unit's trained elements."""
         return (
-            [0, trained_elements(unit)]
-            if self.optimizer_view is None
-            else bounds(unit, self.optimizer_view, self.share)
+            [0, unit.trained_elements] if self.optimizer_view is None else bounds(unit, self.optimizer_view, self.share)
         )
 
     @property
@@ -212,7 +213,7 @@ class Planner:
         return BLOCK if self.optimizer_view is not None and self.optimizer_view.is_compact else GRAIN
 
     def _state_itemsize(self, unit: Unit) -> float | None:
-        if self.optimizer_view is None or not trained_elements(unit) or is_whole(unit, self.optimizer_view):
+        if self.optimizer_view is None or not unit.trained_elements or is_whole(unit, self.optimizer_view):
             return None
         if len({master_dtype(dtype) for dtype in unit.trained_dtypes} - {None}) > 1:
             return None  # masters of two widths do not lie side by side

@@ -14,6 +14,7 @@ from ferryman.model.members import none_added, unchanged
 from ferryman.options import EngineOptions
 from ferryman.plan.batch import Part, parts_of
 from ferryman.plan.fit import Choice, Trial, advice
+from ferryman.relay.step_state import StepState
 from ferryman.runtime import host_memory
 from ferryman.runtime.interrupts import Interrupts
 from ferryman.training import checks
@@ -70,9 +71,10 @@ class Preparation:
         if is_nothing(batch) and not self._ranks.alone:
             return Choice(0, stash_on_host=False), []
         choice = self._micro_batching.choose(batch, micro_batches, begun=self._has_begun)
-        self._batch_check.check(batch, micro_batches, choice.micro_batches, self._assembly, self.first_steps.roots)
-        parts = parts_of(batch, choice.micro_batches, self._options.reduction, self._options.split)
-        self._check_first(parts, choice, _next_seed())
+        with self._assembly.memory.capped():
+            self._batch_check.check(batch, micro_batches, choice.micro_batches, self._assembly, self.first_steps.roots)
+            parts = parts_of(batch, choice.micro_batches, self._options.reduction, self._options.split)
+            self._check_first(parts, choice, _next_seed())
         return choice, parts
 
     def agree(self, choice: Choice, parts: list[Part]) -> PreparedStep:
@@ -84,18 +86,32 @@ class Preparation:
         before = sum(status.parts for status in statuses[:rank])
         return PreparedStep(choice, weigh(parts, statuses, rank, reduction), statuses[0].seed + before)
 
+    def new_step(self, prepared: PreparedStep, interrupts: Interrupts, *, for_update: bool) -> StepState:
+        """Makes a step, which the relay runs."""
+        choice, parts, seed = prepared
+        return self._assembly.relay.new_step(
+            self.works(parts),
+            seed,
+            stash_on_host=choice.stash_on_host,
+            staying=choice.staying,
+            for_update=for_update,
+            skipped=[unit for unit in self._assembly.plan.units if self._blocks.are_skipped(unit.modules)],
+            between_visits=interrupts.check,
+            guard=self.first_steps.begin(parts, seed, skips=bool(self._blocks.skipped)),
+        )
+
     def works(self, parts: Sequence[Part]) -> list[Callable[[], torch.Tensor]]:
         """Functions that run the user's code for each micro-batch and return its weighted and scaled loss."""
         scale = self._assembly.server.scale.value
         return [self._work(part.content, part.weight * scale) for part in parts]
 
     def _work(self, content: Any, weight: float) -> Callable[[], torch.Tensor]:
-        adopt = self._assembly.relay.adopt
-        return lambda: weighted_loss(self._options.loss, self._model, content, weight, self._device, adopt)
+        relay, loss = self._assembly.relay, self._options.loss
+        return lambda: weighted_loss(loss, self._model, content, weight, self._device, relay.inputs.bring, relay.adopt)
 
-    def _try_out(self, contents: list[Any], room: int) -> Trial:
+    def _try_out(self, contents: list[Any], room: int, choice: Choice) -> Trial:
         works = [self._work(content, 1 / len(contents)) for content in contents]
-        return self._assembly.try_out(works, room, self.first_steps.roots)
+        return self._assembly.try_out(works, room, self.first_steps.roots, choice)
 
     @property
     def _has_begun(self) -> bool:

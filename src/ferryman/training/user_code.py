@@ -20,11 +20,12 @@ def weighted_loss(
     content: Any,
     weight: float,
     device: torch.device,
+    bring: Callable[[Any], Any],
     adopt: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
 ) -> torch.Tensor:
-    """The weighted loss of a micro-batch. `adopt` is called with the micro-batch's tensors on the device, and with
-    those of them that are the user's own."""
-    here = to_device(content, device)
+    """The weighted loss of a micro-batch, which `bring` copies to the device. `adopt` is called with the micro-batch's
+    tensors on the device, and with those of them that are the user's own."""
+    here = bring(content)
     pairs = zip(pytree.tree_leaves(content), pytree.tree_leaves(here), strict=True)
     tensors = [(given, x) for given, x in pairs if isinstance(x, torch.Tensor)]
     adopt([x for _, x in tensors], [x for given, x in tensors if given is x])
@@ -35,6 +36,11 @@ def weighted_loss(
             error.add_note(
                 f"ferryman: the model and the batch are on {device} while the loss runs. The loss's own tensors, such "
                 "as its parameters, must be there too: move them with .to(engine.device) before training"
+            )
+        if "must have the same dtype" in str(error):
+            error.add_note(
+                "ferryman: precision= sets the dtype of the weights, and not that of the batch: convert what the model "
+                "is given (x.to(torch.bfloat16)), as for model.to(torch.bfloat16)"
             )
         if "CallNode is a view" in str(error):
             error.add_note(

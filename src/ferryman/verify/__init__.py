@@ -1,1 +1,1 @@
-"""Is Ferryman right on this device? Checks that need nothing but the package."""
+"""Checks that Ferryman computes correctly on this device. They need nothing but the package."""

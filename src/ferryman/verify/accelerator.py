@@ -69,23 +69,25 @@ class Accelerator:
         try:
             torch.accelerator.reset_peak_memory_stats(self.device)
             there = torch.empty(2**20, dtype=torch.uint8, device=self.device)
-            peak = torch.accelerator.max_memory_allocated(self.device)
+            peak = torch.accelerator.max_memory_reserved(self.device)
         except (RuntimeError, NotImplementedError, AttributeError) as error:
             return f"the device does not report its use of memory: {error}".splitlines()[0]
         return None if peak >= there.nbytes else "the device does not report its use of memory"
 
     def memory(self) -> int:
-        """Bytes in use now."""
+        """Bytes reserved now, without those that no tensor uses."""
         gc.collect()
         self.synchronize()
-        return torch.accelerator.memory_allocated(self.device)
+        torch.accelerator.empty_cache()
+        return torch.accelerator.memory_reserved(self.device)
 
     def reset_peak(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self.device)
 
     def peak(self) -> int:
+        """The most that was reserved since `reset_peak`."""
         self.synchronize()
-        return torch.accelerator.max_memory_allocated(self.device)
+        return torch.accelerator.max_memory_reserved(self.device)
 
     # Simulated devices.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -55,6 +55,11 @@ def apart(ours: Tensors, theirs: Tensors) -> float:
         return math.inf
     differences = [float((ours[name].double() - value.double()).abs().max()) for name, value in theirs.items()]
     return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
+
+
+def exceeded(found: Iterable[tuple[str, float, float]]) -> list[str]:
+    """A message for each difference that exceeds its tolerance. `found`: names, differences and tolerances."""
+    return [f"{what} off by {off:.1e}, {limit:g} allowed" for what, off, limit in found if not off <= limit]
 
 
 def largest(tensors: Tensors) -> float:

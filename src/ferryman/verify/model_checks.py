@@ -16,8 +16,8 @@ from ferryman.exactness.survey import Survey
 from ferryman.exactness.user_state import VariablePolicy
 from ferryman.plan.batch import parts_of, samples_in
 from ferryman.training.user_code import to_device
-from ferryman.verify.context import CheckContext, apart, distance, largest
-from ferryman.verify.reference import Tensors, adamw
+from ferryman.verify.context import CheckContext, apart, distance, exceeded, largest
+from ferryman.verify.reference import Tensors, adamw, gradients_of, values_of
 from ferryman.verify.result import Check, Measurements, Verdict
 from ferryman.verify.user_model import ModelAndBatch, UserModel, micro_batches, seed_all
 
@@ -72,7 +72,8 @@ class _ModelChecks:
         try:
             count = micro_batches(made.batch)
             with self._engine(made) as engine:
-                engine.forward_backward([parts_of(made.batch, count)[0].content])
+                first = parts_of(made.batch, count)[0].content
+                engine.forward_backward(first if isinstance(first, torch.Tensor) else [first], 1)
                 return Verdict.ok({"units": len(engine.units)})
         except ValueError as error:
             return self._refuse("second runs", error)
@@ -112,7 +113,7 @@ class _ModelChecks:
         if not wide:
             for parameter in plain.model.parameters():
                 parameter.data = parameter.data.float() if parameter.is_floating_point() else parameter.data
-        start = _values(plain.model.named_parameters())
+        start = values_of(plain.model.named_parameters())
         # Both runs share globals and class attributes, so these are restored in between.
         kinds = {type(module) for module in plain.model.modules()}
         roots = [(plain.loss, "the loss"), *((kind, kind.__name__) for kind in kinds)]
@@ -218,9 +219,9 @@ def _train(engine: Engine, made: ModelAndBatch) -> _Trained:
             losses.append(float(engine.step(made.batch, count)))
             continue
         losses.append(float(engine.forward_backward(made.batch, count)))
-        gradients = _gradients(made.model)
+        gradients = gradients_of(made.model)
         engine.update()
-    return _Trained(losses, gradients, _values(made.model.named_parameters()), _values(made.model.named_buffers()))
+    return _Trained(losses, gradients, values_of(made.model.named_parameters()), values_of(made.model.named_buffers()))
 
 
 def _train_plainly(made: ModelAndBatch, device: torch.device) -> _Trained:
@@ -244,19 +245,11 @@ def _train_plainly(made: ModelAndBatch, device: torch.device) -> _Trained:
         np.random.set_state(before[1])
         losses.append(float(total))
         if not step:
-            gradients = _gradients(model)
+            gradients = gradients_of(model)
         nn.utils.clip_grad_norm_(trained, _MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
-    return _Trained(losses, gradients, _values(model.named_parameters()), _values(model.named_buffers()))
-
-
-def _gradients(model: nn.Module) -> Tensors:
-    return {name: p.grad.detach().cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _values(named: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
+    return _Trained(losses, gradients, values_of(model.named_parameters()), values_of(model.named_buffers()))
 
 
 def _judge(ours: _Trained, theirs: _Trained, start: Tensors) -> Verdict:
@@ -271,7 +264,7 @@ def _judge(ours: _Trained, theirs: _Trained, start: Tensors) -> Verdict:
         ("buffers", buffers, _BUFFER_TOLERANCE),
     ]
     figures: Measurements = {name: "bitwise" if off == 0 else off for name, off, _ in found}
-    wrong = [f"{name} off by {off:.1e}, {limit:g} allowed" for name, off, limit in found if not off <= limit]
+    wrong = exceeded(found)
     return Verdict.failed("; ".join(wrong), figures) if wrong else Verdict.ok(figures)
 
 

@@ -27,7 +27,7 @@ from ferryman.verify.small_models import Batch, Transformer, batch, build
 # Time at once relative to the sum of the times alone: 0.5 is perfect overlap of two equally long lanes, 1 is none.
 _MAX_RATIO = 0.85
 _MIN_DUPLEX = 0.1  # of the time of the less busy direction
-_DOMINANT = 0.75  # of the sum: beside a lane that takes this long, overlap cannot be shown
+_DOMINANT = 0.75  # of the sum: if one lane takes this long, overlap cannot be shown
 _TRIES = 3
 
 _SECONDS = 0.04  # of a bare copy, and of kernels beside it, on a simulated device

@@ -13,8 +13,8 @@ from torch import nn
 
 from ferryman.engine import Engine
 from ferryman.verify import small_models
-from ferryman.verify.context import SUBGROUP, CheckContext, apart, distance, largest
-from ferryman.verify.reference import MICRO_BATCHES, Tensors, Trained, adamw
+from ferryman.verify.context import SUBGROUP, CheckContext, apart, distance, exceeded, largest
+from ferryman.verify.reference import MICRO_BATCHES, Tensors, Trained, adamw, gradients_of
 from ferryman.verify.result import Check, Measurements, Verdict
 
 # The terms of a tied tensor's gradient are summed in another order.
@@ -146,7 +146,7 @@ def train(engine: Engine, model: nn.Module, context: CheckContext) -> Trained:
     """Does what the reference does: gradients of the first batch, then one step with each batch."""
     torch.manual_seed(0)
     engine.forward_backward(context.batches[0], MICRO_BATCHES)
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = gradients_of(model)
     engine.zero_grad()
     losses = []
     for seed, batch in enumerate(context.batches):
@@ -185,4 +185,4 @@ def _judge(
         ("losses", losses, limits.losses),
         ("weights", weights, limits.weights if repeats else limits.unsteady_weights),
     ]
-    return figures, [f"{what} off by {off:.1e}, {limit:g} allowed" for what, off, limit in found if not off <= limit]
+    return figures, exceeded(found)

@@ -1,4 +1,4 @@
-"""Race checks: delaying any lane does not change the result; leaving out one of the waits does (the control)."""
+"""Race checks: delaying a lane must not change the result; a control, which leaves out one wait, must change it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ferryman.verify.reference import MICRO_BATCHES, PlainTraining, Tensors, ada
 from ferryman.verify.result import Check, Measurements, Outcome, Verdict
 
 _BATCHES = [small_models.features(seed) for seed in range(2)]
-_CONTROL_DELAYS = 1, 4, 16  # times the usual delay, tried in turn: a busy machine may hide a missing wait
+_CONTROL_DELAYS = 1, 4, 16  # multiples of the usual delay, tried in turn: a busy machine may hide a missing wait
 
 # Differences relative to the norm of the weights, for devices where plain PyTorch is not reproducible.
 _SAME, _DIFFERENT = 1e-5, 1e-4
@@ -88,7 +88,7 @@ class _Runs:
         return Verdict(Outcome.OK, figures)
 
     def _control(self, case: RaceCase) -> str | None:
-        """How leaving out one of the waits shows; None if it does not."""
+        """How the missing wait becomes visible; None if it does not."""
         assert self._delays is not None
         for times in _CONTROL_DELAYS:
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,16 @@ def adamw(model: nn.Module | Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW with a large epsilon, so that differences in the last bit of tiny gradients are not amplified."""
     parameters = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1, eps=1e-4)
+
+
+def values_of(named: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
+    """Copies of tensors on the host."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
+
+
+def gradients_of(model: nn.Module) -> Tensors:
+    """Copies of the gradients on the host."""
+    return values_of((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
 
 
 class PlainTraining:
@@ -76,7 +86,7 @@ class PlainTraining:
         """Called after each micro-batch; here autograd accumulates the gradients."""
 
     def _gradients(self) -> Tensors:
-        return {name: p.grad.cpu().clone() for name, p in self._model.named_parameters() if p.grad is not None}
+        return gradients_of(self._model)
 
     def _update(self, scale: float) -> None:
         if self._limit is not None:
@@ -87,7 +97,7 @@ class PlainTraining:
         self._optimizer.zero_grad()
 
     def _weights(self) -> Tensors:
-        return {name: p.detach().cpu().clone() for name, p in self._model.named_parameters()}
+        return values_of(self._model.named_parameters())
 
 
 class MixedPrecisionTraining(PlainTraining):
@@ -112,7 +122,7 @@ class MixedPrecisionTraining(PlainTraining):
             self._sums[name] = self._sums[name] + gradient if name in self._sums else gradient
 
     def _gradients(self) -> Tensors:
-        return {name: value.cpu().clone() for name, value in self._sums.items()}
+        return values_of(self._sums.items())
 
     def _update(self, scale: float) -> None:
         for name, master in self._masters.items():
@@ -125,7 +135,7 @@ class MixedPrecisionTraining(PlainTraining):
         self._sums.clear()
 
     def _weights(self) -> Tensors:
-        return {name: p.detach().cpu().clone() for name, p in self._masters.items()}
+        return values_of(self._masters.items())
 
     def _copy(self) -> None:
         for name, parameter in self._model.named_parameters():

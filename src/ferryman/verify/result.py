@@ -13,7 +13,7 @@ Measurements = dict[str, float | int | str]
 class Outcome(StrEnum):
     OK = "ok"
     FAILED = "FAILED"
-    INCONCLUSIVE = "inconclusive"  # nothing was wrong, but nothing was proven either
+    INCONCLUSIVE = "inconclusive"  # no error was found, but the check could not prove that there is none
     SKIPPED = "skipped"
 
 

@@ -47,7 +47,7 @@ _VISITS = ("forward", "turn", "backward")
 
 # A resource that is busy for this share of the time bounds it; if none is, lanes wait for one another.
 BOUND = 0.75
-# A rank is the slowest if each other rank spends this much more of the time waiting; smaller differences are chance.
+# A rank counts as the slowest if every other rank waits longer by this share of the time. Less may be chance.
 _CLEARLY = 0.1
 
 

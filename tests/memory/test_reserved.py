@@ -1,0 +1,158 @@
+"""The budget bounds what the device's allocator reserves: whole segments, by stream, with what is left over in them."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from ferryman.engine import Engine
+from ferryman.runtime.segments import Segments, find_segments
+from support.devices import torch_virtual
+from support.slow import slow
+
+DEVICE = "virtual:0"
+WIDTH = 32
+LENGTHS = [8, 64, 33]  # the longest is neither the first nor the last
+
+
+def scaled(by):
+    """CUDA's sizes, smaller by this factor, as models here are."""
+    return torch_virtual.Caching(rounding=64, small_segment=(2 << 20) // by, large_segment=(20 << 20) // by)
+
+
+@pytest.fixture(params=[512, *slow(128)])
+def caching(request, virtual):
+    gc.collect()
+    torch_virtual.synchronize()
+    torch_virtual.empty_cache()
+    with torch_virtual.caching(scaled(request.param), DEVICE):
+        yield scaled(request.param)
+    gc.collect()
+    torch_virtual.synchronize()
+    torch_virtual.empty_cache()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def stack(layers=4):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(layers)))
+
+
+def square_loss(model, part):
+    return model(part["x"]).square().mean()
+
+
+def numbers(samples, length):
+    return {"x": torch.randn(samples, length, WIDTH, generator=torch.Generator().manual_seed(length))}
+
+
+def make(budget, **options):
+    model = stack()
+    return Engine(
+        model, torch.optim.AdamW(model.parameters()), device=DEVICE, memory=budget, loss=square_loss, **options
+    )
+
+
+def reserved():
+    return torch.accelerator.memory_reserved(DEVICE)
+
+
+def most_reserved(engine, lengths, before):
+    """The peak over steps of these lengths, in addition to what was there before the engine."""
+    torch.accelerator.reset_peak_memory_stats(DEVICE)
+    peaks = []
+    for length in lengths:
+        engine.step(numbers(12, length))
+        peaks.append(torch.accelerator.max_memory_reserved(DEVICE) - before)
+    return max(peaks)
+
+
+def test_sizes_of_segments_are_found_out(caching):
+    found = find_segments(torch.device(DEVICE))
+    assert found == Segments(caching.rounding, caching.small_segment, caching.large_segment)
+    with torch_virtual.caching(torch_virtual.EXACT, DEVICE):
+        assert find_segments(torch.device(DEVICE)).is_exact
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_reserved_can_be_computed(seed, caching):
+    generator = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(1, 12, (), generator=generator))
+    sizes = [int(2 ** (20 * float(torch.rand((), generator=generator)))) for _ in range(count)]
+    segments = find_segments(torch.device(DEVICE))
+    torch_virtual.empty_cache()
+    before = reserved()
+    kept = []
+    with torch.Stream(DEVICE):
+        kept += [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in sizes]
+    assert reserved() - before == segments.reserved(sizes)
+
+
+@pytest.mark.parametrize("stash", ["auto", *slow("host")])
+@pytest.mark.parametrize("factor", [11, *slow(30)])
+def test_a_budget_bounds_what_is_reserved_whatever_the_lengths_of_steps(factor, stash, caching):
+    budget, before = factor * caching.large_segment, reserved()
+    with make(budget, stash=stash, updates="host") as engine:
+        assert engine.plan.account["allocator"] > 0
+        assert most_reserved(engine, LENGTHS, before) <= budget
+    assert reserved() - before <= caching.small_segment, "closing gives it back, except for a scalar"
+
+
+def test_a_budget_that_counts_allocated_bytes_is_not_kept(caching, monkeypatch):
+    """The negative control: accounts of allocated bytes, and no cap."""
+    before = reserved()
+    monkeypatch.setattr("ferryman.engine.find_segments", lambda device: Segments())
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", torch.accelerator.memory_allocated)
+    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", torch.accelerator.max_memory_allocated)
+    monkeypatch.delattr(torch_virtual, "get_per_process_memory_fraction")
+    budget = 11 * caching.large_segment
+    with make(budget, stash="host", updates="host") as engine:
+        most_reserved(engine, LENGTHS, 0)
+        most = torch_virtual.memory_stats(DEVICE)["reserved_bytes.all.peak"] - before
+    assert most > budget
+
+
+def test_others_keep_what_they_have_and_may_take_more(caching):
+    theirs = torch.ones(100_000, dtype=torch.uint8, device=DEVICE)
+    fraction = torch_virtual.get_per_process_memory_fraction(DEVICE)
+    with make("2MiB") as engine:
+        engine.step(numbers(12, 16))
+        used = engine._memory.used
+        more = [torch.ones(1 << 20, dtype=torch.uint8, device=DEVICE) for _ in range(8)]  # beyond the budget
+        engine.step(numbers(12, 16))
+        assert engine._memory.used <= max(used, 2 << 20)
+        assert torch_virtual.get_per_process_memory_fraction(DEVICE) == fraction
+        assert bool(theirs.all())
+        more.clear()
+        torch_virtual.empty_cache()
+        engine.step(numbers(12, 16))
+        assert engine._memory.used <= 2 << 20
+    assert torch_virtual.get_per_process_memory_fraction(DEVICE) == fraction
+
+
+def test_a_step_that_exceeds_the_budget_is_stopped_by_the_cap(caching):
+    """A loss that takes more in a later step than in the trials."""
+    taken = []
+
+    def loss(model, part):
+        if taken:
+            taken.append(torch.ones(4 << 20, dtype=torch.uint8, device=DEVICE))
+        return square_loss(model, part)
+
+    model = stack()
+    with Engine(model, torch.optim.AdamW(model.parameters()), device=DEVICE, memory="2MiB", loss=loss) as engine:
+        engine.step(numbers(12, 16))
+        taken.append(None)
+        with pytest.raises(torch.OutOfMemoryError, match="this process may take"):
+            engine.step(numbers(12, 16))
+        taken.clear()
+        engine.step(numbers(12, 16))
