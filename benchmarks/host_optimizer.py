@@ -1,10 +1,11 @@
-"""The fused bf16 AdamW kernel against torch's fused AdamW, DeepSpeed's, and the machine's memory.
+"""The fused bf16 AdamW kernels against torch's fused AdamW, DeepSpeed's, and the machine's memory.
 
     python benchmarks/host_optimizer.py [millions of parameters]
 
-A step takes gradients in bfloat16 and leaves weights in bfloat16; moments and master weights have the precision of
-float32. The kernel does it in one pass, the others with a cast before and after. All use every CPU. Runs are
-interleaved and medians compared, so that a busy machine disturbs all alike.
+A step takes gradients in bfloat16 and leaves weights in bfloat16; master weights have the precision of float32, and so
+do moments, except in the kernels for compact state (`Engine(state=...)`). Kernels do it in one pass, the others with a
+cast before and after. All use every CPU. Runs are interleaved and medians compared, so that a busy machine disturbs
+all alike. The rates of one thread in cache are those where memory is no limit.
 
 DeepSpeed takes part where it is installed: `DS_BUILD_OPS=0 pip install deepspeed ninja`. It compiles its kernel at the
 first use.
@@ -21,18 +22,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from _bench import machine, medians
+from _bench import machine, medians, medians_of
 
-from ferryman.server import kernels, rules
+from ferryman.model.units import BLOCK
+from ferryman.server import kernels, moments, rules
 
 ROUNDS = 15
+IN_CACHE = 1 << 17  # parameters
+CACHE_ROUNDS = 200
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
-# Gradient, weights and low half: 2 bytes each, moments 4 each; all are read, and all but the gradient written.
-BYTES = (2 + 2 + 2 + 4 + 4) + (2 + 2 + 4 + 4)
+# Gradient, weights and low half: 2 bytes each; they and two moments are read, and all but the gradient written.
+BYTES = {name: 10 + 2 * 2 * moments.itemsize(dtype) for name, dtype in moments.FORMATS.items()}
 TRIAD_BYTES = 4 + 4 + 4  # as STREAM counts: what an ordinary store reads before it writes is not counted
 
-FASTER = 1.7  # wanted, against each other optimizer
+FASTER = {"fp32": 1.7, "bf16": 2.0, "8bit": 2.0}  # wanted, against each other optimizer
+OF_FP32 = {"bf16": 1.2, "8bit": 1.0}  # wanted, against our own float32 state
 OF_TRIAD = 0.9  # wanted, of the triad's bytes per second
 
 TRIAD_BLOCK = 1 << 22  # what a thread takes at a time
@@ -51,17 +56,20 @@ extern "C" void triad(float* a, const float* b, const float* c, float s, long co
 """
 
 
-def ours(gradient: torch.Tensor) -> Callable[[], object]:
-    count = gradient.numel()
+def ours(gradient: torch.Tensor, state: str, threads: int | None = None) -> Callable[[], object]:
+    count, dtype = gradient.numel(), moments.FORMATS[state]
     weights, master = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.int16)
-    states = [torch.zeros(count) for _ in rules.ADAM.states]
+    states = [torch.zeros(count, dtype=dtype) for _ in rules.ADAM.states]
+    scales = [torch.zeros(-(-count // BLOCK)) for _ in states] if state == "8bit" else []
     steps = 0
 
     def step() -> None:
         nonlocal steps
         steps += 1
         _, *numbers = rules.ADAM.numbers({**OPTIONS, "decoupled_weight_decay": True}, steps)
-        kernels.update(rules.ADAM, [kernels.Piece(gradient, weights, master, states, (1.0, *numbers))])
+        keys = moments.noise_keys(steps)
+        piece = kernels.Piece(gradient, weights, master, states, (1.0, *numbers), scales, 0, keys)
+        kernels.update(rules.ADAM, [piece], threads=threads)
 
     return step
 
@@ -121,20 +129,29 @@ def main() -> None:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         others["DeepSpeed"] = lambda masters: DeepSpeedCPUAdam(masters, **OPTIONS)
-    optimizers = {"kernel": ours(gradient)} | {name: with_casts(gradient, way) for name, way in others.items()}
+    mine = {state: ours(gradient, state) for state in moments.FORMATS}
     memory = triads(count)
-    taken = medians({**optimizers, **memory}, ROUNDS)
-    rates = {name: count * (BYTES if name == "kernel" else TRIAD_BYTES) / taken[name] for name in ["kernel", *memory]}
+    taken = medians({**mine, **{name: with_casts(gradient, way) for name, way in others.items()}, **memory}, ROUNDS)
+    rates = {name: count * BYTES.get(name, TRIAD_BYTES) / taken[name] for name in [*mine, *memory]}
     best = max(memory, key=rates.__getitem__)
     for name, seconds in taken.items():
-        line = f"{name:16} {seconds * 1e3:7.1f} ms"
+        line = f"{name:16} {seconds * 1e3:7.1f} ms {count / seconds / 1e6:6.0f} M/s"
         if name in rates:
             line += f" {rates[name] / 1e9:5.1f} GB/s"
+        if name in OF_FP32:
+            line += f"   {taken['fp32'] / seconds:.2f} x as fast as fp32 (wanted: {OF_FP32[name]})"
         if name in others:
-            line += f"   kernel is {seconds / taken['kernel']:.2f} x as fast (wanted: {FASTER})"
+            ratios = (f"{state} {seconds / taken[state]:.2f} (wanted: {FASTER[state]})" for state in mine)
+            line += f"   times as fast: {', '.join(ratios)}"
         if name == best:
-            line += f"   kernel has {rates['kernel'] / rates[name]:.2f} of its rate (wanted: {OF_TRIAD})"
+            line += f"   fp32 has {rates['fp32'] / rates[name]:.2f} of its rate (wanted: {OF_TRIAD})"
         print(line)
+    small = gradient[:IN_CACHE]
+    _, processor = medians_of({state: ours(small, state, threads=1) for state in mine}, CACHE_ROUNDS)
+    print(
+        "in cache, one thread:",
+        ", ".join(f"{name} {IN_CACHE / used / 1e6:.0f} M/s" for name, used in processor.items()),
+    )
 
 
 if __name__ == "__main__":

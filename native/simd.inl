@@ -2,6 +2,9 @@
 // as doubles, and the arithmetic that has no operator. `split` takes two registers, which AVX2 packs as cheaply as one.
 // Arithmetic is the compiler's own operators, which work on all of these types.
 // No #include here: see Note [One source, several instruction sets].
+//
+// What ends in `_mixed` fills a pair of registers with neighbours in an order of its own, which `lanes_mixed` tells: AVX2
+// unpacks and packs narrow numbers in half the instructions if none of them changes its half of a register.
 
 #if defined(FERRYMAN_AVX512)
 
@@ -49,6 +52,34 @@ static inline void split(Bfloat16* high, int16_t* low, Floats floats) {
 static inline void split(Bfloat16* high, int16_t* low, Floats floats, Floats next) {
   split(high, low, floats);
   split(high + 16, low + 16, next);
+}
+
+typedef uint32_t Words __attribute__((vector_size(64)));
+struct Pair {
+  Floats a, b;
+};
+struct WordPair {
+  Words a, b;
+};
+static inline WordPair lanes_mixed() {
+  const Words first = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return {first, first + 16u};
+}
+static inline Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+static inline WordPair load_bytes(const uint8_t* from) {
+  const __m128i *at = reinterpret_cast<const __m128i*>(from);
+  return {reinterpret_cast<Words>(_mm512_cvtepu8_epi32(_mm_loadu_si128(at))),
+          reinterpret_cast<Words>(_mm512_cvtepu8_epi32(_mm_loadu_si128(at + 1)))};
+}
+static inline void store_bytes(uint8_t* to, Words words, Words next) {
+  __m128i* const at = reinterpret_cast<__m128i*>(to);
+  _mm_storeu_si128(at, _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(words)));
+  _mm_storeu_si128(at + 1, _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(next)));
+}
+static inline void store_high_mixed(Bfloat16* to, Words words, Words next) {
+  const __m512i top = reinterpret_cast<__m512i>(words >> 16), next_top = reinterpret_cast<__m512i>(next >> 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(top));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 16), _mm512_cvtepi32_epi16(next_top));
 }
 
 #elif defined(FERRYMAN_AVX2)
@@ -99,6 +130,52 @@ static inline void split(Bfloat16* high, int16_t* low, Floats floats, Floats nex
   const __m256i rest = pack(_mm256_and_si256(bits, mask), _mm256_and_si256(next_bits, mask));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), round_up(top, rest));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), rest);
+}
+
+typedef uint32_t Words __attribute__((vector_size(32)));
+struct Pair {
+  Floats a, b;
+};
+struct WordPair {
+  Words a, b;
+};
+static inline WordPair lanes_mixed() { return {Words{0, 1, 2, 3, 8, 9, 10, 11}, Words{4, 5, 6, 7, 12, 13, 14, 15}}; }
+static inline Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+static inline __m256i load_half_words(const void* from) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+}
+// Sixteen floats, from their higher and lower halves.
+static inline Pair unpack(__m256i high, __m256i low) {
+  return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(low, high)), _mm256_castsi256_ps(_mm256_unpackhi_epi16(low, high))};
+}
+static inline __m256i high_half_words(__m256i words, __m256i next) {
+  return _mm256_packus_epi32(_mm256_srli_epi32(words, 16), _mm256_srli_epi32(next, 16));
+}
+static inline Pair mix(Floats a, Floats b) {  // its own opposite
+  return {_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)};
+}
+static inline Pair load_mixed(const Bfloat16* from) { return unpack(load_half_words(from), _mm256_setzero_si256()); }
+static inline Pair load_mixed(const float* from) { return mix(load(from), load(from + 8)); }
+static inline Pair load_mixed(const Float16* from) { return mix(load(from), load(from + 8)); }
+template <class Number>
+static inline void store_mixed(Number* to, Pair x) {
+  const Pair ordered = mix(x.a, x.b);
+  store(to, ordered.a);
+  store(to + 8, ordered.b);
+}
+static inline Pair join_mixed(const Bfloat16* high, const int16_t* low) {
+  const __m256i rest = load_half_words(low);
+  return unpack(_mm256_add_epi16(load_half_words(high), _mm256_srai_epi16(rest, 15)), rest);
+}
+static inline void split_mixed(Bfloat16* high, int16_t* low, Pair x) {
+  const __m256i a = _mm256_castps_si256(x.a), b = _mm256_castps_si256(x.b), none = _mm256_setzero_si256();
+  const __m256i rest = _mm256_packus_epi32(_mm256_blend_epi16(a, none, 0xaa), _mm256_blend_epi16(b, none, 0xaa));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), round_up(high_half_words(a, b), rest));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), rest);
+}
+static inline void store_high_mixed(Bfloat16* to, Words words, Words next) {
+  const __m256i high = high_half_words(reinterpret_cast<__m256i>(words), reinterpret_cast<__m256i>(next));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), high);
 }
 
 #else
@@ -181,7 +258,48 @@ static inline void split(Bfloat16* high, int16_t* low, Floats floats, Floats nex
   split(high, low, floats);
   split(high + 4, low + 4, next);
 }
+typedef uint8_t Bytes __attribute__((vector_size(4)));
+struct Pair {
+  Floats a, b;
+};
+struct WordPair {
+  Words a, b;
+};
+static inline WordPair lanes_mixed() { return {Words{0, 1, 2, 3}, Words{4, 5, 6, 7}}; }
+static inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+static inline WordPair load_bytes(const uint8_t* from) {
+  Bytes bytes, next;
+  memcpy(&bytes, from, sizeof bytes);
+  memcpy(&next, from + sizeof bytes, sizeof next);
+  return {__builtin_convertvector(bytes, Words), __builtin_convertvector(next, Words)};
+}
+static inline void store_bytes(uint8_t* to, Words words, Words next) {
+  const Bytes bytes = __builtin_convertvector(words, Bytes), next_bytes = __builtin_convertvector(next, Bytes);
+  memcpy(to, &bytes, sizeof bytes);
+  memcpy(to + sizeof bytes, &next_bytes, sizeof next_bytes);
+}
+static inline void store_high_mixed(Bfloat16* to, Words words, Words next) {
+  store_half_words(to, words >> 16);
+  store_half_words(to + 4, next >> 16);
+}
 
 #endif
 
 constexpr int kWidth = sizeof(Floats) / sizeof(float);
+
+#if !defined(FERRYMAN_AVX2)  // whose own are above
+
+static inline Pair load_mixed(const float* from) { return {load(from), load(from + kWidth)}; }
+static inline Pair load_mixed(const Bfloat16* from) { return {load(from), load(from + kWidth)}; }
+static inline Pair load_mixed(const Float16* from) { return {load(from), load(from + kWidth)}; }
+template <class Number>
+static inline void store_mixed(Number* to, Pair x) {
+  store(to, x.a);
+  store(to + kWidth, x.b);
+}
+static inline Pair join_mixed(const Bfloat16* high, const int16_t* low) {
+  return {join(high, low), join(high + kWidth, low + kWidth)};
+}
+static inline void split_mixed(Bfloat16* high, int16_t* low, Pair x) { split(high, low, x.a, x.b); }
+
+#endif

@@ -8,12 +8,21 @@ struct Piece {
   const void* gradient;
   void* weights;  // the working copy
   void* master;   // what float32 has beyond it: the low 16 bits (bfloat16), a float32 copy (float16), nothing (float32)
-  float* first;   // the optimizer's state, or nothing
-  float* second;
+  void* first;    // the optimizer's state, or nothing
+  void* second;
+  float* first_scales;  // in eight bits: one for each block
+  float* second_scales;
+  int64_t index;     // of the first element in its tensor
+  uint32_t keys[2];  // of the noise with which moments are rounded to bfloat16
   int32_t gradient_dtype;
   int32_t weight_dtype;
+  int32_t format;   // of the state
   float hyper[10];  // by rule; the first is what the gradient is multiplied by
 };
+
+constexpr int64_t kBlock = 256;  // elements of a moment in eight bits that share a scale
+
+enum Format : int { kWide = 0, kNoisy = 1, kCoded = 2 };  // float32, bfloat16, eight bits
 
 }  // namespace ferryman
 
@@ -39,6 +48,7 @@ int64_t elements_of(const Piece* pieces, int64_t count) {
 }
 
 constexpr int kMasterWidth[] = {0, 2, 4};  // by the weights' dtype
+constexpr int kStateWidth[] = {4, 2, 1};   // by the format
 
 Piece cut(const Piece& whole, int64_t start, int64_t count) {
   Piece piece = whole;
@@ -46,31 +56,36 @@ Piece cut(const Piece& whole, int64_t start, int64_t count) {
   piece.gradient = static_cast<const char*>(whole.gradient) + start * (whole.gradient_dtype == kFloat32 ? 4 : 2);
   piece.weights = static_cast<char*>(whole.weights) + start * (whole.weight_dtype == kFloat32 ? 4 : 2);
   if (whole.master) piece.master = static_cast<char*>(whole.master) + start * kMasterWidth[whole.weight_dtype];
-  if (whole.first) piece.first = whole.first + start;
-  if (whole.second) piece.second = whole.second + start;
+  const int64_t state = start * kStateWidth[whole.format];
+  if (whole.first) piece.first = static_cast<char*>(whole.first) + state;
+  if (whole.second) piece.second = static_cast<char*>(whole.second) + state;
+  if (whole.first_scales) piece.first_scales = whole.first_scales + start / kBlock;
+  if (whole.second_scales) piece.second_scales = whole.second_scales + start / kBlock;
+  piece.index = whole.index + start;
   return piece;
 }
 
-using UpdateFor = void (*(*)(int, int, int))(const Piece&);
+using UpdateFor = void (*(*)(int, int, int, int))(const Piece&);
 constexpr UpdateFor kUpdateFor[] = FERRYMAN_EVERY_ISA(update_for);
 
 }  // namespace
 }  // namespace ferryman
 
-// Elementwise: the result depends neither on the number of threads nor on where pieces begin.
+// Elementwise, or by blocks: the result depends neither on the number of threads nor on where pieces begin.
 FERRYMAN_EXPORT int ferryman_update(int rule, const ferryman::Piece* pieces, int64_t count, int isa, int threads) {
   using namespace ferryman;
   const int64_t elements = elements_of(pieces, count);
   // Many small tensors are no work for several threads: waking one takes longer than updating a small block.
   threads = static_cast<int>(std::clamp<int64_t>(elements / kSmallestBlock, 1, threads));
-  const int64_t size = std::clamp(elements / (threads * kBlocksPerThread), kSmallestBlock, kLargestBlock);
+  const int64_t most = std::clamp(elements / (threads * kBlocksPerThread), kSmallestBlock, kLargestBlock);
+  const int64_t size = most / kBlock * kBlock;  // elements that share a scale stay together
   std::vector<Piece> blocks;
   for (int64_t i = 0; i < count; ++i)
     for (int64_t start = 0; start < pieces[i].count; start += size)
       blocks.push_back(cut(pieces[i], start, std::min(size, pieces[i].count - start)));
   parallel(threads, static_cast<int64_t>(blocks.size()), [&](int64_t block) {
     const Piece& piece = blocks[block];
-    kUpdateFor[isa](rule, piece.gradient_dtype, piece.weight_dtype)(piece);
+    kUpdateFor[isa](piece.format, rule, piece.gradient_dtype, piece.weight_dtype)(piece);
   });
   return 0;
 }

@@ -89,7 +89,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         dtypes = dtype_of(model, options.precision)
         checks.arguments(model, optimizer, options, self.device, dtypes)
         self._model = model
-        self._optimizer_view = view = None if optimizer is None else OptimizerView(optimizer, model)
+        self._optimizer_view = view = None if optimizer is None else OptimizerView(optimizer, model, options.state)
         threads = options.host_threads or self._ranks.threads(default_threads())
         self._options = options = replace(options, device=self.device, host_threads=threads)
         compare(self._ranks, model, optimizer, options.compared())

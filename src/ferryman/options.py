@@ -131,6 +131,14 @@ class PlainOptions:
             needs_optimizer=True,
         ),
     ] = None
+    state: Annotated[
+        Literal["fp32", "bf16", "8bit"],
+        Setting(
+            help="How the optimizer's moments are kept, those of small tensors excepted: in float32, in bfloat16 with "
+            "stochastic rounding, or in 8 bits with a scale for each block of 256.",
+            needs_optimizer=True,
+        ),
+    ] = "fp32"
     max_grad_norm: Annotated[
         float | None,
         Setting(

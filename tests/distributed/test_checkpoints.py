@@ -113,3 +113,27 @@ def test_pretrained_weights_come_into_a_model_on_meta(two, tmp_path):
     model.save_pretrained(tmp_path / "pretrained")
     for weights in two.run(rank_jobs.load_pretrained, tmp_path / "pretrained"):
         assert_equal(weights, model.state_dict())
+
+
+@pytest.mark.parametrize("kept", ["bf16", "8bit"])
+def test_compact_state_of_two_ranks(kept, two, tmp_path):
+    """It is cut between blocks. One rank and two load each other's, also in float32, and two go on to the last bit."""
+    alone = rank_jobs.train_compact(kept, save=tmp_path / "one")
+    whole = two.run(rank_jobs.train_compact, kept, steps=5)
+    parts = two.run(rank_jobs.train_compact, kept, save=tmp_path / "two")
+    assert_equal(*parts)
+    for name, value in alone.items():
+        assert torch.allclose(parts[0][name], value, atol=2e-4), name
+    for weights in two.run(rank_jobs.train_compact, kept, 3, 2, load=tmp_path / "two"):
+        assert_equal(weights, whole[0])
+    ends = [
+        rank_jobs.train_compact(kept, 3, 2, load=tmp_path / "two"),
+        rank_jobs.train_compact("fp32", 3, 2, load=tmp_path / "two"),
+        two.run(rank_jobs.train_compact, kept, 3, 2, load=tmp_path / "one")[0],
+        two.run(rank_jobs.train_compact, "fp32", 3, 2, load=tmp_path / "one", save=tmp_path / "wide")[0],
+        rank_jobs.train_compact(kept, 3, 2, load=tmp_path / "one"),
+    ]
+    for end in ends:
+        for name, value in end.items():
+            assert torch.allclose(value, whole[0][name], atol=1e-3), name
+    two.run(rank_jobs.train_compact, kept, 5, 1, load=tmp_path / "wide")

@@ -82,7 +82,7 @@ def test_the_bytes_of_subgroups_are_the_same_counted_and_listed(policy, size, he
     every = (residents, *units)
     account = {purpose: sum(sizes) for purpose, sizes in staging.allocations(every, held=held).items()}
     resident, holding = staging.resident(every), staging.with_gradient_berths(every, held=held)
-    assert sum(s.size * staging.element_bytes(s.unit) for s in resident) == account.get("state on the device", 0)
+    assert sum(staging.bytes_for(s.unit, s.size) for s in resident) == account.get("state on the device", 0)
     assert sum(gradient_berth_bytes(s) for s in holding) == account.get("gradients on the device", 0)
     assert staging.has_gradient_berths(every, held=held) == bool(holding)
     assert {s.unit for s in staging.subgroups(every)} == {*units} - {units[1]}

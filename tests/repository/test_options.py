@@ -28,6 +28,7 @@ FROZEN = [
     ("device", "torch.device | str | None", None),
     ("memory", "int | str | None", None),
     ("precision", "Literal['fp32', 'bf16', 'fp16'] | None", None),
+    ("state", "Literal['fp32', 'bf16', '8bit']", "fp32"),
     ("max_grad_norm", "float | None", None),
     ("on_nonfinite", "Literal['raise', 'skip']", "raise"),
     ("deferred", "bool", False),
@@ -113,8 +114,8 @@ def test_settings_do_not_change():
 
 
 WRONG = {
-    "memory": "much", "precision": "fp8", "max_grad_norm": -1.0, "on_nonfinite": "ignore", "deferred": "yes",
-    "host_threads": 0, "units": [], "resident": "norm", "stash": "disk", "slots": 0, "held": "yes",
+    "memory": "much", "precision": "fp8", "state": "4bit", "max_grad_norm": -1.0, "on_nonfinite": "ignore",
+    "deferred": "yes", "host_threads": 0, "units": [], "resident": "norm", "stash": "disk", "slots": 0, "held": "yes",
     "updates": "strid:2", "subgroup": 1, "chunked_loss": "yes", "loss": "mse", "reduction": "max", "split": 2,
 }  # fmt: skip
 
@@ -194,7 +195,8 @@ def test_ranks_compare_all_that_is_not_local():
 @pytest.mark.parametrize("name", [name for name in SETTINGS if SETTINGS[name].needs_optimizer])
 def test_what_is_about_updates_needs_an_optimizer(name):
     given = {
-        "precision": "bf16", "max_grad_norm": 1.0, "deferred": True, "updates": "host", "subgroup": 4096,
+        "precision": "bf16", "state": "8bit", "max_grad_norm": 1.0, "deferred": True, "updates": "host",
+        "subgroup": 4096,
     }[name]  # fmt: skip
     with pytest.raises(ValueError, match=f"{name}= is about updates, so the engine needs the optimizer"):
         Engine(build(CASES["toy"]), device="cpu", **{name: given})

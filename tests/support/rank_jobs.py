@@ -409,3 +409,22 @@ def totals(pairs):
     model = build(CASES["llama"])
     with Engine(model, device="cpu") as engine:
         return [engine.total(pair[engine.share.rank]) for pair in pairs]
+
+
+def train_compact(kept, first=0, steps=3, load=None, save=None):
+    """Trains with compact optimizer state, in tensors that ranks share; also alone. Returns the weights."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(64, 200), torch.nn.ReLU(), torch.nn.Linear(200, 64))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    engine = Engine(network, optimizer, device="cpu", state=kept, loss=lambda model, rows: model(rows).square().mean())
+    if load is not None:
+        engine.load(load)
+    for number in range(first, first + steps):
+        rows = torch.randn(8, 64, generator=torch.Generator().manual_seed(number))
+        engine.step(rows.chunk(size)[rank], micro_batches=1)
+    if save is not None:
+        engine.save(save)
+    weights = {name: value.detach().clone() for name, value in network.named_parameters()}
+    engine.close()
+    return weights

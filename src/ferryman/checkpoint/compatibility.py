@@ -11,8 +11,10 @@ import torch
 
 from ferryman.checkpoint.contents import Contents, StateKey, parse_state_key, try_random_states
 from ferryman.checkpoint.tensor_file import Entry
-from ferryman.model.units import Item, master_dtype
+from ferryman.model.units import BLOCK, Item, master_dtype
+from ferryman.server.moments import FORMATS, SCALE
 from ferryman.server.optimizer_view import OptimizerView
+from ferryman.server.state import SCALES
 
 Refuse = Callable[[str], NoReturn]
 Entries = Mapping[str, tuple[Path, Entry]]  # by the name of the tensor: its file, and its place in the file
@@ -53,23 +55,54 @@ def check_state(items: Mapping[str, Item], weights: Entries, state: Entries, ref
         pieces.setdefault((state_key.name, state_key.key), []).append((state_key, path, entry))
     found: dict[str, set[str]] = {}
     for (name, key), some in pieces.items():
-        dtype = master_dtype(weights[name][1].dtype) if key == "master" else torch.float32
-        end, count = 0, items[name].tensor.numel()
-        for state_key, path, entry in sorted(some, key=lambda piece: piece[0].start):
-            if dtype is None:
-                refuse(f"{path}: '{state_key}' must be absent, because {name!r} is saved in {weights[name][1].dtype}")
-            if entry.dtype != dtype or len(entry.shape) != 1:
-                refuse(f"{path}: '{state_key}' must be flat, in {dtype}, but is {entry.dtype} of shape {entry.shape}")
-            if state_key.start != end or end + entry.shape[0] > count:
-                refuse(
-                    f"{path}: '{state_key}' has {entry.shape[0]} elements from {state_key.start}, but the state of "
-                    f"{name!r} must cover its {count} elements once, and the next element is {end}"
-                )
-            end += entry.shape[0]
-        if end != count:
-            refuse(f"{path}: {name}/{key} has {end} elements in total, but {name!r} has {count}")
+        first = some[0][2].dtype
+        if key == "master":
+            dtype = master_dtype(weights[name][1].dtype)
+        elif key.endswith(SCALES):
+            dtype = SCALE
+        else:
+            dtype = first if first in FORMATS.values() else torch.float32
+        _check_pieces(name, key, some, dtype, weights[name][1].dtype, items[name].tensor.numel(), refuse)
+        if dtype == torch.uint8 and _starts(pieces.get((name, key + SCALES), [])) != _starts(some):
+            refuse(f"{some[0][1]}: {name}/{key} is in 8 bits, so {name}/{key}{SCALES} must have a scale for each block")
+        if key.endswith(SCALES):
+            codes = pieces.get((name, key.removesuffix(SCALES)), [])
+            if not codes or codes[0][2].dtype != torch.uint8:
+                refuse(f"{some[0][1]}: {name}/{key} must be absent, because {name}'s state is not in 8 bits")
+            continue
         found.setdefault(name, set()).add(key)
     return found
+
+
+def _starts(some: Iterable[tuple[StateKey, Path, Entry]]) -> set[int]:
+    return {state_key.start for state_key, _, _ in some}
+
+
+def _check_pieces(
+    name: str,
+    key: str,
+    some: list[tuple[StateKey, Path, Entry]],
+    dtype: torch.dtype | None,
+    weights: torch.dtype,
+    count: int,
+    refuse: Refuse,
+) -> None:
+    """Checks that the pieces of one state have the dtype and cover `count` elements. Scales stand for a block each."""
+    end, each = 0, BLOCK if key.endswith(SCALES) else 1
+    for state_key, path, entry in sorted(some, key=lambda piece: piece[0].start):
+        if dtype is None:
+            refuse(f"{path}: '{state_key}' must be absent, because {name!r} is saved in {weights}")
+        if entry.dtype != dtype or len(entry.shape) != 1:
+            refuse(f"{path}: '{state_key}' must be flat, in {dtype}, but is {entry.dtype} of shape {entry.shape}")
+        covered = min(entry.shape[0] * each, -(-(count - end) // each) * each if entry.shape[0] else 0)
+        if state_key.start != end or covered < entry.shape[0] * each or (end % BLOCK and dtype == torch.uint8):
+            refuse(
+                f"{path}: '{state_key}' has {entry.shape[0]} elements from {state_key.start}, but the state of "
+                f"{name!r} must cover its {count} elements once, and the next element is {end}"
+            )
+        end = min(end + entry.shape[0] * each, count)
+    if end != count:
+        refuse(f"{path}: {name}/{key} has {end} elements in total, but {name!r} has {count}")
 
 
 def check_members(

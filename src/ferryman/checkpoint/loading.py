@@ -25,10 +25,11 @@ from ferryman.checkpoint.manifest import check_sizes, check_sum, check_sums, rea
 from ferryman.checkpoint.missing import fill_missing
 from ferryman.checkpoint.tensor_file import Entry
 from ferryman.model.unit_discovery import hint
-from ferryman.model.units import Item, master_dtype
+from ferryman.model.units import BLOCK, Item, master_dtype
 from ferryman.runtime import host_memory as memory
 from ferryman.server import kernels
 from ferryman.server.optimizer_view import OptimizerView
+from ferryman.server.state import SCALES, blocks_of, decoded
 
 _TENSORS = ("weights", "state", "rest")  # lists of files in the manifest
 
@@ -136,18 +137,23 @@ class Checkpoint:
             return
         beside: dict[str, torch.Tensor] = {}
 
-        def own(state_key: StateKey) -> tuple[torch.Tensor, slice] | None:
-            """The memory in which this rank keeps this state, and which of the parameter's elements it holds."""
+        def own(state_key: StateKey, dtype: torch.dtype) -> tuple[torch.Tensor, slice, int] | None:
+            """The memory in which this rank keeps this state, which of the parameter's elements (of scales: blocks) it
+            holds, and with which of them the piece begins. None: it is not kept, or not in this format."""
             item = self._names[state_key.name]
             if self._contents.optimizer_view is None or (state_key.key == "master" and self._differs(state_key.name)):
                 return None
             state = self._contents.store.state(self._units[item])
-            return state.tensors_of(item)[state_key.key], state.part(item)
+            kept, place = state.tensors_of(item).get(state_key.key), state.part(item)
+            if kept is None or kept.dtype != dtype or self._is_converted(state_key):
+                return None
+            if state_key.key.endswith(SCALES):
+                return kept, blocks_of(place), state_key.start // BLOCK
+            return kept, place, state_key.start
 
         def target(entry: Entry) -> torch.Tensor:
-            state_key = self._state_keys[entry.name]
-            found = own(state_key)
-            if found is not None and found[1] == slice(state_key.start, state_key.start + _size(entry)):
+            found = own(self._state_keys[entry.name], entry.dtype)
+            if found is not None and found[1] == slice(found[2], found[2] + _size(entry)):
                 return found[0]
             return beside.setdefault(entry.name, _new(entry))
 
@@ -155,18 +161,47 @@ class Checkpoint:
             values, state_key = beside.pop(entry.name, None), self._state_keys[entry.name]
             if values is None:
                 return
-            if (found := own(state_key)) is not None:
-                _copy_common(values.view(-1), state_key.start, *found)
+            if (found := own(state_key, entry.dtype)) is not None:
+                _copy_common(values.view(-1), found[2], found[0], found[1])
             elif state_key.key == "master" and self._differs(state_key.name):
                 wide = self._in_float32(state_key, values)
                 item = self._names[state_key.name]
                 self._contents.store.take(self._units[item], item, wide, state_key.start)
 
         self._read("state", target, done if self._reads_beside() else None)
+        self._convert_states()
+
+    def _is_converted(self, state_key: StateKey) -> bool:
+        """Whether this state, or the state of these scales, was saved in another format than the engine keeps it in."""
+        if self._contents.optimizer_view is None or state_key.key == "master":
+            return False
+        key, item = state_key.key.removesuffix(SCALES), self._names[state_key.name]
+        kept = self._contents.store.state(self._units[item]).tensors_of(item)[key]
+        return self._state[str(state_key._replace(key=key))][1].dtype != kept.dtype
+
+    def _convert_states(self) -> None:
+        """Stores states that were saved in another format. They are read a second time, tensor by tensor, since a block
+        can only be encoded when all of its pieces are known."""
+        pieces: dict[tuple[str, str], list[StateKey]] = {}
+        for state_key in self._state_keys.values():
+            if self._is_converted(state_key) and not state_key.key.endswith(SCALES):
+                pieces.setdefault((state_key.name, state_key.key), []).append(state_key)
+        for (name, key), some in pieces.items():
+            item, view = self._names[name], self._contents.optimizer_view
+            state, rule = self._contents.store.state(self._units[item]), None if view is None else view.rule(item)
+            assert rule is not None, "torch's own optimizers have no format"
+            values = torch.zeros(state.part(item).stop - state.part(item).start)
+            for state_key in some:
+                codes = tensor_file.read_tensor(*self._state[str(state_key)])
+                is_coded = codes.dtype == torch.uint8
+                of_scales = str(state_key._replace(key=key + SCALES))
+                scales = tensor_file.read_tensor(*self._state[of_scales]) if is_coded else None
+                _copy_common(decoded(codes, scales, key == rule.root), state_key.start, values, state.part(item))
+            state.put_state(item, key, values)
 
     def _reads_beside(self) -> bool:
         """Whether any tensor needs a temporary buffer. Reading then waits for each of these."""
-        pieces = any(state_key.start for state_key in self._state_keys.values())
+        pieces = any(state_key.start or self._is_converted(state_key) for state_key in self._state_keys.values())
         return not self._contents.ranks.alone or pieces or any(map(self._differs, self._names))
 
     def _trained(self) -> list[Item]:
@@ -278,7 +313,8 @@ class Checkpoint:
                     self._refuse(f"{self.path} has optimizer state for {name!r}, which is not trained")
                 continue
             there = kept.get(name, set())
-            mine = set(self._contents.store.state(self._units[item]).tensors_of(item)) - {"master"}
+            kept_here = self._contents.store.state(self._units[item]).tensors_of(item)
+            mine = {key for key in kept_here if not key.endswith(SCALES)} - {"master"}
             if mine != there - {"master"}:
                 self._refuse(
                     f"{self.path} has {sorted(there - {'master'})} for {name!r}, but the optimizer keeps "

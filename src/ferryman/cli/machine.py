@@ -102,7 +102,7 @@ def describe_machine(
     operations = of("device FLOP/s", device_flops, lambda text: parse_rate(text, "--device-flops", "operations"),
                     lambda: None if elsewhere else measure.operations(here, dtype))  # fmt: skip
     host = of("host updates", host_updates, lambda text: parse_rate(text, "--host-updates", "parameters"),
-              measure.host_updates)  # fmt: skip
+              lambda: measure.host_updates(state=training.state))  # fmt: skip
     within = across = math.inf
     notes = []
     if devices > 1:

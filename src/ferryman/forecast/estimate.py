@@ -103,7 +103,7 @@ def estimate(
     shares = [Share(rank, cluster.size) for rank in range(cluster.size - cluster.devices, cluster.size)]
     dtypes = dtype_of(model, training.precision)
     checks.parameters(model.named_parameters(), dtypes)
-    optimizer_view = OptimizerView(optimizer, model)
+    optimizer_view = OptimizerView(optimizer, model, training.state)
     options = replace(training, memory=machine.device_memory)
     planner = Planner(model, device, options, dtypes, optimizer_view, shares[-1])
     result, dry_run_of = _fit(planner, training)
@@ -265,6 +265,7 @@ def _check_host(result: Estimate, machine: Machine) -> None:
         result.problems.append(
             f"{'the host' if machine.cluster.nodes == 1 else 'a node'} has too little memory: {show_bytes(needed)} are "
             f"needed ({parts}), and there are {show_bytes(machine.host_memory)}. A narrower precision (bf16 takes 12 "
-            "bytes per parameter with AdamW), an optimizer with less state (sgd, lion) or fewer trained parameters "
-            "need less; with more nodes, each has all weights and its part of the rest"
+            "bytes per parameter with AdamW), compact state (state='8bit' takes 6), an optimizer with less state (sgd, "
+            "lion) or fewer trained parameters need less; with more nodes, each has all weights and its part of the "
+            "rest"
         )

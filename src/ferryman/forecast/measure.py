@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from ferryman.runtime.lanes import Lanes
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server.calibration import host_update
+from ferryman.server.moments import FORMATS
 from ferryman.server.rules import ADAM
 
 _MIN_SECONDS = 0.1  # per measurement
@@ -25,9 +26,9 @@ _TRIAD_ELEMENTS = 1 << 23
 _MIN_SIDE, _MAX_SIDE = 512, 8192  # of square matrices
 
 
-def host_updates(threads: int | None = None) -> float:
+def host_updates(threads: int | None = None, state: str = "fp32") -> float:
     """Parameters per second that the host updates with AdamW, including the check of their gradients."""
-    return _PARAMETERS / _fastest(host_update(ADAM, _PARAMETERS, threads))
+    return _PARAMETERS / _fastest(host_update(ADAM, _PARAMETERS, threads, FORMATS[state]))
 
 
 def triad() -> float:

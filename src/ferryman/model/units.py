@@ -18,6 +18,12 @@ GRADIENT = torch.float32  # the dtype in which gradients of micro-batches accumu
 
 GRAIN = 16  # elements: alignment of tensors in flat memories of gradients and optimizer state; one AVX-512 register
 
+BLOCK = 256  # elements of a moment in eight bits that share a scale
+
+SHORTEST_COMPACT = 2 * BLOCK  # elements of scratch memory in which a block can be updated
+
+SMALL = 4096  # tensors with fewer elements have their moments in float32, whatever the format of the others
+
 ALIGNMENT = 256  # bytes: alignment of tensors in a unit's flat memory; enough for any vector load
 
 
@@ -105,14 +111,17 @@ class Unit:
         """The first element of each trained tensor in flat memories of gradients and of optimizer state."""
         offsets, end = {}, 0
         for item in self.trained:
-            offsets[item] = end
-            end += _padded(item.tensor.numel())
+            offsets[item] = _begin_of(item, end)
+            end = _end_of(item, offsets[item])
         return offsets
 
     @functools.cached_property
     def trained_elements(self) -> int:
         """The length, in elements, of flat memories of gradients and of optimizer state."""
-        return sum(_padded(item.tensor.numel()) for item in self.trained)
+        if not self.trained:
+            return 0
+        last = self.trained[-1]
+        return _end_of(last, self.trained_offsets[last])
 
     @functools.cached_property
     def weight_itemsize(self) -> int:
@@ -127,6 +136,17 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"<Unit {' + '.join(self.names)}: {len(self.items)} tensors, {self.nbytes} bytes>"
+
+
+def _begin_of(item: Item, end: int) -> int:
+    """Where a tensor begins after `end`: large ones with a block, so that cuts between blocks are cuts of the unit."""
+    grain = GRAIN if item.tensor.numel() < SMALL else BLOCK
+    return -(-end // grain) * grain
+
+
+def _end_of(item: Item, begin: int) -> int:
+    grain = GRAIN if item.tensor.numel() < SMALL else BLOCK
+    return begin + -(-item.tensor.numel() // grain) * grain
 
 
 def gradient_bytes(unit: Unit) -> int:
@@ -185,10 +205,6 @@ def overlap(item: Item, begin: int, start: int, count: int) -> tuple[slice, slic
     from `start`. Returns the common elements as slices of the tensor and of that range; None if there are none."""
     low, high = max(start, begin), min(start + count, begin + item.tensor.numel())
     return (slice(low - begin, high - begin), slice(low - start, high - start)) if low < high else None
-
-
-def _padded(elements: int) -> int:
-    return -(-elements // GRAIN) * GRAIN
 
 
 def aligned(nbytes: int) -> int:

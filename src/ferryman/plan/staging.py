@@ -12,6 +12,7 @@ are relayed, device memory must stay constant, so these gradients wait on the ho
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from ferryman.model.units import (
     GRADIENT,
     GRAIN,
+    SHORTEST_COMPACT,
     Subgroup,
     Unit,
     cut_into_subgroups,
@@ -78,12 +80,15 @@ class Staging:
 
     policy: Policy
     subgroup: int  # elements
-    state_itemsize: Callable[[Unit], int | None]  # bytes of optimizer state per element; None: the host must update it
+    # Bytes of optimizer state per element, small tensors excepted; None: the host must update it.
+    state_itemsize: Callable[[Unit], float | None]
     deferred: bool
     may_have_gradient_berths: bool = True  # whether gradients may wait on the device
     cuts: Callable[[Unit], list[int]] | None = None  # with several ranks, the boundaries between their parts
     rank: int = 0
     for_ranks: bool = False  # updates are deferred only because there are several ranks
+    # If state is compact: how many bytes more the unit's small tensors have, whose state is not.
+    small_state: Callable[[Unit], int] | None = None
 
     @property
     def note(self) -> str | None:
@@ -170,19 +175,26 @@ class Staging:
 
     # Bytes.
 
-    def element_bytes(self, unit: Unit) -> int:
-        """Bytes per element in a berth; 0 if a device cannot update the unit."""
-        if self.state_itemsize(unit) is None:
+    def bytes_for(self, unit: Unit, elements: int) -> int:
+        """Bytes of berths for so many elements of a unit, at most; 0 if a device cannot update it."""
+        if self.state_itemsize(unit) is None or not elements:
             return 0
-        return unit.weight_itemsize + self._state_bytes(unit) + GRADIENT.itemsize
+        each = unit.weight_itemsize + self._state_bytes(unit) + GRADIENT.itemsize
+        nbytes = elements * each + (0 if self.small_state is None else self.small_state(unit))
+        return math.ceil(nbytes / GRADIENT.itemsize) * GRADIENT.itemsize  # the next berth must be aligned
 
-    def _state_bytes(self, unit: Unit) -> int:
+    @property
+    def scratch(self) -> int:
+        """Elements for which an update on the device has temporary memory."""
+        return self.subgroup if self.small_state is None else max(self.subgroup, SHORTEST_COMPACT)
+
+    def _state_bytes(self, unit: Unit) -> float:
         """Bytes per element, apart from weights: the bits that these lack in float32, and the optimizer state."""
         return unit.master_itemsize + (self.state_itemsize(unit) or 0)
 
     def berth_bytes(self, units: Iterable[Unit]) -> int:
         """Bytes of a berth that fits a subgroup of any of these units."""
-        return self.subgroup * max((self.element_bytes(unit) for unit in units), default=0)
+        return max((self.bytes_for(unit, self.subgroup) for unit in units), default=0)
 
     def traffic(self, units: Sequence[Unit], *, held: bool) -> tuple[Traffic, int]:
         """Bytes per parameter that cross the link if its gradient is on the device, and bytes of that gradient."""
@@ -203,11 +215,11 @@ class Staging:
             return {}
         cuts = list(self._cuts(units, self._largest_part))
         resident, waiting = self._resident, self._gradient_berths(held=held)
-        state = sum(cut.selected_elements(resident) * self.element_bytes(cut.unit) for cut in cuts)
+        state = sum(self.bytes_for(cut.unit, cut.selected_elements(resident)) for cut in cuts)
         gradients = sum(cut.selected_elements(waiting) * landing_dtype(cut.unit).itemsize for cut in cuts)
         return {
             "update staging": [
-                *[_SCRATCH_ITEMSIZE * self.subgroup] * _SCRATCHES,
+                *[_SCRATCH_ITEMSIZE * self.scratch] * _SCRATCHES,
                 self.berths * self.berth_bytes(units),
                 8 * most_tensors(units),  # a sum of squares for each tensor
             ],

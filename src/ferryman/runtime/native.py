@@ -20,8 +20,13 @@ class PieceStruct(ctypes.Structure):
         ("master", ctypes.c_void_p),
         ("first", ctypes.c_void_p),
         ("second", ctypes.c_void_p),
+        ("first_scales", ctypes.c_void_p),
+        ("second_scales", ctypes.c_void_p),
+        ("index", ctypes.c_int64),
+        ("keys", ctypes.c_uint32 * 2),
         ("gradient_dtype", ctypes.c_int32),
         ("weight_dtype", ctypes.c_int32),
+        ("format", ctypes.c_int32),
         ("numbers", ctypes.c_float * 10),
     ]
 

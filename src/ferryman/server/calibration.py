@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ferryman.model.units import GRADIENT, Unit
+from ferryman.model.units import BLOCK, Unit
 from ferryman.plan.rates import Rates
 from ferryman.plan.staging import Staging
 from ferryman.server import kernels
@@ -34,14 +34,15 @@ def measure(
     rule = optimizer_view.rule(able[0].trained[0])
     assert rule is not None, "only a rule can be carried out on a device"
     largest = max(unit.trained_elements for unit in able)
-    count = min(_MAX_ELEMENTS, staging.subgroup, largest)
-    probes = device_updates.probe(rule, count)
+    count, dtype = min(_MAX_ELEMENTS, staging.subgroup, largest), optimizer_view.format
+    if optimizer_view.is_compact:
+        count = count // BLOCK * BLOCK
+    probes = device_updates.probe(rule, count, dtype) if count else None
     if probes is None:
         return None
-    copy_in, update, copy_out = probes
-    nbytes = count * (rule.state_itemsize + GRADIENT.itemsize)
+    (copy_in, update, copy_out), nbytes = probes
     return Rates(
-        host=count / _fastest(host_update(rule, count, threads)),
+        host=count / _fastest(host_update(rule, count, threads, dtype)),
         link_in=nbytes / _fastest(lambda: copy_in().wait()),
         device=count / _fastest(lambda: update().wait()),
         link_out=nbytes / _fastest(lambda: copy_out().wait()),
@@ -57,10 +58,14 @@ def _fastest(work: Callable[[], object]) -> float:
     return min(seconds)
 
 
-def host_update(rule: Rule, count: int, threads: int | None) -> Callable[[], None]:
-    """A function that updates `count` parameters on the host and checks their gradients, to be timed."""
-    arrays = [torch.zeros(count) for _ in range(len(rule.states) + 2)]
-    piece = Piece(arrays[0], arrays[1], None, arrays[2:], TIMING_NUMBERS)
+def host_update(rule: Rule, count: int, threads: int | None, dtype: torch.dtype = torch.float32) -> Callable[[], None]:
+    """A function that updates `count` parameters on the host and checks their gradients, to be timed.
+
+    `dtype`: the format of the state; in eight bits there are whole blocks.
+    """
+    states = [torch.zeros(count, dtype=dtype) for _ in rule.states]
+    scales = [torch.zeros(count // BLOCK) for _ in rule.states] if dtype == torch.uint8 else []
+    piece = Piece(torch.zeros(count), torch.zeros(count), None, states, TIMING_NUMBERS, scales)
 
     def work() -> None:
         kernels.sum_of_squares(piece.gradient, threads=threads)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from ferryman.model.units import (
+    BLOCK,
     GRADIENT,
     Item,
     Subgroup,
@@ -39,6 +40,7 @@ from ferryman.server import kernels
 from ferryman.server.berths import Berth, BerthAreas
 from ferryman.server.kernels import Piece, Scratch
 from ferryman.server.landing_buffers import LandingBuffers
+from ferryman.server.moments import SCALE, noise_keys
 from ferryman.server.rules import TIMING_NUMBERS, Rule
 from ferryman.server.state import SubgroupMemory, UpdateArgs
 from ferryman.server.stats import DeviceUpdate
@@ -90,7 +92,7 @@ class DeviceUpdates:
         self.copy_state_to_host()
         self._staging = staging
         self.release()
-        self._scratch, self._sums_scratch = (Scratch(staging.subgroup, self._device) for _ in range(2))
+        self._scratch, self._sums_scratch = (Scratch(staging.scratch, self._device) for _ in range(2))
         self._berths = self._make_berths([staging.berth_bytes(units)] * staging.berths)
         own, waiting = staging.resident(units), staging.with_gradient_berths(units, held=held)
         self._own_berths = dict(zip(own, self._make_berths(map(self._size_of, own)), strict=True))
@@ -230,20 +232,32 @@ class DeviceUpdates:
         self._own_berths.clear()
         self.gradient_berths.clear()
 
-    def probe(self, rule: Rule, count: int) -> tuple[Callable[[], Mark], ...] | None:
-        """Functions that submit a copy in, an update and a copy out of `count` unused elements, to be timed.
+    def probe(self, rule: Rule, count: int, dtype: torch.dtype) -> tuple[tuple[Callable[[], Mark], ...], int] | None:
+        """Functions that submit a copy in, an update and a copy out of `count` unused elements, to be timed; and the
+        number of bytes that are copied. `dtype`: the format of the state.
 
         None: no berth is large enough.
         """
-        length = count * (rule.state_itemsize + GRADIENT.itemsize)
+        sizes = [count * GRADIENT.itemsize] + [count * dtype.itemsize] * len(rule.states)
+        if dtype == torch.uint8:
+            sizes += [count // BLOCK * SCALE.itemsize] * len(rule.states)
+        length = sum(sizes)
         berths = [b.memory for b in (*self._berths, *self._own_berths.values()) if b.memory.nbytes >= length]
         if not berths:
             return None
         host, berth = PinnedMemory(length, self._device), berths[0]
         berth[:length].zero_()
         torch.accelerator.synchronize(self._device)
-        parts = berth[:length].view(GRADIENT).view(-1, count)
-        piece = Piece(parts[0], parts[0], None, list(parts[1:]), TIMING_NUMBERS)
+        gradient, *arrays = berth[:length].split(sizes)
+        states, scales = arrays[: len(rule.states)], arrays[len(rule.states) :]
+        piece = Piece(
+            gradient.view(GRADIENT),
+            gradient.view(GRADIENT),
+            None,
+            [state.view(dtype) for state in states],
+            TIMING_NUMBERS,
+            [scale.view(SCALE) for scale in scales],
+        )
 
         def copy_in() -> Mark:
             return self._in.copy([(berth[:length], host.bytes)], label="calibrate in")
@@ -256,7 +270,7 @@ class DeviceUpdates:
                 lambda: kernels.update_in_torch(rule, [piece], self._scratch), label="calibrate", timed=True
             )
 
-        return copy_in, update, copy_out
+        return (copy_in, update, copy_out), length
 
     def _next_berth(self) -> Berth:
         self._turn = (self._turn + 1) % len(self._berths)
@@ -266,7 +280,12 @@ class DeviceUpdates:
         return [Berth(memory) for memory in carve(list(sizes), self._device)]
 
     def _size_of(self, subgroup: Subgroup) -> int:
-        return self._staging.element_bytes(subgroup.unit) * subgroup.size
+        """Bytes of a berth for this subgroup. The plan has a bound if tensors of one unit differ in format."""
+        if self._staging.small_state is None:
+            return self._staging.bytes_for(subgroup.unit, subgroup.size)
+        memory = self._store.state(subgroup.unit).memory_of(subgroup, self._store.weights(subgroup.unit))
+        of_elements = subgroup.size * (subgroup.unit.weight_itemsize + GRADIENT.itemsize)
+        return of_elements + sum(part.nbytes for part in memory.rest)
 
     def _areas(self, berth: Berth, subgroup: Subgroup) -> tuple[SubgroupMemory, BerthAreas]:
         unit, weights = subgroup.unit, self._log.weights
@@ -285,7 +304,7 @@ class DeviceUpdates:
         """The arguments of the kernels, by rule: as on the host, but in the berth or where weights stay."""
         ruled: dict[str, tuple[Rule, list[Piece]]] = {}
         width, lacking = subgroup.unit.weight_itemsize, subgroup.unit.master_itemsize
-        states = [area.view(GRADIENT) for area in areas.rest[1 if lacking else 0 :]]
+        state = self._store.state(subgroup.unit)
         parts = _parts_in(subgroup, [args.item for args in requested])
         for args in requested:
             if args.item not in parts:
@@ -298,12 +317,16 @@ class DeviceUpdates:
             if (dtype := master_dtype(args.item.dtype)) is not None:
                 begin = theirs.start * lacking
                 master = areas.rest[0][begin : begin + (own.stop - own.start) * dtype.itemsize].view(dtype)
+            states, scales = state.state_in(areas.rest[1 if lacking else 0 :], subgroup, args.item, own, args.rule)
             piece = Piece(
                 gradient[theirs],
                 areas.weights_at(at, offset, nbytes).view(args.item.dtype),
                 master,
-                [state[theirs] for state in states[: len(args.rule.states)]],
+                states,
                 (factor, *args.numbers[1:]),
+                scales,
+                own.start,
+                noise_keys(args.step),
             )
             ruled.setdefault(args.rule.name, (args.rule, []))[1].append(piece)
         return list(ruled.values())

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from ferryman.model.units import master_dtype
+from ferryman.model.units import BLOCK, SHORTEST_COMPACT, master_dtype
 from ferryman.runtime import native
-from ferryman.server import rules
+from ferryman.server import moments, rules
 from ferryman.server.rules import Numbers, Rule
 
 _logger = logging.getLogger("ferryman")
@@ -25,6 +25,7 @@ _logger = logging.getLogger("ferryman")
 # In the order of native/every_isa.h.
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+_FORMATS = list(moments.FORMATS.values())
 _NUMBERS = len(native.PieceStruct().numbers)  # of a rule
 
 # Elements that the torch path processes at a time, which bounds the memory of float64 copies.
@@ -84,24 +85,32 @@ class Piece(NamedTuple):
     gradient: torch.Tensor
     weights: torch.Tensor  # the working copy
     master: torch.Tensor | None  # the bits that the working copy lacks in float32: see `master_dtype`
-    states: Sequence[torch.Tensor]  # in float32
+    states: Sequence[torch.Tensor]  # in one of `moments.FORMATS`
     numbers: Numbers  # of the rule; the gradient is multiplied by the first
+    scales: Sequence[torch.Tensor] = ()  # of states in eight bits; then the part begins and ends with a block
+    first: int = 0  # the index of its first element in the tensor
+    keys: tuple[int, int] = (0, 0)  # of the noise that rounds to bfloat16: `moments.noise_keys`
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        return self.states[0].dtype if self.states else torch.float32
 
 
 class Scratch:
-    """Temporary memory for an update in torch, which processes `length` elements at a time."""
+    """Temporary memory for an update in torch, which processes `length` elements at a time, or if states are compact,
+    fewer; then `length` is at least SHORTEST_COMPACT."""
 
     def __init__(self, length: int, device: torch.device | str = "cpu") -> None:
         self.length = length
         self._memory = torch.empty(3 * length, dtype=torch.float32, device=device)
-
-    @staticmethod
-    def nbytes(length: int) -> int:
-        return 3 * length * torch.float32.itemsize
+        self.compact_length = 3 * length // 5 // BLOCK * BLOCK  # elements at a time, if states are compact
 
     def thirds(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         first, second, third = self._memory.view(3, self.length)[:, :count]
         return first, second, third
+
+    def fifths(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self._memory[: 5 * self.compact_length].view(5, self.compact_length))
 
     def doubles(self, count: int) -> torch.Tensor:
         return self._memory[: 2 * count].view(torch.float64)
@@ -146,7 +155,7 @@ def update(rule: Rule, pieces: Sequence[Piece], *, threads: int | None = None, p
         return
     if path == "torch":
         longest = max((piece.gradient.numel() for piece in pieces), default=0)
-        update_in_torch(rule, pieces, Scratch(max(1, min(longest, _CHUNK))))
+        update_in_torch(rule, pieces, Scratch(max(SHORTEST_COMPACT, min(longest, _CHUNK))))
         return
     library = native.library()
     assert library is not None, "a path other than torch comes from the library"
@@ -163,8 +172,12 @@ def _raw(piece: Piece) -> native.PieceStruct:
         piece.weights.data_ptr(),
         None if piece.master is None else piece.master.data_ptr(),
         *(*states, None, None)[:2],
+        *(*(scales.data_ptr() for scales in piece.scales), None, None)[:2],
+        piece.first,
+        piece.keys,
         _DTYPES[piece.gradient.dtype],
         _DTYPES[piece.weights.dtype],
+        _FORMATS.index(piece.state_dtype),
         piece.numbers,
     )
 
@@ -172,22 +185,61 @@ def _raw(piece: Piece) -> native.PieceStruct:
 def update_in_torch(rule: Rule, pieces: Sequence[Piece], scratch: Scratch) -> None:
     """As `update`, on any device, without allocating anything."""
     for piece in pieces:
-        for start in range(0, piece.gradient.numel(), scratch.length):
-            _update_stretch(rule, piece, slice(start, start + scratch.length), scratch)
+        is_wide = piece.state_dtype == torch.float32
+        update, length = (_update_stretch, scratch.length) if is_wide else (_update_compact, scratch.compact_length)
+        for start in range(0, piece.gradient.numel(), length):
+            update(rule, piece, slice(start, start + length), scratch)
 
 
 def _update_stretch(rule: Rule, piece: Piece, at: slice, scratch: Scratch) -> None:
     weights, master = piece.weights[at], None if piece.master is None else piece.master[at]
-    first, second, third = scratch.thirds(weights.numel())
+    _step(rule, piece, at, weights, master, [state[at] for state in piece.states], scratch.thirds(weights.numel()))
+
+
+def _step(
+    rule: Rule,
+    piece: Piece,
+    at: slice,
+    weights: torch.Tensor,
+    master: torch.Tensor | None,
+    states: Sequence[torch.Tensor],
+    spare: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    first, second, third = spare
     values = join(weights, master, third)
     gradient, factor = piece.gradient[at], piece.numbers[0]
     if gradient.dtype != torch.float32:
         gradient = first.copy_(gradient)
     if factor != 1:
         gradient = torch.mul(gradient, factor, out=first)
-    rule.step(values, gradient, [state[at] for state in piece.states], piece.numbers, (first, second))
+    rule.step(values, gradient, states, piece.numbers, (first, second))
     if values is not weights:
         split(values, weights, master, second)
+
+
+def _update_compact(rule: Rule, piece: Piece, at: slice, scratch: Scratch) -> None:
+    """As `_update_stretch`: states are decoded into float32 first, and encoded afterwards."""
+    weights, master = piece.weights[at], None if piece.master is None else piece.master[at]
+    codes, count = [state[at] for state in piece.states], weights.numel()
+    blocks = slice(at.start // BLOCK, -(-(at.start + count) // BLOCK))
+    scales: list[torch.Tensor | None] = [scale[blocks] for scale in piece.scales]
+    if not scales:
+        scales = [None] * len(codes)
+    whole = -(-count // BLOCK) * BLOCK if piece.scales else count
+    first, second, third, *wide = (memory[:whole] for memory in scratch.fifths())
+    roots = [name == rule.root for name in rule.states]
+    for code, scale, root, values in zip(codes, scales, roots, wide, strict=False):
+        moments.read(code, scale, root, values, first)
+    states = [values[:count] for values in wide[: len(codes)]]
+    _step(rule, piece, at, weights, master, states, (first[:count], second[:count], third[:count]))
+    if piece.scales:
+        for code, scale, root, values in zip(codes, scales, roots, wide, strict=False):
+            moments.write(values, code, scale, root, first)
+        return
+    noise = first.view(torch.int32)
+    moments.draw(piece.first + at.start, piece.keys, noise, second.view(torch.int32))
+    for number, (code, values) in enumerate(zip(codes, states, strict=True)):
+        moments.round_with(noise, number > 0, values, code, (second, third))
 
 
 def has_float64(device: torch.device) -> bool:
@@ -216,9 +268,16 @@ def _check_piece(rule: Rule, piece: Piece, threads: int | None, path: str | None
         assert piece.master.dtype == wanted
         assert (piece.master.shape, piece.master.is_contiguous(), piece.master.is_cpu) == (shape, True, True)
     assert len(piece.states) == len(rule.states)
+    dtype = piece.state_dtype
+    assert dtype in _FORMATS
+    assert dtype == torch.float32 or rule.fades, "states that never forget must not be rounded"
     for state in piece.states:
-        assert state.dtype == torch.float32
+        assert state.dtype == dtype
         assert (state.shape, state.is_contiguous(), state.is_cpu) == (shape, True, True)
+    assert len(piece.scales) == (len(piece.states) if dtype == torch.uint8 else 0)
+    for scales in piece.scales:
+        assert scales.dtype == moments.SCALE
+        assert (scales.shape, scales.is_contiguous(), scales.is_cpu) == ((-(-shape[0] // BLOCK),), True, True)
     assert len(piece.numbers) == _NUMBERS
     return path
 

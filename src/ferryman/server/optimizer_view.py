@@ -16,8 +16,9 @@ from torch import nn
 from torch.optim import optimizer as optimizer_module
 from torch.utils.hooks import RemovableHandle
 
-from ferryman.model.units import Item
+from ferryman.model.units import SMALL, Item
 from ferryman.server import rules
+from ferryman.server.moments import FORMATS
 from ferryman.server.rules import Group, Rule
 from ferryman.server.served_state import ServedState, State
 
@@ -43,7 +44,7 @@ _REFUSED = {
 class OptimizerView:
     """The group and the update rule of each parameter."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, state: str = "fp32") -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"the optimizer must be a torch.optim.Optimizer, this is a {type(optimizer).__name__}")
         self.optimizer = optimizer
@@ -51,7 +52,8 @@ class OptimizerView:
         self._groups: dict[int, int] = {}  # by parameter, as of the last `check_groups`
         self._hook: RemovableHandle | None = None
         self._served: ServedState | None = None  # while an engine uses the optimizer
-        self._rules = [_rule_of(optimizer, group) for group in optimizer.param_groups]
+        self._state = state
+        self._rules = [self._rule_of(group) for group in optimizer.param_groups]
         self.check_groups()
 
     def check_groups(self) -> None:
@@ -73,7 +75,7 @@ class OptimizerView:
                 "change their values (lr, weight_decay), but do not remove groups"
             )
         for group in optimizer.param_groups[len(self._rules) :]:  # for blocks that were inserted
-            self._rules.append(_rule_of(optimizer, group))
+            self._rules.append(self._rule_of(group))
         for number, group in enumerate(optimizer.param_groups):
             if _rule_of(optimizer, group) is not self._rules[number]:
                 raise ValueError(
@@ -102,6 +104,37 @@ class OptimizerView:
                 "model; make it from this model's parameters: torch.optim.AdamW(model.parameters())"
             )
         self._groups.update(found)
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether moments are kept in less than float32."""
+        return self._state != "fp32"
+
+    @property
+    def format(self) -> torch.dtype:
+        """The format in which the states of large tensors are kept."""
+        return FORMATS[self._state]
+
+    def state_dtype(self, item: Item) -> torch.dtype:
+        """The format in which the states of a tensor are kept."""
+        return FORMATS["fp32"] if item.tensor.numel() < SMALL else self.format
+
+    def _rule_of(self, group: Group) -> Rule | None:
+        """The rule of a group, if the format of the state allows it."""
+        rule = _rule_of(self.optimizer, group)
+        if self.is_compact and (rule is None or not rule.fades):
+            name = type(self.optimizer).__name__
+            if group.get("amsgrad"):
+                name, why = f"{name}(amsgrad=True)", "a maximum that is rounded again and again only grows"
+            elif rule is not None:
+                why = "its sum only grows, and what is added would be lost in rounding"
+            else:
+                why = "with these options its updates are left to torch, which keeps state in float32"
+            raise ValueError(
+                f"state={self._state!r} is not possible with {name}: {why}. Use state='fp32'; or AdamW, Adam, "
+                "ferryman.Lion or SGD, without amsgrad and maximize"
+            )
+        return rule
 
     def _refuse_hooks(self) -> None:
         """Updates run piece by piece beside the next step: there is no moment before or after all of them."""

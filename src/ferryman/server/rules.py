@@ -41,11 +41,8 @@ class Rule:
     numbers: Callable[[Group, int], Numbers]  # of a group, for a step counted from 1
     step: Step  # in torch, in place: weight, gradient (already multiplied by its factor), states, numbers, spare
     start: Callable[[Group], float] = lambda group: 0.0  # what the states begin with
-
-    @property
-    def state_itemsize(self) -> int:
-        """Bytes of optimizer state per element. All sizes of optimizer state are derived from this."""
-        return len(self.states) * STATE.itemsize
+    root: str | None = None  # the state of which eight bits hold the root
+    fades: bool = True  # states forget: only then may they be rounded
 
 
 def _adam_numbers(group: Group, step: int) -> Numbers:
@@ -140,11 +137,18 @@ def _adagrad_step(
     weight.addcdiv_(gradient, torch.sqrt(total, out=spare[1]).add_(n[8]), value=n[6])
 
 
-ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), _adam_numbers, _adam_step)
+ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), _adam_numbers, _adam_step, root="exp_avg_sq")
 MOMENTUM = Rule("momentum", ("momentum_buffer",), _sgd_numbers, _momentum_step)
 DESCENT = Rule("descent", (), _sgd_numbers, _descent_step)
 LION = Rule("lion", ("exp_avg",), _lion_numbers, _lion_step)
-ADAGRAD = Rule("adagrad", ("sum",), _adagrad_numbers, _adagrad_step, lambda g: float(g["initial_accumulator_value"]))
+ADAGRAD = Rule(
+    "adagrad",
+    ("sum",),
+    _adagrad_numbers,
+    _adagrad_step,
+    lambda g: float(g["initial_accumulator_value"]),
+    fades=False,
+)
 
 # Numbers with which any rule can be timed on zeros, which stay zeros.
 TIMING_NUMBERS: Numbers = (1.0, 1.0, 0.0, 0.1, 0.9, 0.1, -0.1, 1.0, 1e-8, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from torch import nn
 from ferryman.distributed.ranks import Share
 from ferryman.model.spans import Span
 from ferryman.model.units import (
+    BLOCK,
     GRAIN,
+    SMALL,
     Item,
     Subgroup,
     Unit,
@@ -22,10 +25,11 @@ from ferryman.model.units import (
     overlap,
 )
 from ferryman.runtime.pinned import PinnedMemory
-from ferryman.server import kernels
+from ferryman.server import kernels, moments
 from ferryman.server.kernels import Piece
 from ferryman.server.optimizer_view import OptimizerView, for_constructor
 from ferryman.server.rules import STATE, Group, Numbers, Rule
+from ferryman.server.state_layout import StateLayout
 
 _CHUNK = 1 << 20  # elements
 _ALIGNMENT = 64  # bytes, of each array: a cache line
@@ -39,13 +43,17 @@ class UpdateArgs:
     rule: Rule | None  # None: torch's own optimizer makes the update
     numbers: Numbers
     group: Group
+    step: int  # counted from 1
+
+
+SCALES = ".scales"  # what follows a state's name, for the scales of its blocks
 
 
 def bounds(unit: Unit, optimizer_view: OptimizerView, share: Share) -> list[int]:
     """The elements at which each rank's part of a unit's trained elements begins, and the end of the last part."""
     total = unit.trained_elements
     if not is_whole(unit, optimizer_view):
-        return share.bounds(total, GRAIN)
+        return share.bounds(total, BLOCK if optimizer_view.is_compact else GRAIN)
     owner = zlib.crc32(unit.name.encode()) % share.size  # one rank owns all of it
     return [0] * (owner + 1) + [total] * (share.size - owner)
 
@@ -61,10 +69,26 @@ def part_elements(unit: Unit, optimizer_view: OptimizerView, share: Share) -> in
     return high - low
 
 
-def state_itemsize(unit: Unit, optimizer_view: OptimizerView) -> int:
-    """Bytes of optimizer state per element of the unit, without the state of torch's own optimizers."""
+def state_bytes(unit: Unit, optimizer_view: OptimizerView, share: Share) -> int:
+    """Bytes of a rank's part of the optimizer state, without the state of torch's own optimizers."""
+    return StateLayout(unit, optimizer_view).nbytes(*part(unit, optimizer_view, share))
+
+
+def state_itemsize(unit: Unit, optimizer_view: OptimizerView) -> float:
+    """Bytes of optimizer state per element of the unit's large tensors, without the state of torch's own optimizers."""
+    return _most_states(unit, optimizer_view) * moments.itemsize(optimizer_view.format)
+
+
+def small_state(unit: Unit, optimizer_view: OptimizerView) -> int:
+    """How many bytes more the state of the unit's small tensors has, because it is in float32."""
+    few = sum(-(-n // GRAIN) * GRAIN for item in unit.trained if (n := item.tensor.numel()) < SMALL)
+    more = STATE.itemsize - moments.itemsize(optimizer_view.format)
+    return math.ceil(_most_states(unit, optimizer_view) * few * more)
+
+
+def _most_states(unit: Unit, optimizer_view: OptimizerView) -> int:
     ruled = [rule for item in unit.trained if (rule := optimizer_view.rule(item)) is not None]
-    return max((rule.state_itemsize for rule in ruled), default=0)
+    return max((len(rule.states) for rule in ruled), default=0)
 
 
 def is_whole(unit: Unit, optimizer_view: OptimizerView) -> bool:
@@ -76,7 +100,7 @@ class SubgroupMemory(NamedTuple):
     """All host memory that an update of a subgroup reads and writes, except for the gradient."""
 
     weights: Sequence[Span]
-    rest: Sequence[torch.Tensor]  # bytes: the masters' rest, if weights are not float32, and each array of state
+    rest: Sequence[torch.Tensor]  # bytes: the masters' rest, if weights are not float32, and each array of the state
 
     def tensors(self) -> list[torch.Tensor]:
         return [*(span.host for span in self.weights), *self.rest]
@@ -100,6 +124,8 @@ class _Shared(NamedTuple):
     weights: torch.Tensor
     master: torch.Tensor | None
     states: Sequence[torch.Tensor]
+    scales: Sequence[torch.Tensor]
+    first: int  # the index of its first element in the tensor
 
 
 class UnitState:
@@ -109,13 +135,13 @@ class UnitState:
         self._optimizer_view = optimizer_view
         self._offsets = unit.trained_offsets
         self.low, high = part(unit, optimizer_view, share)
-        count = state_itemsize(unit, optimizer_view) // STATE.itemsize
-        sizes = [(high - self.low) * itemsize for itemsize in (unit.master_itemsize, *[STATE.itemsize] * count)]
+        self._layout = StateLayout(unit, optimizer_view)
+        sizes = [(high - self.low) * unit.master_itemsize, *self._layout.sizes(self.low, high)]
         ends = list(itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
         self._memory = PinnedMemory(ends[-1], device)  # one registration for all
         starts = [0, *ends[:-1]]
         parts = [_apart(self._memory.bytes[at : at + size]) for at, size in zip(starts, sizes, strict=True)]
-        self._masters, self._states = parts[0], parts[1:]
+        self._masters, self._states = parts[0], parts[1:]  # of states, and then of their scales
         self._parts: dict[Item, _Part] = {}
         for item, begin in self._offsets.items():
             shared = overlap(item, begin, self.low, high - self.low)
@@ -156,10 +182,9 @@ class UnitState:
             if rule is None:
                 continue
             if all(isinstance(theirs.get(name), torch.Tensor) for name in rule.states):
-                for name, state in zip(rule.states, self._states_of(item, rule), strict=True):
+                for number, name in enumerate(rule.states):
                     value = theirs[name].reshape(-1)[self._parts[item].elements]
-                    if value.data_ptr() != state.data_ptr():  # else it is this memory itself, shown to the user
-                        state.copy_(value)
+                    self._put_state(item, rule, number, value)
                 self._steps[item] = int(theirs.get("step", 1))
             elif shown:
                 self._start(item)
@@ -170,7 +195,7 @@ class UnitState:
         self._torch.pop(item, None)
         self._theirs.pop(item, None)
         if (rule := self._optimizer_view.rule(item)) is not None:
-            for state in self._states_of(item, rule):
+            for state in (*self._states_of(item, rule), *self._scales_of(item, rule)):
                 state.fill_(rule.start(self._optimizer_view.group(item)))
 
     def undo(self, requested: Sequence[UpdateArgs]) -> None:
@@ -187,7 +212,7 @@ class UnitState:
     def give_states(self, *, in_place: bool = False) -> None:
         """Gives torch's optimizer the state, to train without an engine: in the dtype that it would have used itself.
 
-        `in_place`: the server's own memory instead, for the user to read and edit.
+        `in_place`: for the user to read and edit, in float32: the server's own memory, or if that is compact, a copy.
         """
         for item, steps in self._steps.items():
             rule, theirs = self._optimizer_view.rule(item), self._theirs.get(item)
@@ -195,19 +220,43 @@ class UnitState:
                 theirs = self.torch_state(item)
             elif steps:
                 shape, dtype = item.tensor.shape, STATE if in_place else item.tensor.dtype
-                states = zip(rule.states, self._states_of(item, rule), strict=True)
-                theirs = {name: state.view(shape).to(dtype) for name, state in states}
+                states = [self.state_in_float32(item, rule, number) for number in range(len(rule.states))]
+                theirs = {name: state.view(shape).to(dtype) for name, state in zip(rule.states, states, strict=True)}
                 theirs["step"] = torch.tensor(float(steps))
             if theirs:
                 self._optimizer_view.give_state(item.tensor, theirs)
 
     def tensors_of(self, item: Item) -> dict[str, torch.Tensor]:
-        """The memory of a tensor beside its weights: "master", if these are not float32, and the rule's state."""
+        """The memory of a tensor beside its weights: "master", if these are not float32, and the rule's state, with its
+        scales, if it is in eight bits."""
         master, rule = self._master[item], self._optimizer_view.rule(item)
         found = {} if master is None else {"master": master}
         if rule is not None:
             found.update(zip(rule.states, self._states_of(item, rule), strict=True))
+            scales = self._scales_of(item, rule)
+            found.update((name + SCALES, scale) for name, scale in zip(rule.states, scales, strict=False))
         return found
+
+    def state_in_float32(self, item: Item, rule: Rule, number: int) -> torch.Tensor:
+        """A state of this rank's part: the memory itself, or if that is compact, a copy."""
+        codes, scales = self._states_of(item, rule)[number], self._scales_of(item, rule)
+        return decoded(codes, scales[number] if scales else None, rule.states[number] == rule.root)
+
+    def put_state(self, item: Item, name: str, values: torch.Tensor) -> None:
+        """Stores a state of this rank's part, given in any dtype."""
+        rule = self._optimizer_view.rule(item)
+        assert rule is not None, "torch's own optimizers keep their state themselves"
+        self._put_state(item, rule, rule.states.index(name), values)
+
+    def _put_state(self, item: Item, rule: Rule, number: int, values: torch.Tensor) -> None:
+        """Stores a state of this rank's part, given in any dtype. What is there already stays as it is, to the bit."""
+        codes, scales = self._states_of(item, rule)[number], self._scales_of(item, rule)
+        if values.data_ptr() == codes.data_ptr():
+            return  # this memory itself, shown to the user
+        root = rule.states[number] == rule.root
+        if codes.dtype != STATE and torch.equal(self.state_in_float32(item, rule, number), values.to(STATE)):
+            return
+        encode(values, codes, scales[number] if scales else None, root)
 
     def torch_state(self, item: Item) -> dict[str, Any] | None:
         """The state of a tensor that torch's own optimizer updates, not a copy; some optimizers keep none."""
@@ -276,7 +325,7 @@ class UnitState:
             rule, group = self._optimizer_view.rule(item), self._optimizer_view.group(item)
             options = {name: value for name, value in group.items() if name != "params"}
             numbers = rule.numbers(group, self._steps[item]) if rule is not None else ()
-            requested.append(UpdateArgs(item, rule, numbers, options))
+            requested.append(UpdateArgs(item, rule, numbers, options, self._steps[item]))
         return requested
 
     def memory_of(self, subgroup: Subgroup, weights: torch.Tensor) -> SubgroupMemory:
@@ -286,9 +335,28 @@ class UnitState:
         lacking = subgroup.unit.master_itemsize
         low, high = subgroup.start - self.low, subgroup.stop - self.low
         rest = [self._masters[low * lacking : high * lacking]] if lacking else []
-        rest += [state[low * STATE.itemsize : high * STATE.itemsize] for state in self._states]
+        layout = self._layout
+        places = [layout.codes_at] * layout.count + [layout.scales_at] * (len(self._states) - layout.count)
+        for array, place in zip(self._states, places, strict=True):
+            origin = place(self.low)
+            rest.append(array[place(subgroup.start) - origin : place(subgroup.stop) - origin])
         memory = self._subgroups[subgroup] = SubgroupMemory(self.spans(subgroup, weights), rest)
         return memory
+
+    def state_in(
+        self, arrays: Sequence[torch.Tensor], subgroup: Subgroup, item: Item, own: slice, rule: Rule
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """States and scales of the elements `own` of a tensor, in copies of the arrays of a subgroup's state."""
+        layout, begin, count = self._layout, self._offsets[item], own.stop - own.start
+        dtype = layout.dtypes[item]
+        at = layout.codes_at(begin + own.start) - layout.codes_at(subgroup.start)
+        states = [array[at : at + count * dtype.itemsize].view(dtype) for array in arrays[: len(rule.states)]]
+        if dtype != torch.uint8:
+            return states, []
+        at = layout.scales_at(begin + own.start) - layout.scales_at(subgroup.start)
+        scales = arrays[layout.count : layout.count + len(rule.states)]
+        nbytes = -(-count // BLOCK) * moments.SCALE.itemsize
+        return states, [array[at : at + nbytes].view(moments.SCALE) for array in scales]
 
     def spans(self, subgroup: Subgroup, weights: torch.Tensor) -> list[Span]:
         """The weights of a subgroup, in as few spans as possible; any rank may own it."""
@@ -341,8 +409,10 @@ class UnitState:
                 if rule is None:
                     self._update_by_torch(args, gradient, factor)
                     continue
-                numbers = (factor, *args.numbers[1:])
-                piece = Piece(gradient, shared.weights, shared.master, shared.states, numbers)
+                numbers, keys = (factor, *args.numbers[1:]), moments.noise_keys(args.step)
+                piece = Piece(
+                    gradient, shared.weights, shared.master, shared.states, numbers, shared.scales, shared.first, keys
+                )
                 ruled.setdefault(rule.name, (rule, []))[1].append(piece)
             for rule, pieces in ruled.values():
                 kernels.update(rule, pieces, threads=threads)
@@ -361,6 +431,8 @@ class UnitState:
                     item.tensor.data.view(-1)[at],
                     None if master is None else master[own],
                     [] if rule is None else [state[own] for state in self._states_of(item, rule)],
+                    [] if rule is None else [scales[blocks_of(own)] for scales in self._scales_of(item, rule)],
+                    at.start,
                 )
             self._shared[key] = found
         return self._shared[key]
@@ -371,9 +443,20 @@ class UnitState:
         self._memory.close()
 
     def _states_of(self, item: Item, rule: Rule) -> list[torch.Tensor]:
-        mine = self._parts[item]
+        mine, dtype = self._parts[item], self._layout.dtypes[item]
+        at = self._layout.codes_at(self.low + mine.at) - self._layout.codes_at(self.low)
         states = self._states[: len(rule.states)]
-        return [state.view(STATE)[mine.at : mine.at + mine.size] for state in states]
+        return [state[at : at + mine.size * dtype.itemsize].view(dtype) for state in states]
+
+    def _scales_of(self, item: Item, rule: Rule) -> list[torch.Tensor]:
+        """The scales of each state's blocks; none, if these are not in eight bits."""
+        mine, layout = self._parts[item], self._layout
+        if layout.dtypes[item] != torch.uint8:
+            return []
+        at = layout.scales_at(self.low + mine.at) - layout.scales_at(self.low)
+        nbytes = -(-mine.size // BLOCK) * moments.SCALE.itemsize
+        scales = self._states[layout.count : layout.count + len(rule.states)]
+        return [scale[at : at + nbytes].view(moments.SCALE) for scale in scales]
 
     def _update_by_torch(self, args: UpdateArgs, gradient: torch.Tensor, factor: float) -> None:
         """Has an optimizer of torch's own make the step, in float32, with the state that it keeps for the tensor."""
@@ -394,6 +477,36 @@ class UnitState:
         parameter.grad = None
         if item.dtype != torch.float32:
             self.take(item, values, item.tensor.data)
+
+
+def blocks_of(elements: slice) -> slice:
+    """The blocks of a range that begins with a block."""
+    return slice(elements.start // BLOCK, -(-elements.stop // BLOCK))
+
+
+def decoded(codes: torch.Tensor, scales: torch.Tensor | None, root: bool) -> torch.Tensor:
+    """A state in float32: the same memory, if it is already."""
+    if codes.dtype == STATE:
+        return codes
+    values = torch.empty(codes.numel(), dtype=STATE)
+    for start in range(0, codes.numel(), _CHUNK):
+        at = slice(start, min(start + _CHUNK, codes.numel()))
+        whole = torch.empty(-(-(at.stop - at.start) // BLOCK) * BLOCK)
+        moments.read(codes[at], None if scales is None else scales[blocks_of(at)], root, whole, torch.empty_like(whole))
+        values[at] = whole[: at.stop - at.start]
+    return values
+
+
+def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None, root: bool) -> None:
+    """Stores a state, rounded to the nearest."""
+    if scales is None:
+        codes.copy_(values)
+        return
+    for start in range(0, codes.numel(), _CHUNK):
+        at = slice(start, min(start + _CHUNK, codes.numel()))
+        whole = torch.zeros(-(-(at.stop - at.start) // BLOCK) * BLOCK)
+        whole[: at.stop - at.start] = values[at]
+        moments.write(whole, codes[at], scales[blocks_of(at)], root, torch.empty_like(whole))
 
 
 def _apart(part: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ferryman.model.units import (
 )
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.state import UnitState, bounds, fill, part_elements, state_itemsize
+from ferryman.server.state import UnitState, bounds, fill, part_elements, state_bytes
 
 _NOTHING = 0xFF  # each byte of tensors without values yet: NaN in any floating-point format
 
@@ -253,7 +253,7 @@ def account(
         return found
     parts = {unit: sum(part_elements(unit, optimizer_view, share) for share in shares) for unit in units}
     found["master weights"] = sum(part * unit.master_itemsize for unit, part in parts.items())
-    found["optimizer state"] = sum(part * state_itemsize(unit, optimizer_view) for unit, part in parts.items())
+    found["optimizer state"] = sum(state_bytes(unit, optimizer_view, share) for unit in units for share in shares)
     if landing:
         found["gradients"] = sum(part * landing_dtype(unit).itemsize for unit, part in parts.items())
     return found

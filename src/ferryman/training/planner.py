@@ -13,7 +13,7 @@ from ferryman.distributed.ranks import Share
 from ferryman.model.blocks import Position
 from ferryman.model.precision import Scale, scale_for
 from ferryman.model.unit_discovery import find_units, units_of_block
-from ferryman.model.units import GRAIN, DtypeOf, Unit, master_dtype
+from ferryman.model.units import BLOCK, GRAIN, DtypeOf, Unit, master_dtype
 from ferryman.options import PlainOptions
 from ferryman.plan.plan import Need, Plan, make_plan
 from ferryman.plan.policy import Policy, parse_policy
@@ -28,7 +28,7 @@ from ferryman.plan.staging import (
 from ferryman.runtime.segments import Segments
 from ferryman.runtime.sizes import show_bytes
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.state import bounds, is_whole, state_itemsize
+from ferryman.server.state import bounds, is_whole, small_state, state_itemsize
 from ferryman.training import checks
 
 _HOST = Policy("host")
@@ -170,7 +170,9 @@ class Planner:
         deferred = self.optimizer_view is not None and (options.needs_whole_gradient or self.scale().moves)
         for_ranks = self.share.size > 1 and policy.kind != "host" and self.optimizer_view is not None and not deferred
         deferred = deferred or for_ranks  # a device can update a subgroup only when all ranks' gradients have arrived
-        given = None if subgroup is None else -(-subgroup // GRAIN) * GRAIN
+        grain = self._grain
+        most = -(-most // grain) * grain
+        given = None if subgroup is None else -(-subgroup // grain) * grain
         at_host = Staging(
             _HOST, given or most, itemsize, deferred, cuts=self._cuts, rank=self.share.rank, for_ranks=for_ranks
         )
@@ -178,12 +180,22 @@ class Planner:
             return [at_host]
         sizes = [given or (most if self.budget is None else subgroup_for(self.budget, most))]
         while given is None and self.budget is not None and sizes[-1] > MIN_DEVICE_SUBGROUP:
-            sizes.append(max(MIN_DEVICE_SUBGROUP, sizes[-1] // 2 // GRAIN * GRAIN))
+            sizes.append(max(MIN_DEVICE_SUBGROUP, sizes[-1] // 2 // grain * grain))
         waits_on_device = [True, False] if policy.kind == "auto" and self.budget is not None else [True]
         if self.share.size > 1:
             waits_on_device = [False]  # gradients wait on the host, where those of all ranks are summed
         ways = [
-            Staging(policy, size, itemsize, deferred, may_wait, self._cuts, self.share.rank, for_ranks)
+            Staging(
+                policy,
+                size,
+                itemsize,
+                deferred,
+                may_wait,
+                self._cuts,
+                self.share.rank,
+                for_ranks,
+                self._small_state if self._grain == BLOCK else None,
+            )
             for may_wait in waits_on_device
             for size in sizes
         ]
@@ -195,17 +207,26 @@ class Planner:
             [0, unit.trained_elements] if self.optimizer_view is None else bounds(unit, self.optimizer_view, self.share)
         )
 
-    def _state_itemsize(self, unit: Unit) -> int | None:
+    @property
+    def _grain(self) -> int:
+        """Subgroups have a multiple of so many elements."""
+        return BLOCK if self.optimizer_view is not None and self.optimizer_view.is_compact else GRAIN
+
+    def _state_itemsize(self, unit: Unit) -> float | None:
         if self.optimizer_view is None or not unit.trained_elements or is_whole(unit, self.optimizer_view):
             return None
         if len({master_dtype(dtype) for dtype in unit.trained_dtypes} - {None}) > 1:
             return None  # masters of two widths do not lie side by side
         return state_itemsize(unit, self.optimizer_view)
 
+    def _small_state(self, unit: Unit) -> int:
+        assert self.optimizer_view is not None, "there is state"
+        return small_state(unit, self.optimizer_view)
+
     def _that_would_fit(self, way: Staging) -> str:
-        size = way.subgroup
-        while size > GRAIN:
-            size = size // 2 // GRAIN * GRAIN or GRAIN
+        size, grain = way.subgroup, self._grain
+        while size > grain:
+            size = size // 2 // grain * grain or grain
             try:
                 self._make([replace(way, subgroup=size)], None, smallest=False)
             except ValueError:
@@ -214,11 +235,11 @@ class Planner:
         return "No subgroup would fit"
 
 
-def _cached(function: Callable[[Unit], int | None]) -> Callable[[Unit], int | None]:
+def _cached(function: Callable[[Unit], float | None]) -> Callable[[Unit], float | None]:
     """Caches a function that hundreds of plans call. Entries of units that are removed from the model disappear."""
-    known: weakref.WeakKeyDictionary[Unit, int | None] = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[Unit, float | None] = weakref.WeakKeyDictionary()
 
-    def of(unit: Unit) -> int | None:
+    def of(unit: Unit) -> float | None:
         try:
             return known[unit]
         except KeyError:
