@@ -33,7 +33,6 @@ from ferryman.distributed.ranks import Ranks, Share
 from ferryman.exactness.guard import NewStateError, NotRepeatableError, too_late_to_follow
 from ferryman.model.blocks import Blocks, Position
 from ferryman.model.precision import dtype_of
-from ferryman.model.unit_discovery import hint
 from ferryman.model.units import Unit
 from ferryman.options import EngineArguments, EngineOptions, describe, takes_options
 from ferryman.plan.fit import Choice, advice
@@ -93,19 +92,15 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         threads = options.host_threads or self._ranks.threads(default_threads())
         self._options = options = replace(options, device=self.device, host_threads=threads)
         compare(self._ranks, model, optimizer, options.compared())
-
         segments = find_segments(self.device)  # before memory is counted: it leaves some in the allocator's cache
         self._memory = DeviceMemory(self.device, options.budget)
         self._recorder = Recorder(options.trace, model, self.device, options.budget, view, dtypes, self.share)
         self._planner = Planner(model, self.device, options, dtypes, view, self.share, segments)
         self._blocks = Blocks(model, self.device)
-        self._batch_check = BatchCheck(
-            model, options.loss, options.reduction, self.device, None if options.split else options.budget
-        )
-        self._loaded = Loaded(model)
-        self._closed = False
+        budget = None if options.split else options.budget
+        self._batch_check = BatchCheck(model, options.loss, options.reduction, self.device, budget)
+        self._loaded, self._closed = Loaded(model), False
         self.choice: Choice | None = None  # the number of micro-batches and the place of the stash in the last step
-
         self._parts = self._assemble(self._planner.make())
         self._preparation = self._make_preparation()
 
@@ -192,10 +187,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
         It may be edited in place before the update.
         """
-        parameters = dict(self._model.named_parameters())
-        if name in parameters:
-            return parameters[name].grad
-        raise ValueError(f"the model has no parameter {name!r}{hint(name, parameters)}")
+        return self._parts.gradient(name)
 
     @property
     def loss_scale(self) -> float:
@@ -337,11 +329,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 self._end(together=False)
 
     def _assemble(self, plan: Plan) -> Assembly:
-        view, scale = self._optimizer_view, self._planner.scale()
         with self._memory.counted():
             return Assembly(
-                self._model, self.device, plan, view, self._blocks, self._options, scale, self._ranks, self._caller,
-                self._memory,
+                self._model, self.device, plan, self._optimizer_view, self._blocks, self._options,
+                self._planner.scale(), self._ranks, self._caller, self._memory,
             )  # fmt: skip
 
     def _make_preparation(self) -> Preparation:

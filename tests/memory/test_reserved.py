@@ -107,6 +107,16 @@ def test_a_budget_bounds_what_is_reserved_whatever_the_lengths_of_steps(factor, 
     assert reserved() - before <= caching.small_segment, "closing gives it back, except for a scalar"
 
 
+def test_a_budget_bounds_evaluations(caching):
+    budget, before = 11 * caching.large_segment, reserved()
+    with make(budget, updates="host") as engine:
+        assert most_reserved(engine, LENGTHS, before) <= budget
+        for length in LENGTHS:
+            engine.evaluate(numbers(2, length))
+        assert most_reserved(engine, LENGTHS, before) <= budget
+        assert torch.accelerator.max_memory_reserved(DEVICE) - before <= budget
+
+
 def test_a_budget_that_counts_allocated_bytes_is_not_kept(caching, monkeypatch):
     """The negative control: accounts of allocated bytes, and no cap."""
     before = reserved()

@@ -36,7 +36,9 @@ class Corpus:
     def decode(self, ids: list[int]) -> str | None:
         """The text of these tokens; None if there is no way to decode them."""
         if self.is_bytes:
-            return bytes(ids).decode(errors="replace")
+            # A model may generate tokens that are not bytes, if its vocabulary is larger. They are decoded as 0xFF,
+            # which is never valid in UTF-8, so that they are shown as replacement characters.
+            return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")
         return None if self.tokenizer is None else str(self.tokenizer.decode(ids))
 
 

@@ -22,7 +22,7 @@ from ferryman.model.loss import Loss
 from ferryman.model.patching import ModelPatch
 from ferryman.model.precision import Scale
 from ferryman.model.reads import Reads
-from ferryman.model.unit_discovery import rename
+from ferryman.model.unit_discovery import hint, rename
 from ferryman.model.units import Unit
 from ferryman.options import EngineOptions
 from ferryman.plan.fit import Choice, Trial
@@ -174,7 +174,8 @@ class Assembly:
         """The loss of a batch without gradients. Units are copied to the device as they are called."""
         self.store.check_values()
         self.reads.wait()
-        with self.step(), self.relay.evaluation.running(), torch.no_grad():
+        memory = self.memory
+        with memory.counted(), memory.capped(), self.step(), self.relay.evaluation.running(), torch.no_grad():
             return loss(self._model, to_device(batch, self._device))
 
     def try_out(self, works: Sequence[Callable[[], torch.Tensor]], room: int, roots: Roots, choice: Choice) -> Trial:
@@ -206,6 +207,13 @@ class Assembly:
         """Takes the gradients back from the user, who may have cleared, edited or assigned some."""
         self._gradients.take(self.all_units)
         self.server.forget_gradients()  # of units whose gradients the user has cleared
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """The gradient of a parameter, as the user sees it."""
+        parameters = dict(self._model.named_parameters())
+        if name in parameters:
+            return parameters[name].grad
+        raise ValueError(f"the model has no parameter {name!r}{hint(name, parameters)}")
 
     def drop_gradients(self) -> None:
         self.relay.gradients.clear()
