@@ -38,7 +38,7 @@ from ferryman.relay.hooked_inputs import are_hooked, drop_hooks, move_hooks
 from ferryman.relay.hooked_outputs import HookedOutputs
 from ferryman.relay.micro_batch import Direction, MicroBatch
 from ferryman.relay.modes import Modes, saving_hooks
-from ferryman.relay.stash import edited_since, version_of
+from ferryman.relay.tensor_identity import edited_since, version_of
 from ferryman.relay.unit_arguments import refuse_transforms
 from ferryman.runtime.rng import Randomness, State
 

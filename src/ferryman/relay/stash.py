@@ -46,32 +46,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ferryman.plan.fit import IN_FLIGHT
 from ferryman.relay.micro_batch import MicroBatch
+from ferryman.relay.tensor_identity import storages_of, version_of
 from ferryman.runtime.arena import Allocation, Arena
 from ferryman.runtime.lanes import DeviceLane, Lane, Work
 from ferryman.runtime.marks import Mark
 
 _SMALL = 64  # bytes; less is not worth a copy
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """A counter that increases with in-place edits; None if they are not counted (inference tensors)."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def edited_since(tensors: Sequence[torch.Tensor], versions: Sequence[int | None]) -> list[torch.Tensor]:
-    """The tensors that were, or may have been, edited since they had these versions."""
-    now = [version_of(tensor) for tensor in tensors]
-    return [t for t, new, old in zip(tensors, now, versions, strict=True) if new is None or new != old]
-
-
-def bytes_of_storages(tensors: Sequence[torch.Tensor], device: torch.device) -> int:
-    """Bytes of the storages on the device that these tensors share, each counted once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device == device}
-    return sum(storages.values())
-
-
-def _storages(tensors: Sequence[torch.Tensor]) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 class Stashed(Protocol):
@@ -342,7 +322,7 @@ class HostStash:
         return _Watch(self, batch)
 
     def stow(self, batch: MicroBatch) -> None:
-        stay = _storages(batch.needs) if batch.number < self.staying else ()
+        stay = storages_of(batch.needs) if batch.number < self.staying else ()
         for key, tracked in list(self._tracked.get(batch, {}).items()):
             if not tracked.is_referenced() or (batch.done and tracked.on_device):
                 self._drop(batch, key)
@@ -353,7 +333,7 @@ class HostStash:
 
     def restore(self, batch: MicroBatch) -> None:
         mine = self._tracked.get(batch, {})
-        for key in _storages(batch.needs):
+        for key in storages_of(batch.needs):
             if key in mine and not mine[key].on_device:
                 self._fill(mine[key])
 

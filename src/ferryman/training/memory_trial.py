@@ -13,7 +13,7 @@ from ferryman.plan.plan import Need
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.observer import Observer, Roots
-from ferryman.relay.stash import bytes_of_storages
+from ferryman.relay.tensor_identity import bytes_of_storages
 from ferryman.relay.trial import run_trial
 from ferryman.runtime.device_memory import DeviceMemory
 from ferryman.training.discovery import Discovery
