@@ -29,7 +29,8 @@ from ferryman.model.units import BLOCK, Item, master_dtype
 from ferryman.runtime import host_memory as memory
 from ferryman.server import kernels
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.state import SCALES, blocks_of, decoded
+from ferryman.server.state import SCALES
+from ferryman.server.state_codec import blocks_of, decoded
 
 _TENSORS = ("weights", "state", "rest")  # lists of files in the manifest
 

@@ -31,7 +31,7 @@ _SIGN = -(2**31)
 _WORD = 2**32 - 1
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)  # of the steps that updates are pending for
 def noise_keys(step: int) -> tuple[int, int]:
     """Two words that select the noise of a step."""
     return _mixed(2 * step), _mixed(2 * step + 1) | 1  # a sum, and a factor that loses nothing
