@@ -104,7 +104,7 @@ def exchange_status(ranks: Ranks, mine: RankStatus) -> list[RankStatus]:
         warnings.warn(
             f"all {ranks.size} ranks were given the same batch, so each sample counts {ranks.size} times. Give each "
             "rank its own part: engine.share has its number, and torch.utils.data.DistributedSampler divides a dataset",
-            stacklevel=8,  # the caller of engine.step or engine.forward_backward
+            stacklevel=7,  # the caller of engine.step or engine.forward_backward
         )
     return statuses
 
