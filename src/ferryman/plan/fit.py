@@ -264,7 +264,8 @@ class Fit:
         wanted = _Check(shape_of(batch), samples or 1, choice, 0, 0)
         for check in needs.checks:
             if check.reserved <= room and check.covers(wanted):
-                return self._has_reserved(check)
+                self._remember(check)
+                return True
             if check.reserved > room and wanted.covers(check):
                 return False
         content, parts = batch if samples is None else take(batch, samples), choice.micro_batches
@@ -278,13 +279,15 @@ class Fit:
             return False
         added = max(0, trial.reserved - needs.allocated(samples or 1).peak) if moves else 0
         needs.checks.append(wanted._replace(reserved=trial.reserved, added=added))
-        return trial.reserved <= room and self._has_reserved(needs.checks[-1])
+        if trial.reserved > room:
+            return False
+        self._remember(needs.checks[-1])
+        return True
 
-    def _has_reserved(self, check: _Check) -> bool:
-        """Remembers what the choice needs. Boundaries could leave."""
+    def _remember(self, check: _Check) -> None:
+        """Remembers what a choice needs at least, without boundaries that stay: they could leave the device."""
         if not check.choice.staying:
             self.last = max(self.last, check.reserved)
-        return True
 
     def _needs_of(self, batch: Any, room: int) -> Needs:
         shape = shape_of(batch)
