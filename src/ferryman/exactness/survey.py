@@ -181,7 +181,7 @@ class Survey:
                 for key, value in held.items() if isinstance(held, dict) else ():
                     if not isinstance(value, torch.Tensor):  # lists and dicts of tensors, as some optimizers have
                         self._add(value, f"{name}.state[...][{key!r}]", depth + 1)
-            own = frozenset(n for n in vars(optimizer) if n not in _OPTIMIZER_ATTRIBUTES)  # of a subclass
+            own = frozenset(n for n in vars(optimizer) if n not in _optimizer_attributes())  # of a subclass
             self._holders.append(Namespace(name, optimizer, vars(optimizer), own))
             for attribute in own:
                 self._add(vars(optimizer)[attribute], f"{name}.{attribute}", depth + 1)
@@ -285,7 +285,12 @@ class Survey:
 
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-_OPTIMIZER_ATTRIBUTES = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+
+
+@functools.cache
+def _optimizer_attributes() -> frozenset[str]:
+    """Not a constant: the first optimizer of a process imports torch._dynamo, which takes seconds."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:
