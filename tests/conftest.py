@@ -8,6 +8,7 @@ import torch
 from playwright.sync_api import sync_playwright
 
 from ferryman.observe.report import write_report
+from ferryman.training.first_steps import FirstSteps
 from support import devices
 from support.ranks import Ranks
 
@@ -24,6 +25,13 @@ def pytest_addoption(parser):
         default=devices.COPY_DELAY,
         help="seconds that copies of the virtual device are late in tests that look for missing waits (default: "
         "%(default)s); must be longer than a visit, so give more on a busy machine",
+    )
+    parser.addoption(
+        "--trials",
+        choices=["some", "all"],
+        default="some",
+        help="whether an engine tries out its first steps also in the folders of tests/ that are not about such trials "
+        "(default: %(default)s)",
     )
 
 
@@ -121,6 +129,21 @@ def _seeded():
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
+
+
+# Trials leave no trace, and take most of the time of an engine that runs a few small steps. The folders that are not in
+# this list test what trials find and what remains of them.
+_WITHOUT_TRIALS = {"checkpoint", "interleave", "kernels", "model", "observe", "plan", "runtime", "updates"}
+
+
+@pytest.fixture(autouse=True)
+def _trials(request, monkeypatch):
+    """Without the option `--trials all`, most engines do not try out their first steps. A test that needs trials,
+    because its model has state or because it counts what they do, is marked `trials`."""
+    folder = request.path.relative_to(request.config.rootpath / "tests").parts[0]
+    wanted = request.config.getoption("--trials") == "all" or request.node.get_closest_marker("trials") is not None
+    if folder in _WITHOUT_TRIALS and not wanted:
+        monkeypatch.setattr(FirstSteps, "is_new", lambda self, parts: False)
 
 
 @pytest.fixture

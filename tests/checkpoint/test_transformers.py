@@ -76,6 +76,7 @@ def test_a_tokenizer_is_part_of_the_checkpoint(tmp_path):
             engine.load(tmp_path / "saved")
 
 
+@pytest.mark.trials  # ViT sets an attribute of its configuration in the first forward
 @covering
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("limit", [None, 4096])

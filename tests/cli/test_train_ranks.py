@@ -10,6 +10,7 @@ from ferryman.cli.run_directory import new_run, restarted
 from ferryman.cli.train_options import TrainOptions
 from support import rank_jobs
 from support.commands import EXACT, GPT, losses, metrics, sending, trained
+from support.slow import few
 from support.torchrun import Torchrun
 
 
@@ -47,7 +48,7 @@ def compare(ranks, tmp_path, *arguments):
     assert "sample continuation" in shown
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", few(BATCHES, 2))
 def test_ranks_share_a_batch(batch, two, corpus, tmp_path, request):
     if "virtual" in BATCHES[batch]:
         request.getfixturevalue("virtual")

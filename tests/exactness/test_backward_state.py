@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ferryman.engine import Engine
-from support.slow import cpu_is_slow
+from support.slow import covering, cpu_is_slow
 from support.small_models import WIDTH, Block, Model, assert_equal_to_plain, batches, loss, made
 
 
@@ -151,6 +151,7 @@ EQUAL = [
 ]
 
 
+@covering
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("device", cpu_is_slow(), indirect=True)
 @pytest.mark.parametrize("micro_batches", [1, 4])

@@ -5,7 +5,7 @@ import torch
 
 from ferryman.engine import Engine
 from ferryman.exactness import snapshot
-from support.slow import cpu_is_slow
+from support.slow import covering, cpu_is_slow
 from support.small_models import Block, Model, assert_equal_to_plain, batches, loss, made
 
 
@@ -85,6 +85,7 @@ class OfNumbers(Logging):
             block.log = [float(number) for number in range(self.history)]
 
 
+@covering
 @pytest.mark.parametrize("device", cpu_is_slow(), indirect=True)
 @pytest.mark.parametrize("micro_batches", [3, 1])
 @pytest.mark.parametrize(

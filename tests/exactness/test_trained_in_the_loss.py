@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from ferryman.engine import Engine
+from support.slow import covering
 from support.small_models import WIDTH, Model, batches, loss, made
 
 MICRO_BATCHES = pytest.mark.parametrize("micro_batches", [1, 2, 4])
@@ -138,6 +139,7 @@ MAKE = {
 }
 
 
+@covering
 @MICRO_BATCHES
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_a_loss_that_trains_something_of_its_own(make, micro_batches, device):
@@ -179,6 +181,7 @@ class Masking:
         return [torch.tensor(self.masked)]
 
 
+@covering
 @MICRO_BATCHES
 @pytest.mark.parametrize("make", [*MAKE.values(), Masking], ids=[*MAKE, "masking"])
 def test_a_step_that_is_made_again_has_one_effect(make, micro_batches, device):

@@ -9,7 +9,7 @@ from ferryman.observe.trace import Trace
 from ferryman.plan.fit import IN_FLIGHT, Choice, Fit, Stretch, Trial, staying
 from support.devices import torch_virtual
 from support.models import Block, assert_same, cut, on, plain_step, step
-from support.slow import slow
+from support.slow import covering, slow
 
 DEVICE = "virtual:0"
 LAYERS, WIDTH, LENGTH = 4, 64, 256
@@ -126,6 +126,7 @@ def test_without_a_budget_memory_is_constant_and_none_stay(virtual):
 # The budget, and the values.
 
 
+@covering
 @pytest.mark.parametrize("staying", [2, 8])
 @pytest.mark.parametrize("rate", [None, 1e7])
 def test_the_budget_is_kept_and_the_peak_is_that_of_the_formula(staying, rate, virtual):
@@ -142,6 +143,7 @@ def test_the_budget_is_kept_and_the_peak_is_that_of_the_formula(staying, rate, v
     assert (staying - 3) * BOUNDARY <= max(peaks) - without + SCALARS <= staying * BOUNDARY + 2 * SCALARS
 
 
+@covering
 @pytest.mark.parametrize("staying", [1, 4])
 @pytest.mark.parametrize("late", [{"h2d": 2e7}, {"d2h": 2e7}, {"delay": 1e-3}, *slow({"latency": 1e-3})])
 def test_steps_equal_plain_ones_however_late_copies_are(staying, late, virtual):

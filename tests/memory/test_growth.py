@@ -8,6 +8,7 @@ import torch
 
 from ferryman.engine import Engine
 from ferryman.observe.trace import Trace
+from support.slow import slow
 from support.small_models import Model, batches, loss
 
 
@@ -22,8 +23,8 @@ def census(engine):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_grad_norm": 1.0, "stash": "host"}, {"max_grad_norm": 1.0, "trace": 3}],
-    ids=["eager", "deferred", "traced"],
+    [{"max_grad_norm": 1.0, "stash": "host"}, *slow({}, {"max_grad_norm": 1.0, "trace": 3})],
+    ids=["deferred", "eager", "traced"],
 )
 def test_objects_after_50_and_after_150_steps(options, device):
     if "trace" in options:

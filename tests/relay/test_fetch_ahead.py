@@ -9,6 +9,7 @@ from ferryman.engine import Engine
 from ferryman.relay.weight_slots import WeightSlots
 from support.devices import delay_copies, torch_virtual
 from support.models import CASES, build, cut, model_loss, on, plain_step, text
+from support.slow import covering
 from support.updates import assert_near, slow_kernels
 
 WAYS = {"eager": {}, "deferred": {"max_grad_norm": 0.3}}
@@ -122,6 +123,7 @@ def load_weights(engine, model):
 ACTS = [nothing, evaluate, edit, edit_data, edit_data_of_all, edit_state_dict, read, load_weights]
 
 
+@covering
 @ways
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
 def test_steps_are_plain_ones_whatever_happens_between_them(way, act, virtual, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ferryman.engine import Engine
+from support.slow import few
 from support.small_models import Block, Model, batches, loss
 
 
@@ -147,7 +148,7 @@ def test_no_other_thread_enters_during_an_evaluation(device):
         engine.step(BATCH, 2)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", few(CALLS, 6))
 def test_a_loss_does_not_call_the_engine(name, device, tmp_path):
     armed = []
 

@@ -27,7 +27,7 @@ from ferryman.server.server import Server
 from ferryman.server.store import RamStore
 from support.devices import delay_copies, torch_virtual
 from support.models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
-from support.slow import covering
+from support.slow import covering, slow
 
 
 def visits(trace):
@@ -51,7 +51,7 @@ def test_fetches_do_not_depend_on_the_number_of_micro_batches(slots, micro_batch
 
 
 @covering
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "mixtral", "skips", "reused", "two losses"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "skips", "reused", *slow("bert", "mixtral", "two losses")])
 @pytest.mark.parametrize("slots", [2, 3])
 def test_fetches_of_any_model_follow_from_the_order_of_its_visits(name, slots, virtual):
     case, trace = CASES[name], Trace()

@@ -7,6 +7,7 @@ from ferryman.engine import Engine
 from ferryman.relay.inputs import Inputs
 from support.devices import delay_copies, torch_virtual
 from support.models import CASES, build, text
+from support.slow import covering
 from support.small_models import Model, batches, loss
 
 WAYS = {
@@ -18,6 +19,7 @@ WAYS = {
 }
 
 
+@covering
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_blocks_after_the_first_steps(way, stash, virtual):

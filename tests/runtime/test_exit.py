@@ -3,6 +3,7 @@
 import pytest
 
 from support.fresh import run_fresh
+from support.slow import slow
 
 SCRIPT = """
 import sys, threading
@@ -39,7 +40,7 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("how", ["step", "evaluation", "exception"])
+@pytest.mark.parametrize("how", ["step", *slow("evaluation", "exception")])
 def test_a_daemon_thread_does_not_abort_the_process(how, device):
     for _ in range(3):
         ended = run_fresh(SCRIPT, device.type, how)

@@ -13,6 +13,12 @@ def slow(*cases):
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
 
 
+def few(cases, count):
+    """Values for `pytest.mark.parametrize`, of which `make test` runs the first `count`."""
+    cases = list(cases)
+    return [*cases[:count], *slow(*cases[count:])]
+
+
 def cpu_is_slow():
     """The chosen devices, for `pytest.mark.parametrize`; the CPU is slow where an accelerator was chosen, too."""
     accelerator = chosen_accelerator()

@@ -141,6 +141,7 @@ def test_the_optimizer_itself_is_not_stepped(device):
     optimizer.step()
 
 
+@pytest.mark.trials  # they find out which units are called in the backward
 @covering
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("stash", ["device", "host"])

@@ -9,6 +9,7 @@ from ferryman.engine import Engine
 from ferryman.server.gradient_checks import NonFiniteError
 from support.devices import torch_virtual
 from support.models import CASES, build, text
+from support.slow import few
 
 SETTINGS = {
     "eager": {"updates": "stride:2", "subgroup": 64},
@@ -32,7 +33,7 @@ def trained(device, **settings):
     return model.state_dict(), norms, stats
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("settings", few(SETTINGS.values(), 3), ids=SETTINGS)
 def test_steps_are_the_same_without_float64(virtual, settings):
     expected, norms, _ = trained(virtual, **settings)
     with torch_virtual.no_float64(virtual):

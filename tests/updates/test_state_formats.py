@@ -8,6 +8,7 @@ import ferryman
 from ferryman import Engine
 from ferryman.model.units import SMALL
 from support.interleave import let_auto_guess
+from support.slow import covering
 
 FORMATS = ["fp32", "bf16", "8bit"]
 COMPACT = FORMATS[1:]
@@ -65,6 +66,7 @@ def test_bytes_per_parameter(kept, expected, deferred):
         assert sum(engine.host_account.values()) / count == expected + 2 * deferred
 
 
+@covering
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @compact
 def test_training_follows_float32_state(kept, optimizer, device):
@@ -79,6 +81,7 @@ def test_training_follows_float32_state(kept, optimizer, device):
     assert any(not torch.equal(got[name], wanted[name]) for name in large) == (optimizer != "SGD")
 
 
+@covering
 @pytest.mark.parametrize(
     "options",
     [{"host_threads": 3}, {"subgroup": 300}, {"deferred": True}, {"units": ["0", "2", "3", "4"]}],
@@ -91,6 +94,7 @@ def test_cuts_threads_and_order_change_no_bit(kept, options, device):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@covering
 @pytest.mark.parametrize("held", [False, True], ids=["relayed", "held"])
 @pytest.mark.parametrize("updates", ["static:0.5", "stride:2", "static:1", "auto"])
 @compact
