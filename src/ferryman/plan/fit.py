@@ -10,11 +10,11 @@ dimension than an earlier one needs no trial.
 
 Note [What is reserved]
 The budget bounds what the allocator reserves, and only what tensors allocate grows evenly with samples: segments are
-taken as a whole, and what is left over in them depends on the order of sizes. So the peaks of stretches, which are
-allocated, choose a size, with the most that the allocator added in the trials so far. Another trial then measures what
-micro-batches of that size reserve. If that is too much, a smaller size is tried. A stash on the device is part of that
-trial, because long-lived tensors between short-lived ones are what keeps an allocator from using its segments again. An
-allocator that reserves only what is allocated needs no such trial.
+taken as a whole, and what is left over in them depends on the order of sizes. Libraries also choose other kernels for
+other sizes, some of which need memory of their own. So the peaks of stretches, which are allocated, choose a size, with
+the most that the allocator added in the trials so far. Another trial then measures what micro-batches of that size
+reserve. If that is too much, a smaller size is tried. A stash on the device is part of that trial, because long-lived
+tensors between short-lived ones are what keeps an allocator from using its segments again.
 
 Note [Boundaries that stay]
 With the stash on the host, the inputs of the call that a parked micro-batch waits for (its *boundary*) would leave the
@@ -151,9 +151,8 @@ class _Check(NamedTuple):
 class Fit:
     """Chooses the number of micro-batches and the stash's place. `stash` is "auto", "device" or "host"."""
 
-    def __init__(self, budget: int, stash: str, measure: Measure, *, is_exact: bool = True) -> None:
+    def __init__(self, budget: int, stash: str, measure: Measure) -> None:
         self.budget = budget
-        self._is_exact = is_exact  # the allocator reserves what is allocated
         self._stash = stash
         self._measure = measure
         self._known: dict[Shape, Needs] = {}
@@ -256,8 +255,6 @@ class Fit:
         """Whether micro-batches of this size fit, with `stashed` bytes. See Note [What is reserved]."""
         if _padded(needs.peak(samples or 1) + stashed) > room:
             return False
-        if self._is_exact:
-            return True
         moves = choice.stash_on_host and not choice.staying
         if moves and samples in (None, 1, 2):
             return True  # they were in the trials of `needs`

@@ -35,8 +35,7 @@ class MicroBatching:
         self._split = split
         self._fit = None
         if planner.budget is not None:
-            stash, is_exact = planner.options.stash, planner.segments.is_exact
-            self._fit = Fit(planner.budget, stash, self._measure, is_exact=is_exact)
+            self._fit = Fit(planner.budget, planner.options.stash, self._measure)
 
     @property
     def needed(self) -> int:
