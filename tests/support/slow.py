@@ -52,7 +52,7 @@ class _Axis:
 
     def __init__(self, names, cases, *, indirect=(), ids=None):
         self.names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-        self.indirect = list(indirect)
+        self.indirect = self.names if indirect is True else list(indirect)
         self.cases = []
         for number, case in enumerate(cases):
             several = case.values if hasattr(case, "marks") else tuple(case) if len(self.names) > 1 else (case,)
