@@ -1,6 +1,8 @@
 """Units whose code differentiates, hooks its inputs or uses leaves outside the model, and derivatives through units."""
 
 import functools
+import queue
+import types
 
 import pytest
 import torch
@@ -134,6 +136,67 @@ def test_leaves_outside_the_model_in_frozen_units(device):
     torch.testing.assert_close(found[0][1], found[1][1])
 
 
+# Functions as arguments of units.
+
+
+class Closures(Model):
+    """Blocks get a function with a tensor in its closure, which is nested, and one in its defaults."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, function):
+            return function(self.linear)
+
+    def forward(self, x):
+        scale = 1 + x.detach().abs()  # without a graph
+        for block in self.blocks:
+            half = x / 2
+
+            def inner(linear, half=half):
+                return torch.tanh(linear(half))
+
+            x = block(lambda linear, x=x, inner=inner: x + inner(linear) / scale)
+        return self.head(x)
+
+
+class Partials(Closures):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(functools.partial(_apply, x, half=x / 2))
+        return self.head(x)
+
+
+def _apply(x, linear, *, half):
+    return x + torch.tanh(linear(half))
+
+
+class Methods(Closures):
+    """The function is in an object."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, given):
+            return given.function(self.linear)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(types.SimpleNamespace(function=_Step(x).apply))
+        return self.head(x)
+
+
+class _Step:
+    def __init__(self, x):
+        self.x = x
+
+    def apply(self, linear):
+        return self.x + torch.tanh(linear(self.x))
+
+
+@covering
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("make", [Closures, Partials, Methods])
+def test_functions_that_hold_tensors(make, micro_batches, device):
+    assert_equal_to_plain(make, loss, None, micro_batches, device)
+
+
 # Refused.
 
 
@@ -192,26 +255,36 @@ class Iterators(Model):
         return self.head(x)
 
 
-class Closures(Model):
+class Generators(Model):
     class block(Block):  # noqa: N801
-        def forward(self, function):
-            return function(self.linear)
+        def forward(self, x):
+            return (super(Generators.block, self).forward(x) for _ in range(1))
 
     def forward(self, x):
         for block in self.blocks:
-            x = block(lambda linear, x=x: x + linear(x))
+            (x,) = block(x)
         return self.head(x)
 
 
-class Partials(Closures):
-    def forward(self, x):
+class Queued(Model):
+    """Blocks pass tensors on in a place that the engine does not know."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, x):
+            y = super().forward(x) * self.queue.get()
+            self.queue.put(torch.sigmoid(y))
+            return y
+
+    def prepare(self):
+        self.queue = queue.SimpleQueue()
         for block in self.blocks:
-            x = block(functools.partial(_apply, x))
-        return self.head(x)
+            block.queue = self.queue
 
-
-def _apply(x, linear):
-    return linear(x)
+    def forward(self, x):
+        self.queue.put(x)
+        y = super().forward(x)
+        self.queue.get()
+        return y
 
 
 @covering
@@ -221,8 +294,8 @@ def _apply(x, linear):
         (Listens, r"the unit 'blocks\.1' has a hook on its node .*register_full_backward_hook"),
         (OnTheNode, r"the unit 'blocks\.0' has a hook on its node .*tensor\.register_hook"),
         (Iterators, r"the unit 'blocks\.0' was given a generator as 'parts', an iterator .* Pass a list"),
-        (Closures, r"the unit 'blocks\.1' was given a function as 'function', which holds a tensor"),
-        (Partials, r"the unit 'blocks\.1' was given a partial as 'function', which holds a tensor"),
+        (Generators, r"the unit 'blocks\.0' returns a generator, .* Return a list"),
+        (Queued, r"the unit 'blocks\.1' uses a tensor with a graph .* pass the tensor to the unit"),
     ],
 )
 def test_what_a_second_run_cannot_repeat(make, words, device):

@@ -1,6 +1,7 @@
 """Escapes: tensors that leave a unit neither as a result of its call nor in a variable that the engine knows.
 
 Units run without a graph, so such a tensor would reach the loss as a constant, and its gradient would be lost silently.
+The same holds for tensors that reach a unit's code in such a way.
 Therefore units run with a graph in one pass of a trial, and the graph of the loss is searched for nodes that were made
 inside a unit. Autograd numbers the nodes that each thread makes, so the nodes of a call form a range of numbers.
 """
@@ -55,8 +56,16 @@ class Escapes:
         number: int = torch._C._autograd._get_sequence_nr()
         return number
 
-    def ran(self, micro_batch: int, unit: Unit, start: int) -> None:
-        """Registers a call that has run with a graph. `start`: the next sequence number before the call."""
+    def ran(self, micro_batch: int, unit: Unit, start: int, outputs: Sequence[torch.Tensor]) -> None:
+        """Registers a call that has run with a graph. `start`: the next sequence number before the call. Inside the
+        unit its inputs are leaves, so that its outputs depend on no earlier node."""
+        for node in nodes_behind(outputs):
+            if node._sequence_nr() < start:
+                raise ValueError(
+                    f"the unit {unit.name!r} uses a tensor with a graph (made by {node.name()}) that is neither among "
+                    "its arguments nor in a variable that the engine knows. Its gradient would be lost: pass the "
+                    "tensor to the unit as an argument, or store it in an attribute, a list or a dict"
+                )
         self._spans.setdefault(micro_batch, []).append(_Span(start, self.next_number(), unit))
 
     def check(self, micro_batch: int, loss: torch.Tensor) -> None:

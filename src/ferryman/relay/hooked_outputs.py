@@ -19,10 +19,14 @@ class HookedOutputs:
 
     def __init__(self, unit: str, outer: Sequence[torch.Tensor], first: Sequence[torch.Tensor] = ()) -> None:
         self._unit = unit
-        used = [_is_used_by(tensor, first) for tensor in first] or [False] * len(outer)
+        used = self._used = [_is_used_by(tensor, first) for tensor in first] or [False] * len(outer)
         # The dictionaries are valid even after the tensors have been dropped.
         self._hooks = [_watched_hooks(*pair, unit) for pair in zip(outer, used, strict=True)]
         self._outer = [weakref.ref(tensor) for tensor in outer]
+
+    def is_used_inside(self, number: int) -> bool:
+        """Whether the first run had a graph, in which another output depends on this one."""
+        return self._used[number]
 
     def check(self, inner: Sequence[torch.Tensor]) -> None:
         """Refuses hooks outside that would see another gradient than in plain PyTorch. `inner`: of the second run."""
