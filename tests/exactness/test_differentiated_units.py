@@ -90,6 +90,23 @@ def test_equals_plain_pytorch(make, micro_batches, device):
     assert_equal_to_plain(make, loss, None, micro_batches, device)
 
 
+class KeptIfItHasAGraph(Model):
+    """Blocks return another value, and store a tensor, only if there is a graph."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, x):
+            y = super().forward(x)
+            if y.requires_grad:
+                y.retain_grad()
+                self.kept = y
+                return y * 0.5
+            return y
+
+
+def test_code_that_looks_whether_there_is_a_graph(device):
+    assert_equal_to_plain(KeptIfItHasAGraph, loss, None, 2, device)
+
+
 def test_sparse_outputs():
     assert_equal_to_plain(Sparse, loss, None, 2, torch.device("cpu"))
 
@@ -244,6 +261,23 @@ class OnTheNode(Model):
         return self.head(x)
 
 
+class Related(Model):
+    """Blocks differentiate with respect to an input on which their other input depends."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, x, first):
+            y = super().forward(x)
+            (gradient,) = torch.autograd.grad((y * first).sum(), first, retain_graph=True)
+            return y + 0.1 * gradient
+
+    def forward(self, x):
+        first = self.blocks[0](x, (x * 1.0).requires_grad_())
+        x = first * 2
+        for block in self.blocks[1:]:
+            x = block(x, first)
+        return self.head(x)
+
+
 class Iterators(Model):
     class block(Block):  # noqa: N801
         def forward(self, parts):
@@ -295,6 +329,7 @@ class Queued(Model):
         (OnTheNode, r"the unit 'blocks\.0' has a hook on its node .*tensor\.register_hook"),
         (Iterators, r"the unit 'blocks\.0' was given a generator as 'parts', an iterator .* Pass a list"),
         (Generators, r"the unit 'blocks\.0' returns a generator, .* Return a list"),
+        (Related, r"called in a unit, for the gradient of one of its inputs on which another"),
         (Queued, r"the unit 'blocks\.1' uses a tensor with a graph .* pass the tensor to the unit"),
     ],
 )

@@ -33,6 +33,8 @@ class Escapes:
 
     def __init__(self) -> None:
         self.traced = False  # whether units run with a graph, and losses are searched
+        # Of the call that runs: each input as the unit's code has it, and as the code outside has it.
+        self.inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._spans: dict[int, list[_Span]] = {}  # by micro-batch, in ascending order
         self._given: dict[int, set[Node]] = {}  # by micro-batch: the graph of its batch, made outside of the step
 
@@ -45,6 +47,7 @@ class Escapes:
         finally:
             self.traced = False
             self._given.clear()
+            self.inputs = []
 
     def began(self, micro_batch: int, tensors: Sequence[torch.Tensor]) -> None:
         """Registers the tensors with which a micro-batch begins. If they have a graph, another thread may have made and
@@ -59,6 +62,7 @@ class Escapes:
     def ran(self, micro_batch: int, unit: Unit, start: int, outputs: Sequence[torch.Tensor]) -> None:
         """Registers a call that has run with a graph. `start`: the next sequence number before the call. Inside the
         unit its inputs are leaves, so that its outputs depend on no earlier node."""
+        self.inputs = []
         for node in nodes_behind(outputs):
             if node._sequence_nr() < start:
                 raise ValueError(

@@ -2,7 +2,7 @@
 
 For autograd, a unit is one node. If the unit's own code uses an output for its other outputs, the part of the gradient
 that comes from there arises inside the node, where autograd does not look: `torch.autograd.grad` would return a part of
-the gradient. Trials refuse it.
+the gradient. The same holds inside a unit, for an input on which another input depends. Trials refuse both.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ferryman.exactness.escapes import Escapes
 from ferryman.relay.call_node import CallNode, Handle
+from ferryman.relay.hooked_outputs import is_used_by
 
 _NODE: Any = CallNode._backward_cls
 _FUNCTIONS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
 class AskedGradients(TorchFunctionMode):
-    """Refuses gradients of which autograd would compute only a part."""
+    """Refuses gradients of which autograd would compute only a part. `escapes` has the inputs of the running call."""
+
+    def __init__(self, escapes: Escapes) -> None:
+        super().__init__()
+        self._escapes = escapes
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -29,6 +35,7 @@ class AskedGradients(TorchFunctionMode):
         if function not in _FUNCTIONS:
             return function(*args, **kwargs)
         inputs = args[1] if function is torch.autograd.grad else kwargs.get("inputs")
+        self._refuse_related(inputs)
         asked = list(_outputs_of_units(inputs))
         for _, handle, number in asked:
             if handle.call is not None and handle.call.outputs.is_used_inside(number):
@@ -44,6 +51,18 @@ class AskedGradients(TorchFunctionMode):
                 if found[at] is None:  # with allow_unused
                     raise _is_a_part(handle)
         return found
+
+    def _refuse_related(self, asked: Any) -> None:
+        """Refuses, in a unit, the gradient of an input on which another input depends: there, both are leaves."""
+        wanted = [] if asked is None else [asked] if isinstance(asked, torch.Tensor) else list(asked)
+        outer = [tensor for _, tensor in self._escapes.inputs]
+        for inside, tensor in self._escapes.inputs:
+            if any(inside is one for one in wanted) and is_used_by(tensor, outer):
+                raise ValueError(
+                    "torch.autograd.grad is called in a unit, for the gradient of one of its inputs on which another "
+                    "input depends. It would not find the part of the gradient that comes from there. Call it outside "
+                    "the units, or name a module around the code that makes these inputs in units=[...]"
+                )
 
 
 def _outputs_of_units(inputs: Any) -> Iterator[tuple[int, Handle, int]]:

@@ -60,6 +60,10 @@ _NEEDS_GRAPH = (
 )
 
 
+class OtherOutputsError(ValueError):
+    """The second run of a unit gives other outputs than its first run."""
+
+
 class CallDriver(Protocol):
     """The interface that a call uses. The relay implements it for steps, and the dry run for `ferryman plan`."""
 
@@ -243,6 +247,8 @@ class Call:
         if needs_graph:
             with torch.enable_grad():
                 inputs = [t.clone() for t in leaves]  # autograd forbids in-place edits of leaves
+        if relay.escapes.traced:
+            relay.escapes.inputs = list(zip(inputs, tensors, strict=True))
         try:
             with torch.set_grad_enabled(has_graph), self._modes.on():
                 run = self._first = self._execute(inputs, relay.bound(self.unit, adopt=True))
@@ -310,6 +316,12 @@ class Call:
                 drop_hooks(self.unit.name, inputs, moved=self.unit in self._relay.graph_needed)
             else:
                 outputs = kept[1]
+            if len(outputs) != len(gradients):
+                self._relay.graph_needed.add(self.unit)
+                raise OtherOutputsError(
+                    f"the unit {self.unit.name!r} returns or stores {len(outputs)} tensors when it runs again in the "
+                    f"backward, and {len(gradients)} in its first run. Let it store the same tensors in each run"
+                )
             self.outputs.check(outputs)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
             with buffers.in_backward(self.unit, now):
