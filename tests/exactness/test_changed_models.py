@@ -92,3 +92,16 @@ def test_an_installation_that_fails_undoes_itself(device):
     model.head.__class__ = nn.Linear
     with Engine(model, optimizer, device=device, loss=loss) as engine:
         engine.step(NEXT, 2)
+
+
+def test_edits_through_data_of_weights_that_stay_on_the_device(accelerator):
+    found = []
+    for edit in (lambda p: p.data.clamp_(-0.1, 0.1), lambda p: p.detach().copy_(p.detach().clamp(-0.1, 0.1))):
+        model = made(Model, None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with Engine(model, optimizer, device=accelerator, loss=loss, held=True) as engine:
+            for batch in batches(2):
+                found.append(engine.step(batch, 2).item())
+                for parameter in model.parameters():
+                    edit(parameter)
+    assert found[:2] == found[2:]

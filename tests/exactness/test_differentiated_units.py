@@ -1,6 +1,8 @@
 """Units whose code differentiates, hooks its inputs or uses leaves outside the model, and derivatives through units."""
 
 import functools
+import queue
+import types
 
 import pytest
 import torch
@@ -88,6 +90,23 @@ def test_equals_plain_pytorch(make, micro_batches, device):
     assert_equal_to_plain(make, loss, None, micro_batches, device)
 
 
+class KeptIfItHasAGraph(Model):
+    """Blocks return another value, and store a tensor, only if there is a graph."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, x):
+            y = super().forward(x)
+            if y.requires_grad:
+                y.retain_grad()
+                self.kept = y
+                return y * 0.5
+            return y
+
+
+def test_code_that_looks_whether_there_is_a_graph(device):
+    assert_equal_to_plain(KeptIfItHasAGraph, loss, None, 2, device)
+
+
 def test_sparse_outputs():
     assert_equal_to_plain(Sparse, loss, None, 2, torch.device("cpu"))
 
@@ -132,6 +151,67 @@ def test_leaves_outside_the_model_in_frozen_units(device):
         found.append((function(model, loss, device, 2), scale.grad))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
     torch.testing.assert_close(found[0][1], found[1][1])
+
+
+# Functions as arguments of units.
+
+
+class Closures(Model):
+    """Blocks get a function with a tensor in its closure, which is nested, and one in its defaults."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, function):
+            return function(self.linear)
+
+    def forward(self, x):
+        scale = 1 + x.detach().abs()  # without a graph
+        for block in self.blocks:
+            half = x / 2
+
+            def inner(linear, half=half):
+                return torch.tanh(linear(half))
+
+            x = block(lambda linear, x=x, inner=inner: x + inner(linear) / scale)
+        return self.head(x)
+
+
+class Partials(Closures):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(functools.partial(_apply, x, half=x / 2))
+        return self.head(x)
+
+
+def _apply(x, linear, *, half):
+    return x + torch.tanh(linear(half))
+
+
+class Methods(Closures):
+    """The function is in an object."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, given):
+            return given.function(self.linear)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(types.SimpleNamespace(function=_Step(x).apply))
+        return self.head(x)
+
+
+class _Step:
+    def __init__(self, x):
+        self.x = x
+
+    def apply(self, linear):
+        return self.x + torch.tanh(linear(self.x))
+
+
+@covering
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("make", [Closures, Partials, Methods])
+def test_functions_that_hold_tensors(make, micro_batches, device):
+    assert_equal_to_plain(make, loss, None, micro_batches, device)
 
 
 # Refused.
@@ -181,6 +261,23 @@ class OnTheNode(Model):
         return self.head(x)
 
 
+class Related(Model):
+    """Blocks differentiate with respect to an input on which their other input depends."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, x, first):
+            y = super().forward(x)
+            (gradient,) = torch.autograd.grad((y * first).sum(), first, retain_graph=True)
+            return y + 0.1 * gradient
+
+    def forward(self, x):
+        first = self.blocks[0](x, (x * 1.0).requires_grad_())
+        x = first * 2
+        for block in self.blocks[1:]:
+            x = block(x, first)
+        return self.head(x)
+
+
 class Iterators(Model):
     class block(Block):  # noqa: N801
         def forward(self, parts):
@@ -192,26 +289,36 @@ class Iterators(Model):
         return self.head(x)
 
 
-class Closures(Model):
+class Generators(Model):
     class block(Block):  # noqa: N801
-        def forward(self, function):
-            return function(self.linear)
+        def forward(self, x):
+            return (super(Generators.block, self).forward(x) for _ in range(1))
 
     def forward(self, x):
         for block in self.blocks:
-            x = block(lambda linear, x=x: x + linear(x))
+            (x,) = block(x)
         return self.head(x)
 
 
-class Partials(Closures):
-    def forward(self, x):
+class Queued(Model):
+    """Blocks pass tensors on in a place that the engine does not know."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, x):
+            y = super().forward(x) * self.queue.get()
+            self.queue.put(torch.sigmoid(y))
+            return y
+
+    def prepare(self):
+        self.queue = queue.SimpleQueue()
         for block in self.blocks:
-            x = block(functools.partial(_apply, x))
-        return self.head(x)
+            block.queue = self.queue
 
-
-def _apply(x, linear):
-    return linear(x)
+    def forward(self, x):
+        self.queue.put(x)
+        y = super().forward(x)
+        self.queue.get()
+        return y
 
 
 @covering
@@ -221,8 +328,9 @@ def _apply(x, linear):
         (Listens, r"the unit 'blocks\.1' has a hook on its node .*register_full_backward_hook"),
         (OnTheNode, r"the unit 'blocks\.0' has a hook on its node .*tensor\.register_hook"),
         (Iterators, r"the unit 'blocks\.0' was given a generator as 'parts', an iterator .* Pass a list"),
-        (Closures, r"the unit 'blocks\.1' was given a function as 'function', which holds a tensor"),
-        (Partials, r"the unit 'blocks\.1' was given a partial as 'function', which holds a tensor"),
+        (Generators, r"the unit 'blocks\.0' returns a generator, .* Return a list"),
+        (Related, r"called in a unit, for the gradient of one of its inputs on which another"),
+        (Queued, r"the unit 'blocks\.1' uses a tensor with a graph .* pass the tensor to the unit"),
     ],
 )
 def test_what_a_second_run_cannot_repeat(make, words, device):

@@ -1,5 +1,7 @@
 """Hooks on a unit's outputs, from inside and outside, and gradients that are kept with `retain_grad`."""
 
+import contextvars
+
 import pytest
 import torch
 from torch import nn
@@ -59,6 +61,7 @@ class Stored(Model):
     class block(Block):  # noqa: N801
         def forward(self, x):
             self.stored = torch.tanh(self.linear(x))
+            CONTEXT.set(self.stored)
             return x + self.stored
 
 
@@ -72,6 +75,49 @@ def keep_stored(model, batch):
     value = loss(model, batch)
     model.blocks[1].stored.retain_grad()
     return value + model.blocks[1].stored.mean()
+
+
+def ask_for_stored(model, batch):
+    """The loss uses it as well; without that, torch would raise an error."""
+    value = loss(model, batch) + model.blocks[1].stored.mean()
+    (gradient,) = torch.autograd.grad(value, model.blocks[1].stored, retain_graph=True)
+    return value + gradient.norm()
+
+
+def ask_for_stored_alone(model, batch):
+    value = loss(model, batch)
+    (gradient,) = torch.autograd.grad(value, model.blocks[1].stored, retain_graph=True)
+    return value + gradient.norm()
+
+
+def ask_for_stored_if_used(model, batch):
+    value = loss(model, batch)
+    (gradient,) = torch.autograd.grad(value, [model.blocks[1].stored], retain_graph=True, allow_unused=True)
+    return value + gradient.norm()
+
+
+def backward_to_stored(model, batch):
+    value = loss(model, batch) + model.blocks[1].stored.mean()
+    value.backward(inputs=[torch.autograd.graph.get_gradient_edge(model.blocks[1].stored)], retain_graph=True)
+    return value
+
+
+def ask_for_context(model, batch):
+    value = loss(model, batch) + CONTEXT.get().mean()
+    (gradient,) = torch.autograd.grad(value, CONTEXT.get(), retain_graph=True)
+    return value + gradient.norm()
+
+
+CONTEXT = contextvars.ContextVar("stored")
+
+
+class StoredAside(Model):
+    """Blocks store a tensor that they do not use."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, x):
+            self.stored = torch.tanh(self.linear(x))
+            return super().forward(x)
 
 
 class KeptInside(Model):
@@ -147,6 +193,11 @@ def auxiliary(model, batch):
         (KeptOutside, loss, r"an output of the unit 'blocks\.3' has a hook .* and retain_grad\(\) from outside"),
         (Stored, hook_stored, r"a tensor that the unit 'blocks\.1' has stored .* has a hook .* inside the unit"),
         (Stored, keep_stored, r"a tensor that the unit 'blocks\.1' has stored .* has retain_grad\(\)"),
+        (Stored, ask_for_stored, r"asked for the gradient of a tensor that the unit 'blocks\.1' has stored"),
+        (Stored, ask_for_stored_alone, r"asked for the gradient of a tensor that the unit 'blocks\.1' has stored"),
+        (Stored, ask_for_stored_if_used, r"asked for the gradient of a tensor that the unit 'blocks\.1' has stored"),
+        (Stored, backward_to_stored, r"asked for the gradient of a tensor that the unit 'blocks\.1' has stored"),
+        (Stored, ask_for_context, r"asked for the gradient of a tensor that the unit 'blocks\.3' has stored"),
     ],
 )
 def test_hooks_that_would_see_another_gradient_are_refused(make, function, words, device):
@@ -155,6 +206,10 @@ def test_hooks_that_would_see_another_gradient_are_refused(make, function, words
     with pytest.raises(ValueError, match=words):
         train(model, function, device, 2)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_gradients_of_tensors_that_a_unit_stores_and_does_not_use(device):
+    assert_equal_to_plain(StoredAside, ask_for_stored, None, 2, device)
 
 
 class OnTheHost(Model):

@@ -1,6 +1,7 @@
 """Escapes: tensors that leave a unit neither as a result of its call nor in a variable that the engine knows.
 
 Units run without a graph, so such a tensor would reach the loss as a constant, and its gradient would be lost silently.
+The same holds for tensors that reach a unit's code in such a way.
 Therefore units run with a graph in one pass of a trial, and the graph of the loss is searched for nodes that were made
 inside a unit. Autograd numbers the nodes that each thread makes, so the nodes of a call form a range of numbers.
 """
@@ -32,6 +33,8 @@ class Escapes:
 
     def __init__(self) -> None:
         self.traced = False  # whether units run with a graph, and losses are searched
+        # Of the call that runs: each input as the unit's code has it, and as the code outside has it.
+        self.inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._spans: dict[int, list[_Span]] = {}  # by micro-batch, in ascending order
         self._given: dict[int, set[Node]] = {}  # by micro-batch: the graph of its batch, made outside of the step
 
@@ -44,6 +47,7 @@ class Escapes:
         finally:
             self.traced = False
             self._given.clear()
+            self.inputs = []
 
     def began(self, micro_batch: int, tensors: Sequence[torch.Tensor]) -> None:
         """Registers the tensors with which a micro-batch begins. If they have a graph, another thread may have made and
@@ -55,8 +59,17 @@ class Escapes:
         number: int = torch._C._autograd._get_sequence_nr()
         return number
 
-    def ran(self, micro_batch: int, unit: Unit, start: int) -> None:
-        """Registers a call that has run with a graph. `start`: the next sequence number before the call."""
+    def ran(self, micro_batch: int, unit: Unit, start: int, outputs: Sequence[torch.Tensor]) -> None:
+        """Registers a call that has run with a graph. `start`: the next sequence number before the call. Inside the
+        unit its inputs are leaves, so that its outputs depend on no earlier node."""
+        self.inputs = []
+        for node in nodes_behind(outputs):
+            if node._sequence_nr() < start:
+                raise ValueError(
+                    f"the unit {unit.name!r} uses a tensor with a graph (made by {node.name()}) that is neither among "
+                    "its arguments nor in a variable that the engine knows. Its gradient would be lost: pass the "
+                    "tensor to the unit as an argument, or store it in an attribute, a list or a dict"
+                )
         self._spans.setdefault(micro_batch, []).append(_Span(start, self.next_number(), unit))
 
     def check(self, micro_batch: int, loss: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
 """State that a unit's code can reach but a walk from the model does not find: context variables, and objects that local
-hooks refer to.
+hooks, and functions among a call's arguments, refer to.
 
 A hook on a module inside a unit may append to a list that only the loss refers to (`features = []`), or to a collector
 in a context variable, as transformers does for `output_attentions=True`. Tensors that a unit leaves there are outputs
@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ferryman.exactness.snapshot import Snapshot
+from ferryman.exactness.snapshot import FUNCTIONS, Snapshot, is_same
 from ferryman.exactness.variables import MISSING, Cell, Variable
+
+_DEPTH = 4  # of functions that refer to others
 
 
 def set_context(values: Iterable[tuple[contextvars.ContextVar[Any], Any]]) -> None:
@@ -60,21 +62,62 @@ def tensors_in(variables: Iterable[Variable]) -> dict[int, torch.Tensor]:
     return {id(tensor): tensor for tensor in Snapshot([variable.get() for variable in variables]).tensors}
 
 
-def _referred_to_by(hook: Any) -> Iterator[Variable]:
+def behind(functions: Iterable[Any], known: Iterable[Variable]) -> list[Variable]:
+    """What these functions refer to: variables of closures, defaults, arguments of partials, the owners of methods.
+    `known`: variables that are skipped."""
+    owners = {id(variable.owner) for variable in known}
+    found = {variable.key: variable for function in functions for variable in _referred_to_by(function)}
+    return [variable for variable in found.values() if id(variable.owner) not in owners]
+
+
+def _referred_to_by(hook: Any, depth: int = 0) -> Iterator[Variable]:
     if isinstance(hook, functools.partial):
-        for value in (*hook.args, *hook.keywords.values()):
-            yield _constant(value)
-        yield from _referred_to_by(hook.func)
+        yield _parts_of(hook)
+        held: list[Any] = [hook.func, *hook.args, *hook.keywords.values()]
     elif isinstance(hook, types.MethodType):
         yield _constant(hook.__self__)
-        yield from _referred_to_by(hook.__func__)
+        held = [hook.__func__]
     elif isinstance(hook, types.FunctionType):
-        for cell in hook.__closure__ or ():
-            yield Cell("a variable of a hook", cell).variable
+        cells = [Cell("a variable of a function", cell).variable for cell in hook.__closure__ or ()]
+        yield from cells
+        if hook.__defaults__ or hook.__kwdefaults__:
+            yield _defaults_of(hook)
+        defaults = (*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values())
+        held = [*(cell.get() for cell in cells), *defaults]
     elif not isinstance(hook, types.BuiltinFunctionType):
         yield _constant(hook)
+        return
+    else:
+        return
+    if depth < _DEPTH:  # a function may refer to itself
+        for function in held:
+            if isinstance(function, FUNCTIONS):
+                yield from _referred_to_by(function, depth + 1)
 
 
 def _constant(value: Any) -> Variable:
     """A variable whose object stays the same, but whose contents may change."""
-    return Variable("what a hook refers to", value, lambda: value, lambda _: None)
+    return Variable("what a function refers to", value, lambda: value, lambda _: None)
+
+
+def _parts_of(partial: functools.partial[Any]) -> Variable:
+    """The arguments that a partial holds. It can be given others in place, as when it is unpickled."""
+
+    def put(parts: tuple[Any, ...]) -> None:
+        args, keywords = parts
+        if not (is_same(partial.args, args) and is_same(partial.keywords.values(), list(keywords.values()))):
+            partial.__setstate__((partial.func, args, keywords, vars(partial)))  # type: ignore[attr-defined]
+
+    return Variable("the arguments of a partial", partial, lambda: (partial.args, dict(partial.keywords)), put)
+
+
+def _defaults_of(function: types.FunctionType) -> Variable:
+    def put(defaults: tuple[Any, ...]) -> None:
+        function.__defaults__, function.__kwdefaults__ = defaults
+
+    return Variable(
+        "the defaults of a function",
+        function,
+        lambda: (function.__defaults__, None if function.__kwdefaults__ is None else dict(function.__kwdefaults__)),
+        put,
+    )

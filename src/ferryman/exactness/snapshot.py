@@ -15,6 +15,7 @@ import argparse
 import array
 import contextvars
 import copy
+import functools
 import math
 import operator
 import random
@@ -32,6 +33,7 @@ from torch import nn
 
 from ferryman.exactness.prefixes import ATOMS, Prefix, Prefixes
 
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 ARRAYS = (np.ndarray, array.array, bytearray)
 # Types whose objects have no values that a step changes, or none that can be set.
 _OPAQUE = (
@@ -105,6 +107,7 @@ class Snapshot:
     ) -> None:
         self.tensors: list[torch.Tensor] = []  # without duplicates, in the order in which they were found
         self.mutables: list[Any] = []  # all objects in the snapshot that can be changed in place
+        self.functions: list[Any] = []  # what they refer to is not in the snapshot
         self._indices: dict[int, int] = {}  # indices of tensors, by id
         self._seen: dict[int, _Node] = {}
         self._edited = edited or {}
@@ -173,6 +176,8 @@ class Snapshot:
             self.mutables.append(value)
             return _Node("array", value, copy.copy(value))
         if depth > _DEPTH or isinstance(value, _OPAQUE) or is_closed(value):
+            if isinstance(value, FUNCTIONS):
+                self.functions.append(value)
             return _Node("leaf", value)
         if (seen := self._seen.get(id(value))) is not None:
             return seen

@@ -24,6 +24,7 @@ from torch import nn
 
 from ferryman.exactness.leaves import Leaf, OptimizerState, is_leaf
 from ferryman.exactness.snapshot import ARRAYS, generator_state, is_closed, slot_names
+from ferryman.exactness.user_locks import LOCKS
 from ferryman.exactness.variables import (
     INTERNAL,
     LARGE,
@@ -82,6 +83,7 @@ class Survey:
         self._holders: list[Holder] = []
         self.owners: set[int] = set()  # the ids of all objects found
         self.thread_locals: list[threading.local] = []
+        self.locks: list[tuple[str, Any]] = []  # with their names
         self._kept: list[Any] = []  # references that keep objects alive, so that no id is reused
         if thorough:
             self._holders += [
@@ -139,6 +141,8 @@ class Survey:
             self.thread_locals.append(value)
             for attribute, member in value.__dict__.items():
                 self._add(member, f"{name}.{attribute}", depth + 1)
+        elif isinstance(value, LOCKS):
+            self.locks.append((name, value))
         elif isinstance(value, types.MethodType):
             self._add(value.__self__, name, depth)
             self._add(value.__func__, name, depth)
@@ -224,10 +228,13 @@ class Survey:
         self._holders.append(ClassAttributes(kind.__name__, kind))
         for attribute, member in list(vars(kind).items()):
             function = getattr(member, "__func__", getattr(member, "fget", member))
+            if isinstance(member, functools.cached_property):
+                function = member.func
+                self._add(getattr(member, "lock", None), f"{kind.__name__}.{attribute}", depth + 1)  # before 3.12
             if isinstance(function, types.FunctionType):
                 self._add(function, f"{kind.__name__}.{attribute}", depth + 1)
             elif (
-                isinstance(member, (dict, list, set, deque, threading.local, torch.Tensor, *ARRAYS))
+                isinstance(member, (dict, list, set, deque, threading.local, torch.Tensor, *ARRAYS, *LOCKS))
                 or generator_state(member) is not None
             ):
                 self._add(member, f"{kind.__name__}.{attribute}", depth + 1)

@@ -36,6 +36,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from ferryman.exactness.buffers import Buffers
 from ferryman.exactness.escapes import Escapes
 from ferryman.exactness.reach import context_variables
+from ferryman.exactness.user_locks import UserLocks
 from ferryman.exactness.user_state import UserState
 from ferryman.model.binding import bind
 from ferryman.model.chunked_loss import ChunkedHead
@@ -286,7 +287,9 @@ class _Driver:
                 work().backward()
 
         with self.randomness.unchanged(), Surroundings.driving(), Lanes(_CPU) as lanes:
-            surroundings = Surroundings(_CPU, self.randomness, lanes.device("compute"), 0, ())
+            surroundings = Surroundings(
+                _CPU, self.randomness, lanes.device("compute"), 0, (), UserLocks(), interleaved=False
+            )
             self.step.running = batch = MicroBatch(0, main, surroundings, None)
             try:
                 while not batch.done:

@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ferryman.exactness.buffers import Copies
-from ferryman.exactness.reach import beyond
+from ferryman.exactness.reach import behind, beyond
 from ferryman.exactness.snapshot import Snapshot
 from ferryman.exactness.variables import Variable
 from ferryman.model.units import Unit
@@ -39,7 +39,7 @@ from ferryman.relay.hooked_outputs import HookedOutputs
 from ferryman.relay.micro_batch import Direction, MicroBatch
 from ferryman.relay.modes import Modes, saving_hooks
 from ferryman.relay.tensor_identity import edited_since, version_of
-from ferryman.relay.unit_arguments import refuse_transforms
+from ferryman.relay.unit_arguments import refuse_result, refuse_transforms
 from ferryman.runtime.rng import Randomness, State
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ _NEEDS_GRAPH = (
     "can't retain_grad on Tensor that has requires_grad=False",
     "element 0 of tensors does not require grad and does not have a grad_fn",
 )
+
+
+class OtherOutputsError(ValueError):
+    """The second run of a unit gives other outputs than its first run."""
 
 
 class CallDriver(Protocol):
@@ -136,7 +140,10 @@ class Call:
             self._private.append(batch.context)
         self._context = contextvars.copy_context()
         self._given = args, tuple(kwargs.values())  # empty once the call has become a node
-        self._before = relay.state.snapshot([*self._given, *(v.get() for v in self._private)])
+        self._before = self._snapshot()
+        while (found := self._before.functions) and (new := behind(found, [*self._private, *self._shared])):
+            self._private += new
+            self._before = self._snapshot()
         self._shared_before: Snapshot | None = None  # at the forward's start
         self._first: _Run | None = None  # between the node's forward and its return
         self._random: State | None = None  # at the forward's start, if the forward draws random numbers
@@ -144,13 +151,16 @@ class Call:
         # Inputs and outputs of the forward, with its graph, if it is kept for the turn.
         self._graph_at_turn: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         self.wants: list[bool] = []
-        self._outputs = HookedOutputs(unit.name, ())
+        self.outputs = HookedOutputs(unit.name, ())
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.autocast_devices
         ]
         self._modes = Modes.here()
         self._saves_through_hooks = saving_hooks() is not None
         self._stash: weakref.ref[SavedInputs] | None = None
+
+    def _snapshot(self) -> Snapshot:
+        return self._relay.state.snapshot([*self._given, *(v.get() for v in self._private)])
 
     def run(self) -> Any:
         """Runs the module's forward, and returns its result for the user's code."""
@@ -194,7 +204,7 @@ class Call:
         assert run is not None
         self._relay.step.stash.track(self.batch, made)
         move_hooks(run.inputs, tensors)
-        self._outputs = HookedOutputs(self.unit.name, made, run.outputs if self._relay.escapes.traced else ())
+        self.outputs = HookedOutputs(self.unit.name, made, run.outputs if self._relay.escapes.traced else ())
         outer = {id(inner): t for inner, t in zip(run.outputs, made, strict=True)}
         if run.after is not None:
             back = {id(inner): t for inner, t in (*zip(run.inputs, tensors, strict=True), *run.constants)}
@@ -232,11 +242,13 @@ class Call:
         keeps_graph = relay.turns_at(self.module) and not self._saves_through_hooks and self._buffers is None
         needs_graph = relay.escapes.traced or self.unit in relay.graph_needed
         has_graph = keeps_graph or needs_graph
+        first_node = relay.escapes.next_number()
         inputs = leaves = self._detached(tensors) if has_graph else [t.detach() for t in tensors]
         if needs_graph:
             with torch.enable_grad():
                 inputs = [t.clone() for t in leaves]  # autograd forbids in-place edits of leaves
-        first_node = relay.escapes.next_number()
+        if relay.escapes.traced:
+            relay.escapes.inputs = list(zip(inputs, tensors, strict=True))
         try:
             with torch.set_grad_enabled(has_graph), self._modes.on():
                 run = self._first = self._execute(inputs, relay.bound(self.unit, adopt=True))
@@ -253,7 +265,7 @@ class Call:
         if has_graph:
             outputs = [t.detach() for t in outputs]
         if relay.escapes.traced:
-            relay.escapes.ran(self.batch.number, self.unit, first_node)
+            relay.escapes.ran(self.batch.number, self.unit, first_node, run.outputs)
             relay.note_leaves(self.unit, run.outputs, leaves)
             if are_hooked(inputs):
                 relay.graph_needed.add(self.unit)
@@ -304,11 +316,17 @@ class Call:
                 drop_hooks(self.unit.name, inputs, moved=self.unit in self._relay.graph_needed)
             else:
                 outputs = kept[1]
-            self._outputs.check(outputs)
+            if len(outputs) != len(gradients):
+                self._relay.graph_needed.add(self.unit)
+                raise OtherOutputsError(
+                    f"the unit {self.unit.name!r} returns or stores {len(outputs)} tensors when it runs again in the "
+                    f"backward, and {len(gradients)} in its first run. Let it store the same tensors in each run"
+                )
+            self.outputs.check(outputs)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
             with buffers.in_backward(self.unit, now):
                 found = self._backpropagate(pairs, inputs, accumulate=accumulate)
-            self._outputs.keep_gradients(outputs)
+            self.outputs.keep_gradients(outputs)
             return found
 
     def _backpropagate(
@@ -361,7 +379,11 @@ class Call:
 
     def _call(self, args: Sequence[Any], values: Sequence[Any]) -> Any:
         """Runs the module's own forward. The unit's weights are bound."""
-        named = dict(zip(self._names, values, strict=True))
+        result = self._call_forward(args, dict(zip(self._names, values, strict=True)))
+        refuse_result(self.unit, result)
+        return result
+
+    def _call_forward(self, args: Sequence[Any], named: dict[str, Any]) -> Any:
         # Entering autocast would cost more than everything else here.
         needed = [autocast for autocast in self._autocast if autocast[2] or torch.is_autocast_enabled(autocast[0])]
         if not needed:

@@ -19,6 +19,7 @@ from torch import nn
 
 from ferryman.exactness.guard import Guard
 from ferryman.exactness.reach import beyond, context_variables, tensors_in
+from ferryman.exactness.user_locks import UserLocks
 from ferryman.exactness.weight_edits import WeightEdits
 from ferryman.model.binding import is_buffer
 from ferryman.model.units import Unit
@@ -225,7 +226,12 @@ class Relay(CallHost):
                 contextlib.ExitStack() as stack,
             ):
                 thread_locals = [] if step.survey is None else step.survey.thread_locals
-                surroundings = Surroundings(self.device, self.randomness, self.compute, step.seed, thread_locals)
+                locks = UserLocks(() if step.survey is None else step.survey.locks)
+                stack.enter_context(locks.lent())
+                interleaved = step.interleaved and len(step.works) > 1
+                surroundings = Surroundings(
+                    self.device, self.randomness, self.compute, step.seed, thread_locals, locks, interleaved=interleaved
+                )
                 batches = step.micro_batches
                 for number in range(len(step.works)):
                     before = batches[-1] if batches else None
@@ -289,7 +295,7 @@ class Relay(CallHost):
         batch.context = context_variables(contextvars.copy_context())
         modules = (module for inside in self.inside.values() for module in inside)
         batch.inherited = tensors_in(beyond(modules, self.state.owners))
-        with step.stash.watch(batch):
+        with step.stash.watch(batch), step.watch_user_code():
             loss = step.works[batch.number]()
             value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
             step.losses[batch.number] = value

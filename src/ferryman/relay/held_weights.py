@@ -1,7 +1,7 @@
 """Held weights: all weights fit on the device and stay there; gradients and optimizer state are on the host.
 
 Weights that the device updates need no copy to the device. Weights that the host updates are copied to the device
-subgroup by subgroup, as soon as each is updated. If the user has changed a tensor in place, its whole unit is copied.
+subgroup by subgroup, as soon as each is updated. If the user may have changed weights between steps, all are copied.
 """
 
 from __future__ import annotations
@@ -53,6 +53,13 @@ class HeldWeights(WeightSlots):
 
     def fetch_ahead(self, order: Sequence[Unit], *, latest_first: bool, most: int | None = None) -> None:
         pass  # the weights are there, and updates refresh them
+
+    def ahead(self) -> list[Unit]:
+        return [slot.unit for slot in self._slots if slot.unit is not None and slot.versions is not None]
+
+    def distrust_ahead(self) -> None:
+        for slot in self._slots:
+            slot.versions = None  # an edit through `.data` has no new version
 
     def memory(self, unit: Unit) -> torch.Tensor | None:
         slot = self._find(unit)

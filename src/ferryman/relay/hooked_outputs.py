@@ -19,10 +19,14 @@ class HookedOutputs:
 
     def __init__(self, unit: str, outer: Sequence[torch.Tensor], first: Sequence[torch.Tensor] = ()) -> None:
         self._unit = unit
-        used = [_is_used_by(tensor, first) for tensor in first] or [False] * len(outer)
+        used = self._used = [is_used_by(tensor, first) for tensor in first] or [False] * len(outer)
         # The dictionaries are valid even after the tensors have been dropped.
         self._hooks = [_watched_hooks(*pair, unit) for pair in zip(outer, used, strict=True)]
         self._outer = [weakref.ref(tensor) for tensor in outer]
+
+    def is_used_inside(self, number: int) -> bool:
+        """Whether the first run had a graph, in which another output depends on this one."""
+        return self._used[number]
 
     def check(self, inner: Sequence[torch.Tensor]) -> None:
         """Refuses hooks outside that would see another gradient than in plain PyTorch. `inner`: of the second run."""
@@ -37,7 +41,7 @@ class HookedOutputs:
                     f"registered, and {what} from outside the unit, which would see the gradient before that hook has "
                     "run. Use both inside, or both outside"
                 )
-            if _is_used_by(output, inner):
+            if is_used_by(output, inner):
                 raise _sees_a_part(self._unit, what)
 
     def keep_gradients(self, inner: Iterable[torch.Tensor]) -> None:
@@ -77,9 +81,11 @@ def _watched_hooks(tensor: torch.Tensor, used_inside: bool, unit: str) -> dict[i
     return hooks
 
 
-def _is_used_by(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+def is_used_by(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
     """Whether the graph of another tensor leads to this one."""
-    wanted = tensor.grad_fn, tensor.output_nr
+    if not tensor.requires_grad:
+        return False
+    wanted = tuple(torch.autograd.graph.get_gradient_edge(tensor))[:2]
     pending = [other.grad_fn for other in others if other is not tensor and other.grad_fn is not None]
     seen = set(pending)
     while pending:

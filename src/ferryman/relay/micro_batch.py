@@ -10,7 +10,7 @@ The driver's thread is the one that called `engine.step`. On an accelerator, eac
 a library handle and a workspace of its own, so device memory would grow with the number of micro-batches if each
 computed in its own thread. Another reason: a profiler that the caller has started sees the units' operators. The user's
 code must not notice on which thread it runs: context variables and thread-local variables are sent with the request
-(`ThreadState`), and so are torch's modes (`modes.py`).
+(`ThreadState`), and so are torch's modes (`modes.py`) and re-entrant locks (`user_locks.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ferryman.exactness.reach import context_variables, set_context
+from ferryman.exactness.user_locks import Held, UserLocks
 from ferryman.model.units import Unit
 from ferryman.relay.modes import Modes
 from ferryman.runtime.lanes import Lane
@@ -83,6 +84,7 @@ class Request(NamedTuple):
     needs: Sequence[torch.Tensor]  # tensors that the computation uses
     compute: Callable[[], Any] | None  # None: the micro-batch computes it itself when it continues
     state: ThreadState
+    held: Held  # locks that the user's code holds
 
 
 class _Answer(NamedTuple):
@@ -90,6 +92,7 @@ class _Answer(NamedTuple):
 
     result: Any = None
     error: BaseException | None = None
+    held: Held = ()  # locks that the user's code holds
 
 
 class Abandoned(BaseException):
@@ -152,6 +155,7 @@ class MicroBatch:
         try:
             with self._surroundings.enter():
                 state.put_locals(self._surroundings.thread_locals)
+                self._surroundings.locks.acquire(self._surroundings.locks.of_caller)
                 self._work(self)
             self.thread_state = ThreadState.here(self._surroundings.thread_locals)
         except Abandoned:
@@ -161,6 +165,7 @@ class MicroBatch:
         except BaseException as error:  # the driver raises it in the caller's thread
             self._error = error
         finally:
+            self._surroundings.locks.release()
             self.request = None
             self.done = True
             self._running.release()
@@ -198,16 +203,20 @@ class MicroBatch:
         `needs`: tensors that `compute` uses. `in_own_thread`: the driver only brings the unit and the needed tensors
         to the device, and the micro-batch computes.
         """
-        state = ThreadState.here(self._surroundings.thread_locals)
-        self.request = Request(unit, direction, needs, None if in_own_thread else compute, state)
+        state, locks = ThreadState.here(self._surroundings.thread_locals), self._surroundings.locks
+        if self._surroundings.interleaved:
+            locks.refuse_held(unit.name)
+        held = locks.release()
+        self.request = Request(unit, direction, needs, None if in_own_thread else compute, state, held)
         self._running.release()
         self._permission.acquire()
+        answer, self._answer = self._answer, _Answer()
+        locks.acquire(held if in_own_thread or self._abandoned else answer.held)
         if self._abandoned:
             raise Abandoned
         if in_own_thread:
             return compute()
         state.apply(self._surroundings.thread_locals)
-        answer, self._answer = self._answer, _Answer()
         if answer.error is not None:
             try:
                 raise answer.error
@@ -225,7 +234,7 @@ class MicroBatch:
         if self._thread is None:
             self._start()
         elif request is not None and request.compute is not None:
-            self._answer = self._serve(request.compute, request.state)
+            self._answer = self._serve(request.compute, request.state, request.held)
         del request
         interrupt = self._run_until_parked()
         self.random = randomness.state()
@@ -237,16 +246,17 @@ class MicroBatch:
         finally:
             del error, interrupt  # otherwise this frame and the error keep each other and the device's tensors alive
 
-    def _serve(self, compute: Callable[[], Any], state: ThreadState) -> _Answer:
+    def _serve(self, compute: Callable[[], Any], state: ThreadState, held: Held) -> _Answer:
         """Computes on the driver's thread. See Note [Units compute on the driver's thread]."""
-        self._served_by = threading.get_ident()
+        self._served_by, locks = threading.get_ident(), self._surroundings.locks
+        locks.acquire(held)
         try:
             if not (thread_locals := self._surroundings.thread_locals):
-                return _Answer(result=state.context.run(compute))
+                return _Answer(state.context.run(compute), held=locks.release())
             with state.borrowed(thread_locals):
-                return _Answer(result=state.context.run(compute))
+                return _Answer(state.context.run(compute), held=locks.release())
         except BaseException as error:  # raised in the micro-batch, where the user's code called the unit
-            return _Answer(error=error)
+            return _Answer(error=error, held=locks.release())
         finally:
             self._served_by = None
 
@@ -311,9 +321,14 @@ class Surroundings:
         lane: Lane,
         seed: int,
         thread_locals: Sequence[threading.local],
+        locks: UserLocks,
+        *,
+        interleaved: bool,
     ) -> None:
         self.randomness = randomness
         self.thread_locals = thread_locals
+        self.locks = locks
+        self.interleaved = interleaved  # other micro-batches run while one is parked
         self._lane = lane
         self._seed = seed
         self._modes = Modes.here()

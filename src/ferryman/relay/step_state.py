@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -126,6 +127,10 @@ class StepState:
 
     def has_gradient(self, batch: MicroBatch, item: Item, gradient: torch.Tensor) -> None:
         """Called with each call's gradient of a parameter."""
+
+    def watch_user_code(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which a micro-batch runs the user's code."""
+        return contextlib.nullcontext()
 
     def succeeded(self) -> None:
         """Called when all micro-batches are done. The user's variables have their final values."""

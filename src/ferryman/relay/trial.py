@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferryman.exactness.escapes import Escapes
 from ferryman.exactness.survey import Survey
 from ferryman.model.units import Item
+from ferryman.relay.asked_gradients import AskedGradients
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.observer import Observer
 from ferryman.relay.stash import Stash
@@ -39,7 +41,7 @@ def run_trial(
     refuse in-place edits that the stash has not seen, and record which buffers are edited.
     """
     stash = relay.stash_for(on_host=stash_on_host, staying=staying)
-    step = TrialStep(works, seed, stash, relay.expectation(), observer, in_turn, forward_only)
+    step = TrialStep(works, seed, stash, relay.expectation(), observer, relay.escapes, in_turn, forward_only)
     with (
         _undone(relay, check=check),
         stash.checking() if check else contextlib.nullcontext(),
@@ -60,12 +62,13 @@ class TrialStep(StepState):
         stash: Stash,
         expected: Expectation,
         observer: Observer,
+        escapes: Escapes,
         in_turn: bool,
         forward_only: bool,
     ) -> None:
         super().__init__(works, seed, stash, expected)
         self.interleaved, self.runs_backward = not in_turn, not forward_only
-        self._observer = observer
+        self._observer, self._escapes = observer, escapes
 
     @property
     def survey(self) -> Survey | None:
@@ -82,6 +85,9 @@ class TrialStep(StepState):
 
     def has_gradient(self, batch: MicroBatch, item: Item, gradient: torch.Tensor) -> None:
         self._observer.gradient(batch, item, gradient)
+
+    def watch_user_code(self) -> AskedGradients:
+        return AskedGradients(self._escapes)
 
     def succeeded(self) -> None:
         self._observer.end(self.losses, self.micro_batches[-1].thread_state)

@@ -1,11 +1,9 @@
-"""Arguments of units that are refused: those that a second run cannot have as the first run had them, and tensors of
-transformations that are no backward."""
+"""Arguments and results of units that are refused: arguments that a second run cannot have as the first run had them,
+tensors of transformations that are no backward, and results that are computed later."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,22 +50,19 @@ def _problem_of(value: Any) -> str | None:
         )
     if isinstance(value, Iterator):
         return "an iterator that would be at its end when the unit runs again in the backward. Pass a list: list(...)"
-    if any(isinstance(held, torch.Tensor) and held.grad_fn is not None for held in _held_by(value)):
-        return (
-            "which holds a tensor with a graph in its closure, its defaults or its arguments. The engine does not look "
-            "there for inputs of the unit: pass the tensor as an argument of its own"
-        )
     return None
 
 
-def _held_by(value: Any) -> list[Any]:
-    """The values that a function refers to, globals excluded."""
-    if isinstance(value, functools.partial):
-        return [*value.args, *value.keywords.values(), *_held_by(value.func)]
-    if not isinstance(value, types.FunctionType):
-        return []
-    held = inspect.getclosurevars(value).nonlocals.values() if value.__closure__ else ()
-    return [*held, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+def refuse_result(unit: Unit, result: Any) -> None:
+    """Refuses results whose contents would be computed after the unit has left the device."""
+    if isinstance(result, torch.Tensor):
+        return
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, Iterator):
+            raise ValueError(
+                f"the unit {unit.name!r} returns a {type(leaf).__name__}, an iterator whose values would be computed "
+                "when the unit is no longer on the device. Return a list: list(...)"
+            )
 
 
 def _argument_name(forward: Forward, key: int | str) -> str:

@@ -39,6 +39,7 @@ from ferryman.exactness.survey import HOOKS
 from ferryman.exactness.user_state import VariablePolicy
 from ferryman.exactness.variables import Variable
 from ferryman.model.units import Item, Unit
+from ferryman.relay.call import OtherOutputsError
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch, ThreadState
 from ferryman.relay.observer import Roots
@@ -66,6 +67,18 @@ class CrossCheck:
         """Finds the variables and their policies for steps of these micro-batches. Raises a ValueError if results
         differ. Returns the losses of the micro-batches that it has tried.
         """
+        while True:
+            known = set(self._relay.graph_needed)
+            try:
+                return self._run(works, seed, stash_on_host=stash_on_host)
+            except OtherOutputsError:
+                # The code may look whether there is a graph (`if x.requires_grad`), which first runs do not have.
+                if self._relay.graph_needed == known:
+                    raise
+                self._relay.lanes.drain()
+                self._relay.recover()
+
+    def _run(self, works: Sequence[Work], seed: int, *, stash_on_host: bool) -> list[float]:
         relay, works = self._relay, works[:TRIED]
 
         def trial(
@@ -112,7 +125,7 @@ class CrossCheck:
         if not relay.computes_in_own_threads and not _agree(losses[0], _floats(in_own_thread.losses)[0]):
             # The user's code keeps state per thread in a place that no survey finds.
             relay.computes_in_own_threads = True
-            return self.run(works, seed, stash_on_host=stash_on_host)
+            return self._run(works, seed, stash_on_host=stash_on_host)
         self._check_second_runs()
         discovery.teach(in_turn.ends)
         if len(works) == 1:
@@ -196,9 +209,10 @@ class CrossCheck:
         return interleaved, wrong
 
     def _check_second_runs(self) -> None:
-        unit = self._relay.checksums.disagreement()
-        if unit is not None:
-            raise ValueError(second_run_differs(unit, self._relay.state.variables))
+        name = self._relay.checksums.disagreement()
+        if name is not None:
+            self._relay.graph_needed.update(unit for unit in self._units if unit.name == name)
+            raise OtherOutputsError(second_run_differs(name, self._relay.state.variables))
 
     def _compare(self, in_turn: _Trial, interleaved: _Trial, wrong: Sequence[Variable]) -> None:
         found = in_turn.difference(interleaved)
@@ -321,6 +335,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if depth and isinstance(value, nn.Parameter):
         return id(value)  # in a container, such as an optimizer's groups: it is a variable of its own
     if isinstance(value, torch.Tensor):
+        value = value if value.layout is torch.strided else value.to_dense()
         return value.detach().cpu().double() if value.numel() < 2**16 else value.detach().sum().item()
     if isinstance(value, ARRAYS) and np.asarray(value).dtype.kind in "biuf":
         return torch.from_numpy(np.array(value, dtype=np.float64))

@@ -22,13 +22,14 @@ import numpy as np
 import torch
 
 import ferryman
-from support.programs import flow, losses, state, weights
+from support.programs import flow, gradients, losses, state, weights
 from support.programs.model import LENGTH, Feature, Net, Sizes, make_loss, make_net
 from support.programs.results import TOLERANCE, Result, attributes, differences, frozen, left_on, state_of
 
 FEATURES: tuple[type[Feature], ...] = (
     *state.FEATURES,
     *flow.FEATURES,
+    *gradients.FEATURES,
     *losses.FEATURES,
     *weights.FEATURES,
 )

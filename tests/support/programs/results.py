@@ -50,7 +50,7 @@ def left_on(net: nn.Module) -> dict[str, Any]:
 def frozen(value: Any) -> Any:
     """A copy as plain data that can be compared: tensors on the host, containers, the states of generators."""
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone()
+        return (value.to_dense() if value.layout is torch.sparse_coo else value).detach().cpu().clone()
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):
