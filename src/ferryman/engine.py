@@ -32,6 +32,7 @@ from ferryman.distributed.agreement import add_up, compare, errors_on_all_ranks
 from ferryman.distributed.ranks import Ranks, Share
 from ferryman.exactness.guard import NewStateError, NotRepeatableError, too_late_to_follow
 from ferryman.model.blocks import Blocks, Position
+from ferryman.model.placeholder import UsedOutsideError
 from ferryman.model.precision import dtype_of
 from ferryman.model.units import Unit
 from ferryman.options import EngineArguments, EngineOptions, describe, takes_options
@@ -269,10 +270,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     @one_call_at_a_time
     def load_weights(self, directory: str | Path) -> None:
-        """Loads pretrained weights from safetensors files, also into a model on meta.
-
-        The optimizer state does not change.
-        """
+        """Loads weights from safetensors files, also into a model on meta. The optimizer state does not change."""
         path = Path(directory)
         self._load(path, lambda contents: pretrained.Weights(contents, path))
 
@@ -392,7 +390,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         raise too_late_to_follow(found)
 
     def _prepare(self, batch: Any, micro_batches: int | None) -> PreparedStep:
-        """Prepares a step that all ranks agree on. If its micro-batches do not fit, the engine gets a smaller plan."""
+        """Prepares a step that all ranks agree on. If it needs smaller units or more residents, it makes a new plan."""
         while True:
             try:
                 with errors_on_all_ranks(self._ranks):
@@ -400,11 +398,13 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                     choice, parts = self._preparation.cut(batch, micro_batches)
                 step = self._preparation.agree(choice, parts)
             except PlanTooLargeError as error:
-                need = error.need
+                plan = self._planner.make_smaller(error.need)
+            except UsedOutsideError as error:
+                self._planner, plan = self._preparation.keep_resident(error)
             else:
                 self.choice = choice._replace(micro_batches=len(parts))
                 return step
-            self._rebuild(self._planner.make_smaller(need))
+            self._rebuild(plan)
 
     def _rebuild(self, plan: Plan) -> None:
         """Replaces the plan and everything made from it, before the first step."""

@@ -160,3 +160,16 @@ def test_a_part_of_the_model_runs_on_the_host(accelerator):
         assert torch.equal(model.model.embed_tokens(ids), embed(ids))
         with pytest.raises(ValueError, match=r"called outside of a step .* pass the input on the CPU"):
             model.model.embed_tokens(ids.to(accelerator))
+
+
+def test_weights_that_stay_on_the_device_are_copied_again_only_if_they_were_used(accelerator):
+    model = build(CASES["gpt2"]).eval()
+    batch = inputs("gpt2")
+    with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), device=accelerator, held=True) as engine:
+        engine.step(text(4), 2)
+        first, fetches = answer(model, batch), engine.fetches
+        assert torch.equal(answer(model, batch), first)
+        assert engine.fetches == fetches
+        model.transformer.h[0].mlp.c_fc.weight.data.mul_(2)
+        assert not torch.equal(answer(model, batch), first)
+        assert engine.fetches > fetches

@@ -139,7 +139,7 @@ def check_options(optimizer_view: OptimizerView, number: int, options: Mapping[s
             raise ValueError(f"{place}.{key} must be like the optimizer's {mine[key]!r}, but is {value!r}")
     try:
         optimizer_view.try_options(number, options)
-    except (ArithmeticError, TypeError, LookupError, ValueError) as error:
+    except (ArithmeticError, TypeError, LookupError, ValueError, RuntimeError) as error:
         raise ValueError(f"{place}: the optimizer cannot use them: {error!r}") from error
 
 

@@ -10,6 +10,15 @@ import torch
 from ferryman.model.units import Unit
 
 
+class UsedOutsideError(ValueError):
+    """A parameter is used while its unit is not on the device."""
+
+    def __init__(self, message: str, parameter: str, unit: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.unit = unit
+
+
 class Placeholder(torch.Tensor):
     """A tensor with the right shape, dtype and device, but without values: using them raises an error with its name."""
 
@@ -56,11 +65,13 @@ class Placeholder(torch.Tensor):
     ) -> Any:
         flat = torch.utils._pytree.tree_leaves((args, kwargs or {}))
         absent = next(leaf for leaf in flat if isinstance(leaf, cls))
-        raise ValueError(
+        raise UsedOutsideError(
             f"the parameter {absent._name!r} is used outside the forward of its unit {absent._unit!r}, when it is not "
             f"on the device (by {function}). Keep it there: resident=[{absent._name!r}]. If the loss uses all "
             "parameters, as a regulariser does, resident=['*'] keeps all of them there; weight_decay= of the optimizer "
-            "needs none of them"
+            "needs none of them",
+            absent._name,
+            absent._unit,
         )
 
 

@@ -38,8 +38,6 @@ class Evaluation:
         """Context in which the model can be called."""
         self._visited = []
         compute = self._streams.compute
-        self._weights.distrust_ahead()  # the caller may have edited weights just before
-        self._model.distrust_ahead()
         self._weights.forget()
         try:
             with self._model.on_device():

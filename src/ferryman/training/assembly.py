@@ -125,7 +125,7 @@ class Assembly:
     def end_reads(self) -> None:
         """From now on, the engine uses the weights, and not the user."""
         self.reads.end()
-        if self.reads.were_used:
+        if self.reads.were_used or self._optimizer_view is None:  # without one, nobody has watched
             self.relay.distrust_ahead()
 
     def serve(self, plan: Plan) -> None:
@@ -315,9 +315,11 @@ class Assembly:
                 self._evaluates = True
                 try:
                     self.store.check_values()
+                    self.end_reads()
                     self.reads.wait()
                     return streamed(*args, **kwargs)
                 finally:
                     self._evaluates = False
+                    self.watch_reads()
 
         return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from torch import nn
 
 from ferryman.distributed.ranks import Share
 from ferryman.model.blocks import Position
+from ferryman.model.placeholder import UsedOutsideError
 from ferryman.model.precision import Scale, scale_for
 from ferryman.model.unit_discovery import find_units, units_of_block
 from ferryman.model.units import BLOCK, GRAIN, DtypeOf, Unit, master_dtype
@@ -32,6 +34,7 @@ from ferryman.server.state import bounds, is_whole, small_state, state_itemsize
 from ferryman.training import checks
 
 _HOST = Policy("host")
+_MAX_KEPT = 8  # parameters; a loss that uses more of them outside their units should say which stay on the device
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,15 @@ class Planner:
     optimizer_view: OptimizerView | None
     share: Share = Share()  # noqa: RUF009 - frozen
     segments: Segments = Segments()  # noqa: RUF009 - frozen
+    kept: tuple[str, ...] = ()  # parameters that stay on the device because they are used outside their units
 
     @property
     def budget(self) -> int | None:
         return self.options.budget
+
+    @property
+    def resident(self) -> Sequence[str]:
+        return (*self.options.resident, *self.kept)
 
     def make(self, needed: Need | None = None, *, smallest: bool = False) -> Plan:
         """Makes a plan; raises a ValueError if there is none. See `make_plan`."""
@@ -67,6 +75,25 @@ class Planner:
             return self.make(needed)
         except ValueError:
             return self.make(smallest=True)
+
+    def keep_resident(self, error: UsedOutsideError) -> tuple[Planner, Plan]:
+        """A planner that keeps on the device the parameter that is used outside its unit, and its plan.
+
+        Raises the error if there is no such plan.
+        """
+        planner = replace(self, kept=(*self.kept, error.parameter))
+        try:
+            if len(planner.kept) > _MAX_KEPT or error.parameter in self.kept:
+                raise error
+            plan = planner.make()
+        except ValueError:
+            raise error from None
+        warnings.warn(
+            f"{error.parameter!r} is used outside its unit {error.unit!r}, so it stays on the device, as with "
+            f"resident=[{error.parameter!r}]",
+            stacklevel=2,
+        )
+        return planner, plan
 
     def scale(self) -> Scale:
         if self.optimizer_view is None:
@@ -131,7 +158,7 @@ class Planner:
             budget=self.budget,
             slots=self.options.slots,
             units=self.options.units,
-            resident=self.options.resident,
+            resident=self.resident,
             staging=ways,
             held=self.options.held if self.budget is not None else bool(self.options.held),
             updates=self.optimizer_view is not None,
@@ -144,9 +171,7 @@ class Planner:
     def _ways(self, policy: Policy) -> list[Staging]:
         """Ways to update the weights, the best first."""
         options, subgroup = self.options, self.options.subgroup
-        units, residents = find_units(
-            self.model, units=options.units, resident=options.resident, dtype_of=self.dtype_of
-        )
+        units, residents = find_units(self.model, units=options.units, resident=self.resident, dtype_of=self.dtype_of)
         every = (residents, *units)
         itemsize = _cached(self._state_itemsize)
         most = min(largest_subgroup(every), SUBGROUP if self.share.size == 1 else SUBGROUP_WITH_RANKS)

@@ -11,9 +11,11 @@ from ferryman.distributed.agreement import exchange_status, is_nothing, status_o
 from ferryman.distributed.ranks import Ranks
 from ferryman.model.blocks import Blocks
 from ferryman.model.members import none_added, unchanged
+from ferryman.model.placeholder import UsedOutsideError
 from ferryman.options import EngineOptions
 from ferryman.plan.batch import Part, parts_of
 from ferryman.plan.fit import Choice, Trial, advice
+from ferryman.plan.plan import Plan
 from ferryman.relay.step_state import StepState
 from ferryman.runtime import host_memory
 from ferryman.runtime.interrupts import Interrupts
@@ -47,6 +49,7 @@ class Preparation:
         ranks: Ranks,
     ) -> None:
         self._options = options
+        self._planner = planner
         self._model = planner.model
         self._device = planner.device
         self._optimizer_view = planner.optimizer_view
@@ -113,6 +116,21 @@ class Preparation:
         works = [self._work(content, 1 / len(contents)) for content in contents]
         return self._assembly.try_out(works, room, self.first_steps.roots, choice)
 
+    def keep_resident(self, error: UsedOutsideError) -> tuple[Planner, Plan]:
+        """See `Planner.keep_resident`. Raises the error also if the plan can no longer change."""
+        try:
+            if self._has_begun or not self._ranks.alone:
+                raise error
+            return self._planner.keep_resident(error)
+        except BaseException:
+            self._end_skips()
+            raise
+
+    def _end_skips(self) -> None:
+        """`engine.skip` applies to the step that failed, not to the next one."""
+        self._blocks.begin_step()
+        self._blocks.skipped = frozenset()
+
     @property
     def _has_begun(self) -> bool:
         return self._assembly.server.has_stepped or bool(self._assembly.relay.gradients.on_host)
@@ -138,8 +156,8 @@ class Preparation:
             if isinstance(error, torch.OutOfMemoryError):
                 error.add_note(advice(assembly.plan, choice))
             assembly.recover()
-            self._blocks.begin_step()  # `engine.skip` applies to the step that failed, not to the next one
-            self._blocks.skipped = frozenset()
+            if not isinstance(error, UsedOutsideError):  # which `keep_resident` may mend
+                self._end_skips()
             raise
         host_memory.trim()
 
