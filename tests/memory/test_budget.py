@@ -216,12 +216,12 @@ def test_a_larger_budget_means_fewer_micro_batches_and_fewer_fetches(layers, sam
 @pytest.mark.exact
 @pytest.mark.parametrize("layers", [4, *slow(8)])
 def test_blocks_stay_whole_as_long_as_a_sample_fits_beside_them(layers, around, virtual):
-    units = {}
+    units, budget = {}, 1100 << 10
     for length in (32, 64):
-        torch_virtual.set_capacity(around + (1 << 20) + SCALARS, DEVICE)
-        with Engine(llama(layers), device=DEVICE, memory="1MiB") as engine:
+        torch_virtual.set_capacity(around + budget + SCALARS, DEVICE)
+        with Engine(llama(layers), device=DEVICE, memory=budget) as engine:
             assert len(engine.units) == layers + 2, "the blocks, the embedding and the head"
-            assert peak_of(engine, tokens(2, length)) <= 1 << 20
+            assert peak_of(engine, tokens(2, length)) <= budget
             units[length] = len(engine.units)
     assert units[32] == layers + 2
     assert units[64] > layers + 2, "cut at the first batch, which shows what a sample takes"
