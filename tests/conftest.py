@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import random
 import shutil
@@ -86,9 +87,11 @@ def pytest_runtest_logfinish(nodeid, location):
 
 
 @pytest.fixture
-def virtual():
+def virtual(request):
     """The virtual device, strict about races, with its link and capacity as they were before. For tests that need its
-    own controls, or whose budgets in kilobytes are smaller than what a GPU's libraries take for themselves."""
+    own controls, or whose budgets in kilobytes are smaller than what a GPU's libraries take for themselves.
+
+    It is as unkind as CUDA (`support.devices.SCALE`), unless the test is marked `exact`."""
     if "virtual" not in devices.chosen():
         pytest.skip("needs the virtual device's own controls: run it with --device virtual")
     from support.devices import torch_virtual
@@ -96,11 +99,17 @@ def virtual():
     torch_virtual.clear_races()
     before = torch_virtual.set_link("virtual:0")
     _, capacity = torch_virtual.mem_get_info("virtual:0")
-    with torch_virtual.strict():
+    # Whichever tests have run before, no stream has a workspace, and the allocator's cache is empty.
+    workspace = torch_virtual.set_workspace(devices.WORKSPACE, "virtual:0")
+    torch_virtual.synchronize()
+    torch_virtual.empty_cache()
+    is_exact = request.node.get_closest_marker("exact") is not None
+    with devices.exact("virtual:0") if is_exact else contextlib.nullcontext(), torch_virtual.strict():
         yield torch.device("virtual:0")
     torch_virtual.synchronize()
     torch_virtual.set_link("virtual:0", h2d=before.h2d, d2h=before.d2h, latency=before.latency, delay=before.delay)
     torch_virtual.set_capacity(capacity, "virtual:0")
+    torch_virtual.set_workspace(workspace, "virtual:0")
     assert torch_virtual.races() == []
 
 

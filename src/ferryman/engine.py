@@ -49,7 +49,7 @@ from ferryman.server.stats import Stats
 from ferryman.training import checks
 from ferryman.training.assembly import Assembly
 from ferryman.training.batch_check import BatchCheck
-from ferryman.training.planner import Planner
+from ferryman.training.planner import Planner, find_link
 from ferryman.training.preparation import Preparation, PreparedStep
 from ferryman.training.recorder import Recorder
 
@@ -94,9 +94,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._options = options = replace(options, device=self.device, host_threads=threads)
         compare(self._ranks, model, optimizer, options.compared())
         segments = find_segments(self.device)  # before memory is counted: it leaves some in the allocator's cache
+        link = None if optimizer is None else find_link(model, self.device, options, self._ranks)
         self._memory = DeviceMemory(self.device, options.budget)
         self._recorder = Recorder(options.trace, model, self.device, options.budget, view, dtypes, self.share)
-        self._planner = Planner(model, self.device, options, dtypes, view, self.share, segments)
+        self._planner = Planner(model, self.device, options, dtypes, view, self.share, segments, link)
         self._blocks = Blocks(model, self.device)
         budget = None if options.split else options.budget
         self._batch_check = BatchCheck(model, options.loss, options.reduction, self.device, budget)

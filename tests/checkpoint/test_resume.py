@@ -96,6 +96,7 @@ def test_schedulers_resume(tmp_path, name):
     assert_resumes(tmp_path, Run(scheduler=SCHEDULERS[name]))
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize(
     ("dtype", "precision", "edited"),
     [(None, "fp16", True), *slow((torch.bfloat16, None, False), (None, "fp16", False))],

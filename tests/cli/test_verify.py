@@ -11,10 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 from ferryman.cli.main import app
+from ferryman.engine import Engine
+from ferryman.relay.micro_batch import MicroBatch
+from ferryman.runtime import pinned
 from ferryman.runtime.lanes import Lane
 from ferryman.server import kernels
 from ferryman.server.server import Server
-from ferryman.verify import delays, overlap, parity, races
+from ferryman.verify import delays, overlap, parity, process, races
 from ferryman.verify.context import CheckContext
 from support.devices import chosen, torch_virtual
 from support.slow import slow
@@ -50,13 +53,64 @@ def test_races_and_memory_hold_on_the_virtual_accelerator(cases, monkeypatch, vi
     assert torch_virtual.races() == []
 
 
+def check(accelerator, name):
+    """One row of the group `process`."""
+    context = CheckContext(accelerator, quick=True)
+    return next(check for check in process.checks(context) if check.name == name).run()
+
+
+def test_the_callers_state_and_forks_hold(accelerator):
+    assert check(accelerator, "caller").outcome == "ok"
+    verdict = check(accelerator, "fork")
+    assert verdict.outcome == "ok"
+    assert verdict.figures["pinned"] == "yes"
+
+
+def test_a_step_that_leaves_another_stream_fails(monkeypatch, accelerator):
+    step = Engine.step
+
+    def on_another_stream(self, *args):
+        loss = step(self, *args)
+        torch.accelerator.set_stream(torch.Stream(accelerator))
+        return loss
+
+    before = torch.accelerator.current_stream(accelerator)
+    monkeypatch.setattr(Engine, "step", on_another_stream)
+    verdict = check(accelerator, "caller")
+    torch.accelerator.set_stream(before)
+    assert verdict.outcome == "FAILED"
+    assert "stream (step)" in verdict.reason
+
+
+def test_pinned_memory_that_a_fork_copies_fails(monkeypatch, virtual):
+    monkeypatch.setattr(pinned.mmap, "MADV_DONTFORK", pinned.mmap.MADV_NORMAL)
+    assert "a fork copies" in check(virtual, "fork").reason
+
+
+def test_a_step_that_is_mostly_python_fails(monkeypatch, accelerator):
+    resume = MicroBatch.resume
+
+    def slow_resume(self):
+        time.sleep(0.02)
+        resume(self)
+
+    monkeypatch.setattr(MicroBatch, "resume", slow_resume)
+    monkeypatch.setattr(process, "_LENGTH", 8)
+    monkeypatch.setattr(process, "_ROUNDS", 1)
+    monkeypatch.setattr(process, "_WARM", 1)
+    verdict = check(accelerator, "python")
+    assert verdict.outcome == "FAILED"
+    assert verdict.figures.keys() == {"plain", "ours", "per call", "share"}
+    assert "Python code" in verdict.reason
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", chosen())
 def test_all_of_it_holds(device):
     rows = rows_of(run("--device", device, "--json"))
-    assert {group for group, _ in rows} == {"parity", "races", "overlap", "memory"}
-    # Overlap is a matter of time: on a busy machine it may not be seen.
-    results = {row["result"] for (group, _), row in rows.items() if group != "overlap"}
+    assert {group for group, _ in rows} == {"parity", "races", "overlap", "memory", "process"}
+    # Overlap and Python's share are matters of time: on a busy machine they may not be seen.
+    results = {row["result"] for (group, check), row in rows.items() if group != "overlap" and check != "python"}
     assert results == ({"ok"} if device == "virtual" else {"ok", "skipped"})
     if device == "virtual":
         assert rows["parity", "eager"]["figures"]["gradients"] == "bitwise"

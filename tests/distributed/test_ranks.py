@@ -175,7 +175,7 @@ def test_an_overflow_anywhere_skips_or_raises_everywhere(options, bad_rank, two,
 
 
 def test_a_budget_is_one_plan_for_all_ranks(two, virtual):
-    compare(two, "llama", virtual.type, (2, 1), steps=2, memory="46KiB", max_grad_norm=0.3)
+    compare(two, "llama", virtual.type, (2, 1), steps=2, memory="224KiB", max_grad_norm=0.3)
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -255,6 +255,7 @@ def test_what_ranks_take_and_move_is_what_was_planned(cluster, options, request,
     planned = {part: outlook.host[part] for part in found[0][0]}
     assert sum(planned.values()) == pytest.approx(taken, rel=0.02)
     for account, plan, *_ in found:
+        plan.pop("allocator", None)  # what this device's allocator adds; a plan for any device does not know it
         assert plan == {part: outlook.device[part] for part in plan}
         account["weights"] += (cluster.devices - 1) * outlook.plan.residents.nbytes  # of each rank's own
         for part, nbytes in account.items():

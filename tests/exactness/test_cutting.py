@@ -137,6 +137,7 @@ def test_a_loss_that_cutting_would_change_is_refused(kind, loss, options, virtua
         engine.step(cut(numbers(), 8))
 
 
+@pytest.mark.exact
 @covering
 @pytest.mark.parametrize("loss", [mean_loss, with_regulariser, by_parts, with_gradients_only], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

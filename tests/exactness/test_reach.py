@@ -279,6 +279,7 @@ def test_what_transformers_collects_has_its_gradient(make, function, micro_batch
         torch.testing.assert_close(model.get_parameter(name), parameter.cpu(), atol=1e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.exact
 def test_what_was_collected_does_not_outlive_the_engine(virtual):
     def train_and_close():
         torch.manual_seed(0)

@@ -66,6 +66,7 @@ def test_updates_need_an_optimizer(options, accelerator):
         assert engine.stats() is None
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize(("updates", "kib"), [("stride:2", 600), ("static:0.5", 700)])
 def test_a_subgroup_that_the_budget_cannot_hold(updates, kib, virtual):
     """One that would fit is named, and it does."""

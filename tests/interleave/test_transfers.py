@@ -157,6 +157,7 @@ def small_things(engine):
     return 8 * sum(_tensors_in(subgroup) for subgroup in every) + 64
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize(
     ("updates", "way", "held"),
     [
@@ -239,6 +240,7 @@ def test_a_budget_is_kept_when_the_policy_is_switched(updates, memory, virtual):
     pair.check()
 
 
+@pytest.mark.exact
 def test_closing_gives_all_memory_back(virtual):
     before = allocated(virtual)
     for updates in ("static:0.5", "stride:2"):

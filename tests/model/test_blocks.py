@@ -90,6 +90,7 @@ def test_a_larger_block_fits(device):
         assert_steps(engine, model, plain)
 
 
+@pytest.mark.exact
 def test_slots_are_as_large_as_the_largest_block(virtual):
     gc.collect()  # what other tests have left on the device must not go meanwhile
     with Engine(Toy(), device=virtual) as engine:
@@ -323,6 +324,7 @@ def test_evaluation_afterwards(name, device):
 # Under a budget of device memory.
 
 
+@pytest.mark.exact
 def test_inserted_blocks_are_cut_as_the_others_are(virtual):
     torch.manual_seed(0)
     model = WideToy()
@@ -336,6 +338,7 @@ def test_inserted_blocks_are_cut_as_the_others_are(virtual):
         assert_steps(engine, model, plain, micro_batches=4)
 
 
+@pytest.mark.exact
 def test_a_block_that_is_too_large_is_refused_and_leaves_no_trace(virtual):
     model = build(CASES["toy"])
     plain, blocks = on(virtual, model), list(model.blocks)

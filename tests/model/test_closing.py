@@ -179,6 +179,7 @@ def test_a_closed_engine_takes_no_step(device):
         engine.forward_backward(text(8), 4)
 
 
+@pytest.mark.exact
 def test_nothing_is_left(virtual):
     """No thread, no byte on the device."""
     gc.collect()

@@ -91,6 +91,7 @@ def use(model, device, what, **options):
 USES = [nothing, step, gradients, evaluation, exception, read_state]
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("models", [1, ENGINES])
 def test_nothing_is_left(models, device):
     """Each use leaves five engines, some of them with their stash on the host."""

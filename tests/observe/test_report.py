@@ -31,7 +31,7 @@ def run(tmp_path_factory):
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options = {
-        "memory": "256KiB",
+        "memory": "448KiB",
         "max_grad_norm": 1.0,
         "subgroup": 1024,
         "held": False,
@@ -73,7 +73,7 @@ def test_figures_equal_those_computed_apart(run):
     steps = trace.steps()
     assert figures.seconds == pytest.approx(statistics.median(step.end - step.start for step in steps[1:]))
     assert figures.tokens_rate == pytest.approx(statistics.median(step.tokens / step.seconds for step in steps[1:]))
-    assert figures.peak == max(step.peak for step in steps) <= 256 * 1024
+    assert figures.peak == max(step.peak for step in steps) <= 448 * 1024
     assert [account.step.number for account in figures.accounts] == list(range(STEPS - KEPT + 1, STEPS + 1))
     for account, step in zip(figures.accounts, steps[-KEPT:], strict=True):
         inside = [span for span in trace.spans() if span.end > step.start and span.start < step.end]
@@ -161,7 +161,7 @@ def test_the_page_shows_the_run(run, show):
     seconds = statistics.median(step.seconds for step in steps[1:])
     headline = page.locator("#headline").inner_text()
     assert shown(seconds, {"ms": 1e-3, "s": 1}) in headline.replace("\n", " ")
-    assert "of the budget of 256 KiB" in headline
+    assert "of the budget of 448 KiB" in headline
     assert "virtual accelerator" in page.locator("#facts").inner_text()
     assert page.locator("#step option").all_inner_texts() == [f"step {n}" for n in range(STEPS - KEPT + 1, STEPS + 1)]
     lanes = page.evaluate("[...new Set(rows.map(row => row.lane.name))]")
@@ -398,7 +398,7 @@ def test_the_command_prints_figures_for_machines(run, tmp_path, monkeypatch, cap
     assert command(monkeypatch, path, "--json") == 0
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
     assert [step["loss"] for step in rank["steps"]] == [step.loss for step in run[0].steps()]
-    assert rank["facts"]["budget"] == 256 * 1024
+    assert rank["facts"]["budget"] == 448 * 1024
     assert rank["busiest"] in RESOURCES
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
     assert command(monkeypatch, path, "--json", "-o", tmp_path / "out.html") == 0

@@ -119,6 +119,7 @@ def busy_of(spans, step):
     return {lane: seconds for lane, seconds in busy.items() if seconds}
 
 
+@pytest.mark.exact
 def test_steps_have_their_figures(device):
     trace, on_device = Trace(), device.type != "cpu"
     with engine_of(device, trace, memory="1MiB" if on_device else None) as engine:

@@ -146,6 +146,7 @@ def test_it_must_be_a_function():
 # With a budget.
 
 
+@pytest.mark.exact  # counts for budgets in bytes of tensors
 @pytest.mark.parametrize(("budget", "count"), [("256KiB", 4), ("400KiB", 2), ("16MiB", 1)])
 def test_a_budget_finds_the_count(budget, count, virtual):
     model, batch = net(), sequences(steps=32)

@@ -177,6 +177,7 @@ def tokens(samples):
     return {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize(
     ("name", "options", "memory"),
     [

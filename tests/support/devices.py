@@ -4,6 +4,7 @@
 device PyTorch's current accelerator, which must not happen where another accelerator is tested.
 """
 
+import contextlib
 import importlib
 import os
 
@@ -12,6 +13,8 @@ import torch
 
 DEFAULT = ("cpu", "virtual")
 COPY_DELAY = 0.02  # seconds, longer than a visit, so that a missing wait shows; the option --copy-delay
+SCALE = 512  # the virtual device is as unkind as CUDA; its segments and workspaces are smaller by this, as models are
+WORKSPACE = 1024  # bytes for each pair of thread and stream that multiplies; the smallest budgets are of 64 KiB
 _VARIABLE = "FERRYMAN_TEST_DEVICES"  # in the environment, so that processes which the tests start know them too
 
 
@@ -21,6 +24,7 @@ def choose(names):
         raise pytest.UsageError(f"--device: one accelerator in a run, besides cpu; given: {', '.join(names)}")
     os.environ[_VARIABLE] = ",".join(names)
     if "virtual" in names:
+        os.environ.setdefault("TORCH_VIRTUAL_UNKIND", str(SCALE))
         importlib.import_module("torch_virtual")
 
 
@@ -44,6 +48,15 @@ def delay_copies(device, seconds=None):
     """Each copy over the link begins so much later, where the device can be told to do that; by default COPY_DELAY."""
     if device.type == "virtual":
         importlib.import_module("torch_virtual").set_link(device, delay=COPY_DELAY if seconds is None else seconds)
+
+
+def exact(device):
+    """Context in which the virtual device allocates what tensors have, to the byte: for formulas of allocated bytes."""
+    virtual = importlib.import_module("torch_virtual")
+    stack = contextlib.ExitStack()
+    stack.enter_context(virtual.caching(virtual.EXACT, device))
+    stack.enter_context(virtual.workspace(0, device))
+    return stack
 
 
 class _NotChosen:

@@ -90,6 +90,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_workspace", [](int i, size_t bytes) { device(i).workspaces.set_size(bytes); }, Released());
   m.def("has_float64", [](int i) { return device(i).has_float64.load(); });
   m.def("set_float64", [](int i, bool has) { device(i).has_float64 = has; });
+  m.def("set_unkind", &set_unkind);
   m.def("contexts", [] {
     std::vector<int> used;
     for (int i = 0; i < device_count(); ++i) {

@@ -21,6 +21,10 @@ std::atomic<Device*> g_devices[kMostDevices];
 std::atomic<int> g_count{0};
 std::mutex g_mutex;
 std::atomic<bool> g_forked{false};
+std::atomic<size_t> g_unkind{0};  // see set_unkind; 0: memory is exact to the byte
+
+constexpr size_t kRounding = 512, kAlignment = 64;
+constexpr size_t kSmallSegment = 2 << 20, kLargeSegment = 20 << 20, kWorkspace = 8 << 20;
 
 thread_local c10::DeviceIndex t_device = 0;
 thread_local std::vector<c10::StreamId> t_streams;
@@ -39,6 +43,14 @@ int initial_count() {
 
 Device::Device(c10::DeviceIndex index) : index(index), memory(index), generator(make_generator(index)) {
   streams_.resize(kPoolStreams + 1);
+  if (const size_t scale = g_unkind) {
+    memory.set_caching({std::max(kRounding / scale, kAlignment), kSmallSegment / scale, kLargeSegment / scale});
+    workspaces.set_size(kWorkspace / scale);
+  }
+}
+
+void set_unkind(size_t scale) {
+  g_unkind = scale;
 }
 
 Stream& Device::stream(c10::StreamId id) {

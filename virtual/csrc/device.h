@@ -41,6 +41,10 @@ class Device {
   uint64_t handed_out_ = 0;
 };
 
+// Devices that are used for the first time from now on allocate as CUDA's caching allocator does, and have workspaces as
+// cuBLAS has, with sizes divided by `scale`.
+void set_unkind(size_t scale);
+
 Device& device(c10::DeviceIndex index);  // ValueError when there is no such device
 Device* device_if_used(c10::DeviceIndex index);
 c10::DeviceIndex device_count();

@@ -236,3 +236,22 @@ def test_a_device_can_have_no_float64(work):
     with torch_virtual.no_float64(), pytest.raises(TypeError, match="no float64"):
         work(x)
     work(x)
+
+
+def test_the_environment_makes_every_device_unkind(run_python, monkeypatch):
+    monkeypatch.setenv("TORCH_VIRTUAL_UNKIND", "512")
+    code = """
+        print(torch_virtual.contexts())
+        for index in (0, 3):
+            print(torch_virtual.set_caching(torch_virtual.EXACT, index), torch_virtual.set_workspace(0, index))
+    """
+    done = run_python(code)
+    each = f"{torch_virtual.Caching(64, 4 * KB, 40 * KB)} {16 * KB}"
+    assert done.stdout.splitlines() == ["[]", each, each], done.stderr
+
+
+@pytest.mark.parametrize("value", ["0", "3", "no", "32768"])
+def test_a_scale_that_is_no_power_of_two_is_refused(run_python, monkeypatch, value):
+    monkeypatch.setenv("TORCH_VIRTUAL_UNKIND", value)
+    done = run_python("")
+    assert f"must be a power of two from 1 to 16384, not '{value}'" in done.stderr

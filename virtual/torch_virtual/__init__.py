@@ -85,6 +85,7 @@ from torch_virtual._random import (
 from torch_virtual._strictness import (
     bytes_copied_by_fork,
     contexts,
+    follow_environment,
     no_float64,
     pinned_limit,
     set_workspace,
@@ -166,6 +167,7 @@ __all__ = [
 _initialized = True  # torch.utils.checkpoint keeps the random state only of devices that say so
 
 device_count()  # reads TORCH_VIRTUAL_DEVICES, here, where a wrong value can be told
+follow_environment()
 torch.utils.rename_privateuse1_backend("virtual")
 torch._register_device_module("virtual", sys.modules[__name__])
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +61,19 @@ def whole_pages() -> Iterator[None]:
         yield
     finally:
         _C.set_whole_pages(before)
+
+
+def follow_environment() -> None:
+    """Makes every device as unkind as CUDA is if TORCH_VIRTUAL_UNKIND says so: 1 for CUDA's own sizes of segments and
+    workspaces, or the number by which they are divided, so that small models can be tested to scale."""
+    text = os.environ.get("TORCH_VIRTUAL_UNKIND")
+    if text is None:
+        return
+    scale = int(text) if text.isdecimal() else 0
+    if not (1 <= scale <= 1 << 14 and scale & (scale - 1) == 0):
+        raise ValueError(f"TORCH_VIRTUAL_UNKIND must be a power of two from 1 to {1 << 14}, not {text!r}")
+    _C.set_unkind(scale)
+    _C.set_whole_pages(True)
 
 
 def contexts() -> list[int]:

@@ -32,7 +32,7 @@ def verify(
     quick: Annotated[bool, typer.Option("--quick", help="Check fewer modes, in fewer rounds.")] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Run one group of checks: parity, races, overlap or memory. May be repeated."),
+        typer.Option(help="Run one group of checks: parity, races, overlap, memory or process. May be repeated."),
     ] = None,
     model: Annotated[
         str | None,
@@ -48,7 +48,7 @@ def verify(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Check Ferryman on this machine's device: parity with plain PyTorch, races, overlap and memory; or your own model.
+    """Check Ferryman on this machine's device: parity with plain PyTorch, races, overlap, memory; or your own model.
 
     The exit code is 0 if no check fails and 1 if one does; with --strict, also 1 if one is inconclusive. docs/verify.md
     explains each row.

@@ -8,6 +8,7 @@ the times come from the performance model (`plan/step_forecast.py`).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,7 @@ from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
 from ferryman.plan.step_forecast import Forecast, Sweep, Update, forecast
 from ferryman.relay.weight_slots import fetched_visits
+from ferryman.runtime.link_rate import class_of
 from ferryman.runtime.sizes import show_bytes
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.state import part_elements
@@ -105,7 +107,8 @@ def estimate(
     checks.parameters(model.named_parameters(), dtypes)
     optimizer_view = OptimizerView(optimizer, model, training.state)
     options = replace(training, memory=machine.device_memory)
-    planner = Planner(model, device, options, dtypes, optimizer_view, shares[-1])
+    link = class_of(machine.rates.link_in) if math.isfinite(machine.rates.link_in) else None
+    planner = Planner(model, device, options, dtypes, optimizer_view, shares[-1], link=link)
     result, dry_run_of = _fit(planner, training)
     plan = result.plan
     units = plan.in_forward_order

@@ -7,6 +7,13 @@ is updated and one goes out at the same time. Under `static`, each subgroup of t
 With deferred updates, gradients wait for their global norm. Gradients of the device's subgroups wait on the device, in
 *gradient berths*, if device memory grows with the model anyway: under `static`, and if all weights are held. If units
 are relayed, device memory must stay constant, so these gradients wait on the host like all others.
+
+Note [How large subgroups are]
+Each subgroup costs the same time in Python and in the driver, whatever its size. So what crosses the link for it should
+take about 2 ms, many times as long: its state in one direction if the device may update it, otherwise its gradient. The
+rate is that of the link, measured before the plan is made. A slow link does not make subgroups smaller than a million
+elements: the host's own share of the work has no use for smaller ones. No subgroup is larger than the largest unit, and
+berths, whose size follows from that of subgroups, take a small part of the budget.
 """
 
 from __future__ import annotations
@@ -31,13 +38,16 @@ from ferryman.plan.schedule import Traffic
 
 BERTHS = 3
 
-# Sizes of subgroups, in elements.
-SUBGROUP = 1 << 20  # the default
-SUBGROUP_WITH_RANKS = 1 << 18  # the default with several ranks: a host holds the gradients of a subgroup from each rank
+# Sizes of subgroups, in elements; see Note [How large subgroups are].
+SUBGROUP = 1 << 20  # the default, unless the link is fast
+_MAX_SUBGROUP = 1 << 24
+_RANKS_DIVISOR = 4  # with several ranks: a host holds the gradients of a subgroup from each rank
 MIN_DEVICE_SUBGROUP = 1 << 14  # launching a smaller update on the device takes longer than updating it on the host
 
 _SCRATCHES = 2  # scratch memories: that of an update, and that of a gradient check
 _SCRATCH_ITEMSIZE = 12  # bytes per element of a subgroup in each
+
+_WIRE_SECONDS = 2e-3
 
 _MAX_BERTH_SHARE = 1 / 8  # the largest fraction of a budget for berths
 
@@ -247,8 +257,17 @@ def most_tensors(units: Iterable[Unit]) -> int:
 
 
 def largest_subgroup(units: Iterable[Unit]) -> int:
-    """The size of subgroups in which the largest unit is one subgroup, up to the default."""
-    return min(SUBGROUP, max((_rounded(unit.trained_elements) for unit in units), default=GRAIN))
+    """The size of subgroups in which the largest unit is one subgroup."""
+    return max((_rounded(unit.trained_elements) for unit in units), default=GRAIN)
+
+
+def subgroup_on(link: float | None, itemsize: float, ranks: int) -> int:
+    """The default size of subgroups. See Note [How large subgroups are].
+
+    `link`: bytes per second; None: there is no link. `itemsize`: bytes per element that cross it in one direction.
+    """
+    wanted = SUBGROUP if link is None else _rounded(math.ceil(min(_MAX_SUBGROUP, link * _WIRE_SECONDS / itemsize)))
+    return max(SUBGROUP, wanted) // (_RANKS_DIVISOR if ranks > 1 else 1)
 
 
 def subgroup_for(budget: int, most: int) -> int:

@@ -38,6 +38,7 @@ from ferryman.relay.hooked_inputs import are_hooked, drop_hooks, move_hooks
 from ferryman.relay.hooked_outputs import HookedOutputs
 from ferryman.relay.micro_batch import Direction, MicroBatch
 from ferryman.relay.modes import Modes, saving_hooks
+from ferryman.relay.stash import Stashed
 from ferryman.relay.tensor_identity import edited_since, version_of
 from ferryman.relay.unit_arguments import refuse_result, refuse_transforms
 from ferryman.runtime.rng import Randomness, State
@@ -289,7 +290,10 @@ class Call:
                 "first. Specify retain_graph=True in the first backward"
             )
         needs = [g for g in gradients if g is not None]
-        return self._park(Direction.BACKWARD, needs, lambda: self._compute_backward(stash, gradients, accumulate))
+        recalls = stash.inputs if self._graph_at_turn is None else ()
+        return self._park(
+            Direction.BACKWARD, needs, lambda: self._compute_backward(stash, gradients, accumulate), recalls
+        )
 
     def _compute_backward(
         self, stash: SavedInputs, gradients: Sequence[torch.Tensor | None], accumulate: bool
@@ -352,7 +356,13 @@ class Call:
         """Drops the graph because the backward did not follow at once. The backward will run the module again."""
         self._graph_at_turn = None
 
-    def _park(self, direction: Direction, needs: Sequence[torch.Tensor], compute: Callable[[], T]) -> T:
+    def _park(
+        self,
+        direction: Direction,
+        needs: Sequence[torch.Tensor],
+        compute: Callable[[], T],
+        recalls: Sequence[Stashed] = (),
+    ) -> T:
         """Hands the computation to the driver, and returns its result once the unit is on the device."""
         running = self._relay.running
         if running is not self.batch:
@@ -360,9 +370,9 @@ class Call:
         self._relay.step.refuse_other_threads(self.unit)
         # Escapes are found by the sequence numbers of autograd's nodes, which are counted per thread.
         own = self._relay.escapes.traced or self._relay.computes_in_own_threads
-        return self.batch.park(
-            self.unit, direction, needs, _without_modes(compute) if own else compute, in_own_thread=own
-        )
+        if own:
+            compute = _without_modes(compute)
+        return self.batch.park(self.unit, direction, needs, compute, recalls=recalls, in_own_thread=own)
 
     def _recall(self, stash: SavedInputs) -> list[torch.Tensor]:
         tensors = [stashed.recall() for stashed in stash.inputs]

@@ -50,6 +50,7 @@ class Relay(CallHost):
         if device.type != "cpu":
             self._host_stash = HostStash(device, streams.compute, streams.stash_in, streams.stash_out)
         self.order: list[Unit] = []  # the visits of the last step
+        self._total: torch.Tensor | None = None  # the last step's loss, which may be being copied
         self.serve(plan)
 
     def serve(self, plan: Plan) -> None:
@@ -148,10 +149,12 @@ class Relay(CallHost):
             self._turning_modules = turning
             if step.interleaved:
                 self.order = visited
-        if self.device.type != "cpu":
-            # The caller uses it on another stream, and drops it at any time.
-            total.record_stream(torch.accelerator.current_stream(self.device))
-        return total
+        if self.device.type == "cpu":
+            return total
+        # The caller uses its loss on another stream, and drops it at any time: so it gets a copy in memory of that
+        # stream. `compute` waits for that stream when the next step begins; until then the original is kept.
+        self._total = total
+        return total.clone()
 
     def stash_for(self, *, on_host: bool, staying: int = 0) -> Stash:
         """The stash for a step. If the device is the CPU, there is only one: its memory has no budget.

@@ -22,7 +22,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -76,12 +76,20 @@ class ThreadState(NamedTuple):
             local.__dict__.update(values)
 
 
+class Saved(Protocol):
+    """An input that a call has saved for its backward (`stash.py`)."""
+
+    def prefetch(self) -> None:
+        """Starts to bring it to the device."""
+
+
 class Request(NamedTuple):
     """The computation that a parked micro-batch waits for. It needs the unit's weights on the device."""
 
     unit: Unit
     direction: Direction
     needs: Sequence[torch.Tensor]  # tensors that the computation uses
+    recalls: Sequence[Saved]  # inputs that it saved earlier and uses again
     compute: Callable[[], Any] | None  # None: the micro-batch computes it itself when it continues
     state: ThreadState
     held: Held  # locks that the user's code holds
@@ -189,6 +197,11 @@ class MicroBatch:
         """Tensors that the requested computation uses."""
         return () if self.request is None else self.request.needs
 
+    @property
+    def recalls(self) -> Sequence[Saved]:
+        """Saved inputs that the requested computation uses."""
+        return () if self.request is None else self.request.recalls
+
     def park(
         self,
         unit: Unit,
@@ -196,18 +209,19 @@ class MicroBatch:
         needs: Sequence[torch.Tensor],
         compute: Callable[[], T],
         *,
+        recalls: Sequence[Saved] = (),
         in_own_thread: bool = False,
     ) -> T:
         """Called by the micro-batch: waits until the driver has computed the result, and returns it.
 
-        `needs`: tensors that `compute` uses. `in_own_thread`: the driver only brings the unit and the needed tensors
-        to the device, and the micro-batch computes.
+        `needs`, `recalls`: tensors and saved inputs that `compute` uses. `in_own_thread`: the driver only brings the
+        unit and the needed tensors to the device, and the micro-batch computes.
         """
         state, locks = ThreadState.here(self._surroundings.thread_locals), self._surroundings.locks
         if self._surroundings.interleaved:
             locks.refuse_held(unit.name)
         held = locks.release()
-        self.request = Request(unit, direction, needs, None if in_own_thread else compute, state, held)
+        self.request = Request(unit, direction, needs, recalls, None if in_own_thread else compute, state, held)
         self._running.release()
         self._permission.acquire()
         answer, self._answer = self._answer, _Answer()

@@ -30,25 +30,30 @@ were emptied as soon as their copies end, the peak of device memory would depend
 copies are in the *window*, in the order in which they were submitted, and a storage is emptied when its copy leaves the
 window, never before. Device memory is then a function of the program alone, and a trial measures what every later step
 needs.
+
+Note [Memory of compute]
+All device memory of the stash is allocated for the stream of the lane `compute`, and freed when that stream has been
+told to wait for the copies that use it. So the allocator may give it to later work of that stream at once: no memory
+has to wait for another stream's event (`record_stream`), and how much is reserved does not depend on how far the host
+runs ahead of the device. In return, a copy to the device waits for the work that `compute` had when the copy was
+submitted, which may use the same memory. That is why copies are submitted one micro-batch ahead.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ferryman.plan.fit import IN_FLIGHT
+from ferryman.relay.between_units import BetweenUnits
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.tensor_identity import storages_of, version_of
 from ferryman.runtime.arena import Allocation, Arena
-from ferryman.runtime.lanes import DeviceLane, Lane, Work
+from ferryman.runtime.lanes import DeviceLane, Lane
 from ferryman.runtime.marks import Mark
 
 _SMALL = 64  # bytes; less is not worth a copy
@@ -56,6 +61,9 @@ _SMALL = 64  # bytes; less is not worth a copy
 
 class Stashed(Protocol):
     """An input that a call will need again."""
+
+    def prefetch(self) -> None:
+        """Starts to bring it to the device, ahead of `recall`."""
 
     def recall(self) -> torch.Tensor | None:
         """The detached tensor on the device; None if it was edited since it was saved."""
@@ -103,6 +111,9 @@ class Stash(Protocol):
 class _OnDevice(NamedTuple):
     alias: torch.Tensor
     version: int | None
+
+    def prefetch(self) -> None:
+        pass
 
     def recall(self) -> torch.Tensor | None:
         return self.alias if version_of(self.alias) == self.version else None
@@ -224,13 +235,40 @@ class _Geometry(NamedTuple):
         return flat.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-class _OnHost(NamedTuple):
-    stash: HostStash
-    copy: _Copy
-    geometry: _Geometry
+class _OnHost:
+    """A saved input of which the host has a copy."""
+
+    def __init__(self, stash: HostStash, copy: _Copy, geometry: _Geometry) -> None:
+        self._stash, self._copy, self._geometry = stash, copy, geometry
+        self._fetched: _Fetched | None = None  # on its way to the device, for the next recall
+
+    def prefetch(self) -> None:
+        if self._fetched is None:
+            self._fetched = self._stash.fetch(self._copy)
 
     def recall(self) -> torch.Tensor | None:
-        return self.geometry.view(self.stash.fetch(self.copy))
+        self.prefetch()
+        fetched, self._fetched = self._fetched, None
+        assert fetched is not None
+        return self._geometry.view(fetched.use())
+
+
+class _Fetched:
+    """Bytes of a copy on their way to new device memory."""
+
+    def __init__(self, flat: torch.Tensor, ready: Mark, compute: DeviceLane) -> None:
+        self._flat, self._ready, self._compute = flat, ready, compute
+        self._is_used = False
+
+    def use(self) -> torch.Tensor:
+        """The bytes. Compute waits for them."""
+        self._is_used = True
+        self._compute.follow(self._ready)
+        return self._flat
+
+    def __del__(self) -> None:
+        if not self._is_used:  # the backward was not run
+            self._compute.outlast(self._ready)
 
 
 class HostStash:
@@ -283,9 +321,7 @@ class HostStash:
             self._shared[key] = tracked  # it has no owner for the rest of the step
         if not tracked.on_device:
             self._fill(tracked)
-        if tracked.ready is not None:
-            self._compute.follow(tracked.ready)
-            tracked.ready = None
+        self._follow(tracked)
 
     def edit(self, tensor: torch.Tensor) -> None:
         """Called before the micro-batch edits a tensor in place. A copy to the host may still be reading it."""
@@ -319,13 +355,13 @@ class HostStash:
         return _OnHost(self, self._copy_of(tracked), _Geometry.of(tensor))
 
     def watch(self, batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
-        return _Watch(self, batch)
+        return BetweenUnits(self, batch)
 
     def stow(self, batch: MicroBatch) -> None:
         stay = storages_of(batch.needs) if batch.number < self.staying else ()
         for key, tracked in list(self._tracked.get(batch, {}).items()):
             if not tracked.is_referenced() or (batch.done and tracked.on_device):
-                self._drop(batch, key)
+                self._follow(self._drop(batch, key))
             elif tracked.on_device and key not in stay:
                 tracked.on_device = False
                 if not self._is_leaving(self._copy_of(tracked)):
@@ -336,26 +372,35 @@ class HostStash:
         for key in storages_of(batch.needs):
             if key in mine and not mine[key].on_device:
                 self._fill(mine[key])
+        for saved in batch.recalls:
+            saved.prefetch()
 
     def follow(self, batch: MicroBatch) -> None:
         for tensor in batch.needs:
             self.use(batch, tensor)  # another micro-batch may have made it: a table that a module has cached
         for tracked in self._tracked.get(batch, {}).values():
-            if tracked.ready is not None:
-                self._compute.follow(tracked.ready)
-                tracked.ready = None
+            self._follow(tracked)
 
     def bring_back(self) -> None:
         for tracked in [tracked for owned in self._tracked.values() for tracked in owned.values()]:
             if tracked.is_referenced() and not tracked.on_device:
                 self._fill(tracked)
-            if tracked.ready is not None:
-                self._compute.follow(tracked.ready)
-                tracked.ready = None
+            self._follow(tracked)
+
+    def _follow(self, tracked: _TrackedStorage) -> None:
+        """Makes compute wait for a storage that is being restored."""
+        if tracked.ready is not None:
+            self._compute.follow(tracked.ready)
+            tracked.ready = None
 
     def forget(self) -> None:
-        for leaving in self._window:  # the step is over, so the allocator may wait for the ends of copies here
-            leaving.tracked.alias.record_stream(self._d2h.stream)
+        # Copies may still use memory that is freed here: see Note [Memory of compute].
+        for tracked in [tracked for owned in self._tracked.values() for tracked in owned.values()]:
+            if tracked.ready is not None:
+                self._compute.outlast(tracked.ready)
+        for _, copy in self._window:
+            if copy.landed is not None:
+                self._compute.outlast(copy.landed)
         self._window.clear()
         self._tracked.clear()
         self._owners.clear()
@@ -369,17 +414,10 @@ class HostStash:
         del self._owners[key]
         return self._tracked[batch].pop(key)
 
-    def fetch(self, copy: _Copy) -> torch.Tensor:
-        """The bytes of a copy in new device memory. Compute waits for them."""
-        made: list[torch.Tensor] = []
-
-        def work() -> None:
-            made.append(torch.empty(copy.memory.numel(), dtype=torch.uint8, device=self._device))
-            made[0].copy_(copy.memory, non_blocking=True)
-
-        self._compute.follow(self._fetch(copy, work))
-        made[0].record_stream(self._compute.stream)
-        return made[0]
+    def fetch(self, copy: _Copy) -> _Fetched:
+        """Starts to bring the bytes of a copy to new device memory."""
+        flat = torch.empty(copy.memory.numel(), dtype=torch.uint8, device=self._device)
+        return _Fetched(flat, self._submit_fetch(copy, flat), self._compute)
 
     def _fill(self, tracked: _TrackedStorage) -> None:
         copy = tracked.copy
@@ -388,19 +426,18 @@ class HostStash:
         if self._is_leaving(copy):  # the bytes are still on the device
             tracked.ready = copy.landed
             return
+        tracked.storage().resize_(tracked.nbytes)
+        tracked.ready = self._submit_fetch(copy, tracked.flat())
 
-        def work() -> None:
-            tracked.storage().resize_(tracked.nbytes)
-            flat = tracked.flat()
-            flat.copy_(copy.memory, non_blocking=True)
-            flat.record_stream(self._compute.stream)  # the user's code may drop it at any time
-
-        tracked.ready = self._fetch(copy, work)
-
-    def _fetch(self, copy: _Copy, work: Work) -> Mark:
+    def _submit_fetch(self, copy: _Copy, target: torch.Tensor) -> Mark:
+        """The stream of compute is current, so that `target` is memory of compute: see the note of that name."""
         assert copy.landed is not None
-        nbytes = copy.memory.numel()
-        copy.fetched = self._h2d.submit(work, after=[copy.landed], label="restore stash", nbytes=nbytes)
+        copy.fetched = self._h2d.submit(
+            lambda: target.copy_(copy.memory, non_blocking=True),
+            after=[copy.landed, self._compute.here()],
+            label="restore stash",
+            nbytes=copy.memory.numel(),
+        )
         return copy.fetched
 
     def _is_leaving(self, copy: _Copy) -> bool:
@@ -447,39 +484,3 @@ class HostStash:
                 "that the engine cannot see: through .data in a unit, or by another library. With the stash on the "
                 "host the edit would be lost. Edit it with torch's operators between units, or specify stash='device'"
             )
-
-
-class _Watch(TorchDispatchMode):
-    """Sees every operator that the micro-batch runs between calls, in forward and backward."""
-
-    def __init__(self, stash: HostStash, batch: MicroBatch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._stash, self._batch = stash, batch
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        for tensor in given:
-            self._stash.use(self._batch, tensor)
-        if function._schema.is_mutable:
-            for tensor in _written(function, args, kwargs or {}):
-                self._stash.edit(tensor)
-        result = function(*args, **(kwargs or {}))
-        storages = {tensor.untyped_storage()._cdata for tensor in given}
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self._stash.track(self._batch, [t for t in made if t.untyped_storage()._cdata not in storages])
-        return result
-
-
-def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that the operator writes to."""
-    values = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(function)]
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-@functools.cache
-def _written_arguments(function: Any) -> list[tuple[int, str]]:
-    """Positions and names of the arguments that the operator writes to."""
-    arguments = enumerate(function._schema.arguments)
-    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]

@@ -5,7 +5,8 @@ The budget bounds what the engine *reserves* (`segments.py`), and the rest of th
 allocator does not know whose memory is whose, so the engine counts: what was reserved when it was made belongs to
 others, and so does what is reserved between its calls. If there is less reserved than after its last call, someone has
 emptied the cache or freed tensors of their own. The engine then assumes that it was its own cache, as far as it had one
-beside the memory that it always holds, so that others never lose any of what they had.
+beside the memory that it always holds, so that others never lose any of what they had. Libraries keep a workspace for
+each pair of thread and stream that has computed a matrix product. Those that a trial leaves belong to the engine, too.
 
 Note [The cap]
 While a step runs, PyTorch's cap on the process (`set_per_process_memory_fraction`) is set to what others have reserved
@@ -59,6 +60,15 @@ class DeviceMemory:
         """Called when all memory that the engine always has is allocated, and nothing else."""
         self.trim()
         self._held = self.used
+
+    def hold_more(self, nbytes: int) -> None:
+        """Called when so much memory was allocated that stays for good, such as workspaces of libraries."""
+        self._held += max(0, nbytes)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of tensors and workspaces on the device, whoever has allocated them."""
+        return self._allocated()
 
     @property
     def used(self) -> int:

@@ -221,6 +221,12 @@ class Lane:
                 mark.wait()
             self._come_after(mark)
 
+    def outlast(self, mark: Mark) -> None:
+        """Makes the lane wait for the end of work, whether or not it failed. Never raises: memory that the work has
+        used belongs to the lane and is about to be freed."""
+        mark._settled.wait()
+        self._come_after(mark)
+
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which the calling thread launches its work on this lane's stream."""
         return contextlib.nullcontext()

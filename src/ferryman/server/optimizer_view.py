@@ -82,7 +82,8 @@ class OptimizerView:
                     f"group {number} of the optimizer has other options now, which need other state "
                     "(momentum, amsgrad, maximize); set them before the engine is made"
                 )
-        missing = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in found]
+        named = list(self._model.named_parameters())  # one walk through the model, in every step
+        missing = [name for name, p in named if p.requires_grad and id(p) not in found]
         if missing:
             raise ValueError(
                 f"the optimizer does not have {missing[0]!r}"
@@ -93,9 +94,9 @@ class OptimizerView:
             )
         moved = [key for key, number in self._groups.items() if found.get(key, number) != number]
         if moved:
-            name = next((n for n, p in self._model.named_parameters() if id(p) == moved[0]), "a parameter")
+            name = next((n for n, p in named if id(p) == moved[0]), "a parameter")
             raise ValueError(f"{name!r} has moved to another group of the optimizer since the engine was made")
-        mine = {id(p) for p in self._model.parameters()}
+        mine = {id(p) for _, p in named}
         strange = [key for key in found if key not in mine and key not in self._groups]
         if strange:
             shape = next(tuple(p.shape) for g in optimizer.param_groups for p in g["params"] if id(p) == strange[0])

@@ -60,6 +60,7 @@ class Server:
     ) -> None:
         self.store, self.scale = store, scale
         self._optimizer_view, self._options, self._staging, self._ranks = optimizer_view, options, staging, ranks
+        self._subgroups: dict[Unit, list[Subgroup]] = {}
         self._streams, self._device = streams, device
         self._arena = Arena(device)
         self._checks = GradientChecks(streams.host, streams.checks, self._arena, options.host_threads)
@@ -83,6 +84,7 @@ class Server:
     def serve(self, units: Sequence[Unit], weights: DeviceWeights, staging: Staging, *, held: bool) -> None:
         """Serves these units from now on, in forward order; when no lane has work."""
         self._staging, self._units = staging, units
+        self._subgroups.clear()
         self._log.fix_prediction()
         self._log.serve(weights, staging)
         if self.has_optimizer and staging.on_device:
@@ -338,6 +340,11 @@ class Server:
 
     def subgroups(self, unit: Unit) -> list[Subgroup]:
         """The subgroups of a unit, those of all ranks."""
+        if unit not in self._subgroups:  # several times in a step, and they change only with the plan
+            self._subgroups[unit] = self._cut(unit)
+        return self._subgroups[unit]
+
+    def _cut(self, unit: Unit) -> list[Subgroup]:
         if self._optimizer_view is None:
             return cut_into_subgroups(unit, self._staging.subgroup)
         size = max(unit.trained_elements, 1) if is_whole(unit, self._optimizer_view) else self._staging.subgroup

@@ -321,12 +321,15 @@ class UnitState:
         """Arguments for one step of these tensors: counts the step, and reads the groups as they are now."""
         requested = []
         self._not_updated = set()
+        known: dict[tuple[int, int], tuple[Numbers, dict[str, Any]]] = {}  # by group and step: most tensors share both
         for item in items:
             self._steps[item] += 1
-            rule, group = self._optimizer_view.rule(item), self._optimizer_view.group(item)
-            options = {name: value for name, value in group.items() if name != "params"}
-            numbers = rule.numbers(group, self._steps[item]) if rule is not None else ()
-            requested.append(UpdateArgs(item, rule, numbers, options, self._steps[item]))
+            step, rule, group = self._steps[item], self._optimizer_view.rule(item), self._optimizer_view.group(item)
+            if (id(group), step) not in known:
+                options = {name: value for name, value in group.items() if name != "params"}
+                known[id(group), step] = rule.numbers(group, step) if rule is not None else (), options
+            numbers, options = known[id(group), step]
+            requested.append(UpdateArgs(item, rule, numbers, options, step))
         return requested
 
     def memory_of(self, subgroup: Subgroup, weights: torch.Tensor) -> SubgroupMemory:

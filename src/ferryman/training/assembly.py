@@ -178,9 +178,19 @@ class Assembly:
         with memory.counted(), memory.capped(), self.step(), self.relay.evaluation.running(), torch.no_grad():
             return loss(self._model, to_device(batch, self._device))
 
-    def try_out(self, works: Sequence[Callable[[], torch.Tensor]], room: int, roots: Roots, choice: Choice) -> Trial:
-        """Measures the memory of micro-batches: see `memory_trial.measure`. After a failure, it can be called again."""
-        memory = trial.Measured(self.memory, self._device, self.plan.fixed, room)
+    def try_out(
+        self,
+        works: Sequence[Callable[[], torch.Tensor]],
+        room: int,
+        roots: Roots,
+        choice: Choice,
+        lasting: int = 0,
+    ) -> Trial:
+        """Measures the memory of micro-batches: see `memory_trial.measure`. After a failure, it can be called again.
+
+        `lasting`: bytes of workspaces, which are not part of the `room`.
+        """
+        memory = trial.Measured(self.memory, self._device, self.plan.fixed + lasting, room)
         try:
             with undisturbed(self._model, self.relay.randomness), self.step():
                 return trial.measure(self.relay, works, memory, roots, self.plan.units, choice)

@@ -188,11 +188,20 @@ def budget(budget: int | None, device: torch.device) -> None:
             f"memory={show_bytes(budget)} is a budget for an accelerator's memory, and device='cpu' has none of its own"
         )
     try:
-        _, total = torch.accelerator.get_memory_info(device)
+        free, total = torch.accelerator.get_memory_info(device)
     except (NotImplementedError, RuntimeError):  # not every device reports it
         return
     if budget > total:
         raise ValueError(f"memory={show_bytes(budget)} is more than {str(device)!r} has ({show_bytes(total)})")
+    # Memory that only this process's allocator holds is given back to the device when the engine is made.
+    held = torch.accelerator.memory_allocated(device)
+    free += torch.accelerator.memory_reserved(device) - held
+    if budget > free:
+        raise ValueError(
+            f"memory={show_bytes(budget)} is more than is free on {str(device)!r}: {show_bytes(free)} of "
+            f"{show_bytes(total)}. Tensors of this process hold {show_bytes(held)}, and other processes "
+            f"{show_bytes(max(0, total - free - held))}. Free what is not needed, or specify memory={free} or less"
+        )
 
 
 def settings(options: PlainOptions, device: torch.device) -> None:

@@ -18,6 +18,8 @@ from ferryman.plan.plan import Need, Plan, PlanTooLargeError
 from ferryman.runtime.sizes import show_bytes
 from ferryman.training.planner import Planner
 
+_SCALARS = 4096  # bytes: losses and sums that may still be on their way to the host
+
 
 class MicroBatching:
     """Chooses micro-batches for one plan. `try_out` measures the memory of micro-batches."""
@@ -33,6 +35,7 @@ class MicroBatching:
         self._plan = plan
         self._try_out = try_out
         self._split = split
+        self.lasting = 0  # bytes that libraries have taken for good since micro-batches were measured
         self._fit = None
         if planner.budget is not None:
             self._fit = Fit(planner.budget, planner.options.stash, self._measure)
@@ -51,7 +54,7 @@ class MicroBatching:
         parts = self._cut(batch, micro_batches)  # raises a ValueError if the batch cannot be cut
         if self._fit is None:
             return Choice(micro_batches or len(parts), self._planner.options.stash == "host")
-        sizes, fixed = [samples_in(part) for part in parts], self._plan.fixed
+        sizes, fixed = [samples_in(part) for part in parts], self._fixed
         known = [size for size in sizes if size is not None]
         sample, size, count = batch, sum(known), micro_batches
         if isinstance(batch, list) and known:
@@ -78,6 +81,18 @@ class MicroBatching:
             )
         raise PlanTooLargeError(needed)
 
+    def took(self, nbytes: int) -> bool:
+        """Called when the checks of a step have left so many bytes allocated: workspaces of libraries, for threads and
+        streams that computed nothing in a trial. Returns whether to choose again, because there is less room."""
+        if self._fit is None or nbytes <= _SCALARS:
+            return False
+        self.lasting += nbytes
+        return True
+
+    @property
+    def _fixed(self) -> int:
+        return self._plan.fixed + self.lasting
+
     def _cut(self, batch: Any, micro_batches: int | None) -> list[Any]:
         return [part.content for part in parts_of(batch, micro_batches, own=self._split)]
 
@@ -87,9 +102,7 @@ class MicroBatching:
         count = asked or 1
         while True:
             try:
-                return self._fit.place(max(parts, key=bytes_in), len(parts), self._plan.fixed)._replace(
-                    micro_batches=count
-                )
+                return self._fit.place(max(parts, key=bytes_in), len(parts), self._fixed)._replace(micro_batches=count)
             except TooLargeError:
                 more = list[Any]()
                 if asked is None:

@@ -10,23 +10,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ferryman.distributed.ranks import Share
+from ferryman.distributed.ranks import Ranks, Share
 from ferryman.model.blocks import Position
 from ferryman.model.placeholder import UsedOutsideError
 from ferryman.model.precision import Scale, scale_for
 from ferryman.model.unit_discovery import find_units, units_of_block
-from ferryman.model.units import BLOCK, GRAIN, DtypeOf, Unit, master_dtype
+from ferryman.model.units import BLOCK, GRAIN, DtypeOf, Unit, landing_dtype, master_dtype
 from ferryman.options import PlainOptions
 from ferryman.plan.plan import Need, Plan, make_plan
 from ferryman.plan.policy import Policy, parse_policy
 from ferryman.plan.staging import (
     MIN_DEVICE_SUBGROUP,
     SUBGROUP,
-    SUBGROUP_WITH_RANKS,
     Staging,
     largest_subgroup,
     subgroup_for,
+    subgroup_on,
 )
+from ferryman.runtime.link_rate import link_rate
 from ferryman.runtime.segments import Segments
 from ferryman.runtime.sizes import show_bytes
 from ferryman.server.optimizer_view import OptimizerView
@@ -35,6 +36,7 @@ from ferryman.training import checks
 
 _HOST = Policy("host")
 _MAX_KEPT = 8  # parameters; a loss that uses more of them outside their units should say which stay on the device
+_LINK_BYTES = 1 << 25  # for measuring the link
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Planner:
     share: Share = Share()  # noqa: RUF009 - frozen
     segments: Segments = Segments()  # noqa: RUF009 - frozen
     kept: tuple[str, ...] = ()  # parameters that stay on the device because they are used outside their units
+    link: float | None = None  # bytes per second to the device, where there is a link and it matters
 
     @property
     def budget(self) -> int | None:
@@ -174,7 +177,6 @@ class Planner:
         units, residents = find_units(self.model, units=options.units, resident=self.resident, dtype_of=self.dtype_of)
         every = (residents, *units)
         itemsize = _cached(self._state_itemsize)
-        most = min(largest_subgroup(every), SUBGROUP if self.share.size == 1 else SUBGROUP_WITH_RANKS)
         if self.device.type == "cpu":
             if policy.kind not in ("host", "auto"):
                 raise ValueError(
@@ -190,6 +192,7 @@ class Planner:
                     "host, or units train bfloat16 and float16 side by side. Use updates='host'"
                 )
             policy = _HOST
+        most = min(largest_subgroup(every), subgroup_on(self.link, self._crossing(every, policy), self.share.size))
         if policy.kind == "auto" and (subgroup or most) < MIN_DEVICE_SUBGROUP:
             policy = _HOST
         deferred = self.optimizer_view is not None and (options.needs_whole_gradient or self.scale().moves)
@@ -226,6 +229,13 @@ class Planner:
         ]
         return [*ways, at_host] if policy.kind == "auto" and given is None else ways
 
+    def _crossing(self, units: Sequence[Unit], policy: Policy) -> float:
+        """Bytes per element that cross the link in one direction when a subgroup is updated."""
+        if policy.kind == "host":
+            return max(landing_dtype(unit).itemsize for unit in units)
+        able = ((unit, self._state_itemsize(unit)) for unit in units)
+        return max(unit.weight_itemsize + unit.master_itemsize + size for unit, size in able if size is not None)
+
     def _cuts(self, unit: Unit) -> list[int]:
         """The boundaries between the ranks' parts of the unit's trained elements."""
         return (
@@ -258,6 +268,15 @@ class Planner:
                 continue
             return f"subgroup={size} would fit, or updates='host', which needs no memory there"
         return "No subgroup would fit"
+
+
+def find_link(model: nn.Module, device: torch.device, options: PlainOptions, ranks: Ranks) -> float | None:
+    """Bytes per second to the device, for `Planner`: the slowest rank's. None if no plan depends on it."""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if device.type == "cpu" or options.subgroup is not None or trained <= SUBGROUP:
+        return None
+    most = _LINK_BYTES if options.budget is None else min(_LINK_BYTES, options.budget // 4)
+    return min(rate for (rate,) in ranks.count([link_rate(device, most)]))
 
 
 def _cached(function: Callable[[Unit], float | None]) -> Callable[[Unit], float | None]:

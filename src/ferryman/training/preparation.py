@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -73,11 +74,25 @@ class Preparation:
         self._check_model()
         if is_nothing(batch) and not self._ranks.alone:
             return Choice(0, stash_on_host=False), []
-        choice = self._micro_batching.choose(batch, micro_batches, begun=self._has_begun)
-        with self._assembly.memory.capped():
-            self._batch_check.check(batch, micro_batches, choice.micro_batches, self._assembly, self.first_steps.roots)
-            parts = parts_of(batch, choice.micro_batches, self._options.reduction, self._options.split)
-            self._check_first(parts, choice, _next_seed())
+        memory, roots = self._assembly.memory, self.first_steps.roots
+        at_first = memory.allocated
+        while True:
+            choice = self._micro_batching.choose(batch, micro_batches, begun=self._has_begun)
+            before, skipped, ran_out = memory.allocated, self._blocks.skipped, None
+            try:
+                with memory.capped():
+                    self._batch_check.check(batch, micro_batches, choice.micro_batches, self._assembly, roots)
+                    parts = parts_of(batch, choice.micro_batches, self._options.reduction, self._options.split)
+                    self._check_first(parts, choice, _next_seed())
+            except torch.OutOfMemoryError as error:
+                ran_out = error
+                traceback.clear_frames(error.__traceback__)  # they keep the tensors of the check
+            if not self._micro_batching.took(memory.allocated - before):
+                if ran_out is not None:
+                    raise ran_out
+                break
+            self._blocks.skipped = skipped
+        memory.hold_more(memory.allocated - at_first)
         return choice, parts
 
     def agree(self, choice: Choice, parts: list[Part]) -> PreparedStep:
@@ -114,7 +129,7 @@ class Preparation:
 
     def _try_out(self, contents: list[Any], room: int, choice: Choice) -> Trial:
         works = [self._work(content, 1 / len(contents)) for content in contents]
-        return self._assembly.try_out(works, room, self.first_steps.roots, choice)
+        return self._assembly.try_out(works, room, self.first_steps.roots, choice, self._micro_batching.lasting)
 
     def keep_resident(self, error: UsedOutsideError) -> tuple[Planner, Plan]:
         """See `Planner.keep_resident`. Raises the error also if the plan can no longer change."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ferryman.verify import model_checks, overlap, parity, peak_memory, races
+from ferryman.verify import model_checks, overlap, parity, peak_memory, process, races
 from ferryman.verify.context import CheckContext
 from ferryman.verify.result import Check, Outcome, Result, Verdict
 from ferryman.verify.user_model import UserModel
@@ -18,6 +18,7 @@ GROUPS: dict[str, Callable[[CheckContext], Iterator[Check]]] = {
     "races": races.checks,
     "overlap": overlap.checks,
     "memory": peak_memory.checks,
+    "process": process.checks,
 }
 
 
