@@ -50,8 +50,8 @@ class Planner:
     optimizer_view: OptimizerView | None
     share: Share = Share()  # noqa: RUF009 - frozen
     segments: Segments = Segments()  # noqa: RUF009 - frozen
-    kept: tuple[str, ...] = ()  # parameters that stay on the device because they are used outside their units
     link: float | None = None  # bytes per second to the device, where there is a link and it matters
+    kept: tuple[str, ...] = ()  # parameters that stay on the device because they are used outside their units
 
     @property
     def budget(self) -> int | None:
