@@ -33,6 +33,7 @@ from ferryman.distributed.ranks import Ranks
 from ferryman.runtime.sizes import parse_bytes, show_bytes
 
 SMALL, LARGE = "virtual:0", "virtual:1"  # two devices: one of small memory, one with plenty
+FOR_LIBRARIES = 1 << 16  # bytes of the small device that libraries may keep for themselves
 COMPARED = 8  # steps of both, one after the other
 SECONDS = 140  # about how long the training itself may take
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -165,7 +166,7 @@ def main() -> None:
         sample=32 if given.tiny else 96,
         eval_windows=16 if given.tiny else 64,
     )
-    torch_virtual.set_capacity(parse_bytes(options.memory, "memory"), SMALL)
+    torch_virtual.set_capacity(parse_bytes(options.memory, "memory") + FOR_LIBRARIES, SMALL)
     options, run = new_run(options)
     windows = open_corpus(options, parse_model(options.model), run).training
     batches = [windows.batch(options.batch) for _ in range(COMPARED)]

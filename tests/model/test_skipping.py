@@ -144,6 +144,7 @@ def test_blocks_that_the_model_passes_over_itself_are_not_fetched(accelerator):
         assert_steps(engine, model, pass_over(plain, {0}))
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("options", [{"memory": "140KiB"}, {"units": ["blocks.*.up", "blocks.*.down"]}], ids=str)
 def test_blocks_that_are_cut_are_skipped_as_a_whole(options, accelerator):
     torch.manual_seed(0)

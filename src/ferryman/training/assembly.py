@@ -118,14 +118,14 @@ class Assembly:
 
     def watch_reads(self) -> None:
         """From now on, reads of trained weights wait for pending updates, and uses of weights are noticed."""
-        if self._optimizer_view is not None:
-            ahead = [item.tensor for unit in self.relay.ahead() for item in unit.items if not item.trains]
-            self.reads.begin([item.tensor for unit in self.all_units for item in unit.trained], ahead)
+        updated = [] if self._optimizer_view is None else [item for unit in self.all_units for item in unit.trained]
+        ahead = [item for unit in self.relay.ahead() for item in unit.items if not (updated and item.trains)]
+        self.reads.begin([item.tensor for item in updated], [item.tensor for item in ahead])
 
     def end_reads(self) -> None:
         """From now on, the engine uses the weights, and not the user."""
         self.reads.end()
-        if self.reads.were_used or self._optimizer_view is None:  # without one, nobody has watched
+        if self.reads.were_used:
             self.relay.distrust_ahead()
 
     def serve(self, plan: Plan) -> None:
