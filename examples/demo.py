@@ -33,7 +33,7 @@ from ferryman.distributed.ranks import Ranks
 from ferryman.runtime.sizes import parse_bytes, show_bytes
 
 SMALL, LARGE = "virtual:0", "virtual:1"  # two devices: one of small memory, one with plenty
-FOR_LIBRARIES = 1 << 16  # bytes of the small device that libraries may keep for themselves
+FOR_LIBRARIES = 1 << 18  # bytes of the small device that libraries may keep for themselves
 COMPARED = 8  # steps of both, one after the other
 SECONDS = 140  # about how long the training itself may take
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -161,7 +161,7 @@ def main() -> None:
         lr=2e-3,
         warmup=10,
         device=SMALL,
-        memory="2MiB" if given.tiny else "12MiB",
+        memory="3MiB" if given.tiny else "12MiB",
         max_grad_norm=1.0,
         sample=32 if given.tiny else 96,
         eval_windows=16 if given.tiny else 64,

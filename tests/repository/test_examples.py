@@ -66,7 +66,7 @@ def test_the_demo_shows_what_it_promises(tmp_path):
     assert float(difference[1]) < 1e-5
     bits = [float(found) for found in re.findall(r"\((\d+\.\d+) bits per byte\)", shown)]
     assert bits[-1] < bits[0] - 0.5
-    assert re.search(r"trains in 2MiB.*no.*yes", shown)
+    assert re.search(r"trains in 3MiB.*no.*yes", shown)
     made = {path.name for path in (tmp_path / "runs" / "demo").iterdir()}
     assert made >= {"checkpoints", "metrics.jsonl", "trace.json", "report.html", "run.json"}
 
