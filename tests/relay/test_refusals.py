@@ -128,8 +128,9 @@ def test_a_parameter_tied_to_a_module_outside_its_unit(device):
     plain, batch = on(device, model), text(8)
     with Engine(model, device=device, units=["transformer.wte", "transformer.h.*"]) as engine:
         torch.manual_seed(1)
-        with pytest.warns(UserWarning, match=r"used outside its unit .*, so it stays on the device"):
+        with pytest.warns(UserWarning, match=r"used outside its unit .*, so it stays on the device") as caught:
             found = step(engine, model, batch, 4)
+        assert caught[0].filename == step.__code__.co_filename, "the line that called the engine"
         assert "transformer.wte.weight" not in {item.name for unit in engine.units for item in unit.items}
     torch.manual_seed(1)
     assert_same(found, plain_step(plain, cut(batch, 4)), loose=("*",))

@@ -94,7 +94,7 @@ class Planner:
         warnings.warn(
             f"{error.parameter!r} is used outside its unit {error.unit!r}, so it stays on the device, as with "
             f"resident=[{error.parameter!r}]",
-            stacklevel=2,
+            stacklevel=7,  # the caller of engine.step or engine.forward_backward
         )
         return planner, plan
 
