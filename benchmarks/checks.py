@@ -26,7 +26,6 @@ from transformers import logging
 
 from ferryman.engine import Engine
 from ferryman.exactness.guard import Guard
-from ferryman.exactness.survey import Survey
 from ferryman.training import first_steps
 from relay import DEVICE, LAYERS, MICRO_BATCHES, ROUNDS, batch_of, make, step
 
@@ -140,11 +139,11 @@ def exchange(device: str, rounds: int) -> None:
             flush=True,
         )
     roots = engines["in each block"]._preparation.first_steps.roots
-    survey = Survey(*roots, thorough=False)
+    survey = roots.survey(thorough=False)
     before = survey.capture()
     _, took = medians_of(
         {
-            "make": lambda: Survey(*roots, thorough=False),
+            "make": lambda: roots.survey(thorough=False),
             "capture": survey.capture,
             "compare": lambda: survey.changed(before),
         },
