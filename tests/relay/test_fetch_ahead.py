@@ -103,6 +103,10 @@ def edit_data(engine, model):
 
 
 def edit_data_of_all(engine, model):
+    if engine is not None:  # the units that were fetched ahead have the weights from before the edit
+        for slot in engine._parts.relay.weights._slots:
+            if slot.ahead is not None:
+                slot.fetched.wait()
     for parameter in model.parameters():
         parameter.data.add_(0.001)
 
