@@ -2,7 +2,7 @@
 
 The memory that is always in use on the device is
 
-    weight slots x largest unit + gradient slots x widest gradients + residents, with their gradients
+    weight slots x largest unit + gradient slots (`slot_sizes.py`) + residents, with their gradients
     + memory for updates on the device (`staging.py`) + what the allocator adds (`runtime/segments.py`)
 
 If all units are *held*, their sum takes the place of the weight slots. The rest of the budget is for micro-batches
@@ -27,7 +27,8 @@ from typing import NamedTuple
 from torch import nn
 
 from ferryman.model.unit_discovery import find_cuts, module_sizes
-from ferryman.model.units import DtypeOf, Unit, gradient_bytes, narrow_bytes, own_dtype
+from ferryman.model.units import DtypeOf, Unit, own_dtype
+from ferryman.plan.slot_sizes import slot_bytes, slot_groups
 from ferryman.plan.staging import Staging
 from ferryman.runtime.segments import Segments
 from ferryman.runtime.sizes import show_bytes
@@ -87,7 +88,7 @@ class Plan:
         """Bytes of all allocations that last as long as the plan, by purpose. Each purpose has as few as possible."""
         return {
             "weight slots": [self._weight_bytes],
-            "gradient slots": [self.gradient_slots * slot_bytes(self.units, self.updates)],
+            "gradient slots": [self._gradient_bytes],
             "residents": [self.residents.nbytes, slot_bytes([self.residents], self.updates)],
             **self.staging.allocations(self.in_forward_order, held=self.held),
         }
@@ -104,6 +105,11 @@ class Plan:
     def _weight_bytes(self) -> int:
         sizes = [unit.nbytes for unit in self.units]
         return sum(sizes) if self.held else self.weight_slots * max(sizes)
+
+    @property
+    def _gradient_bytes(self) -> int:
+        groups = slot_groups(self.units, self.gradient_slots)
+        return sum(group.slots * slot_bytes(group.units, self.updates) for group in groups)
 
     @property
     def fixed(self) -> int:
@@ -130,8 +136,7 @@ class Plan:
         slots = all_of_them if self.held else f"{self.weight_slots} x {show_bytes(largest.nbytes)}"
         sizes = {
             "weight slots": f"{slots} for weights (the largest unit is {largest.name!r})",
-            "gradient slots": f"{self.gradient_slots} x {show_bytes(slot_bytes(self.units, self.updates))} "
-            "for gradients",
+            "gradient slots": f"{show_bytes(account['gradient slots'])} for gradients of {self.gradient_slots} units",
             "residents": f"{show_bytes(account['residents'])} for what stays on the device",
             "update staging": f"{show_bytes(account.get('update staging', 0))} for updates on the device, of subgroups "
             f"of {self.staging.subgroup} parameters",
@@ -207,12 +212,6 @@ def _what_would_do(least: Plan, needed: Need | None) -> str:
         f"{f'{total} would do' if needed.is_all else f'more than {total} is needed'}, {least.explain()}, and "
         f"{show_bytes(needed.nbytes)} for a micro-batch of one sample (the most in {needed.where!r})"
     )
-
-
-def slot_bytes(units: Sequence[Unit], updates: bool) -> int:
-    """Bytes of a slot for the gradients of any of these units, in float32 and in the dtype in which they cross."""
-    wide = max(gradient_bytes(unit) for unit in units)
-    return wide + (max(narrow_bytes(unit) for unit in units) if updates else 0)
 
 
 def _grades(cuts: Sequence[Plan], slots: int | None, staging: Sequence[Staging], held: bool | None) -> list[list[Plan]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ferryman.model.units import Item, Unit, gradient_bytes, gradient_views, landing_bytes, landing_dtype, narrow_bytes
+from ferryman.plan.slot_sizes import SlotGroup, slot_groups
 from ferryman.relay.parameter_server import ParameterServer
 from ferryman.runtime.device_memory import carve
 from ferryman.runtime.lanes import Lane
@@ -21,6 +22,7 @@ class GradientSlot:
 
     wide: torch.Tensor  # bytes of the sums in float32
     narrow: torch.Tensor  # bytes of the sums in the dtype in which they are sent, if that is not float32
+    serves: tuple[Unit, ...]  # the units that may take it
     unit: Unit | None = None
     wide_views: Mapping[Item, torch.Tensor] = field(default_factory=dict)  # views for the unit's parameters
     narrow_views: Mapping[Item, torch.Tensor] = field(default_factory=dict)
@@ -60,9 +62,10 @@ class GradientSlots:
     ) -> None:
         self._device = device
         self._server, self._h2d, self._d2h = server, h2d, d2h
-        self._slots = self._make_slots(count, 0, 0)
+        self._count = count
+        self._slots: list[GradientSlot] = []
         self._residents = residents
-        (self._resident_slot,) = self._make_slots(1, gradient_bytes(residents), self._narrow_bytes(residents))
+        (self._resident_slot,) = self._make_slots([SlotGroup((residents,), 1)])
         self._flushes = 0
         self._for_update = False
         self._discards = False
@@ -71,14 +74,14 @@ class GradientSlots:
         self._narrowed: set[Item] = set()  # tensors whose sum is in `narrow` already
 
     def make_room_for(self, units: Sequence[Unit]) -> None:
-        """Between steps: resizes the slots so that each can hold the gradients of any of these units."""
+        """Between steps: resizes the slots so that they can hold the gradients of these units."""
         assert all(slot.unit is None for slot in self._all_slots()), "between steps all gradients are on the host"
-        wide = max(gradient_bytes(unit) for unit in units)
-        narrow = max(self._narrow_bytes(unit) for unit in units)
-        if any(slot.wide.nbytes != wide or slot.narrow.nbytes != narrow for slot in self._slots):
-            count = len(self._slots)
+        groups = slot_groups(units, self._count)
+        if self._sizes(groups) != [(slot.wide.nbytes, slot.narrow.nbytes) for slot in self._slots]:
             self._slots.clear()  # frees the old memory before new memory is allocated
-            self._slots += self._make_slots(count, wide, narrow)
+            self._slots += self._make_slots(groups)
+        for slot, group in zip(self._slots, _one_each(groups), strict=True):
+            slot.serves = group.units
         there = {*units, self._residents}
         for slot in self._slots:
             slot.views = {unit: views for unit, views in slot.views.items() if unit in there}
@@ -242,11 +245,22 @@ class GradientSlots:
         """Frees the device's memory."""
         self.clear()
         self._slots.clear()
-        (self._resident_slot,) = self._make_slots(1, 0, 0)
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._resident_slot = GradientSlot(nothing, nothing, ())
 
-    def _make_slots(self, count: int, wide: int, narrow: int) -> list[GradientSlot]:
-        memories = carve([*[wide] * count, *[narrow] * count], self._device)
-        return [GradientSlot(memories[i], memories[count + i]) for i in range(count)]
+    def _make_slots(self, groups: Sequence[SlotGroup]) -> list[GradientSlot]:
+        sizes = self._sizes(groups)
+        memories = carve([size for both in zip(*sizes, strict=True) for size in both], self._device)
+        wide, narrow = memories[: len(sizes)], memories[len(sizes) :]
+        each = zip(wide, narrow, _one_each(groups), strict=True)
+        return [GradientSlot(sums, sent, group.units) for sums, sent, group in each]
+
+    def _sizes(self, groups: Sequence[SlotGroup]) -> list[tuple[int, int]]:
+        """Bytes of each slot in float32, and in the dtype in which gradients are sent."""
+        return [
+            (max(map(gradient_bytes, group.units)), max(map(self._narrow_bytes, group.units)))
+            for group in _one_each(groups)
+        ]
 
     def _narrow_bytes(self, unit: Unit) -> int:
         return narrow_bytes(unit) if self._server.has_optimizer else 0
@@ -265,16 +279,22 @@ class GradientSlots:
     def _take_slot(self, unit: Unit) -> GradientSlot:
         slot = self._resident_slot
         if unit is not self._residents:
-            taken = [slot for slot in self._slots if slot.unit is not None]
-            if len(taken) == len(self._slots):
+            usable = [slot for slot in self._slots if unit in slot.serves]
+            taken = [slot for slot in usable if slot.unit is not None]
+            if len(taken) == len(usable):
                 longest = min(taken, key=lambda slot: slot.taken_at)
                 assert longest.unit is not None
                 self.flush(longest.unit, for_update=False)
             # Take the slot that was flushed first: the flushes of the others may still be running.
-            slot = min((s for s in self._slots if s.unit is None), key=lambda slot: slot.emptied_at)
+            slot = min((s for s in usable if s.unit is None), key=lambda slot: slot.emptied_at)
         slot.take(unit, self._flushes)
         return slot
 
     def _sends(self, unit: Unit) -> bool:
         """Whether the unit's gradients are sent for an update in a dtype other than float32."""
         return self._for_update and not self._discards and narrow_bytes(unit) > 0
+
+
+def _one_each(groups: Sequence[SlotGroup]) -> list[SlotGroup]:
+    """The group of each slot."""
+    return [group for group in groups for _ in range(group.slots)]
