@@ -33,4 +33,3 @@ def test_too_few_slots_are_shared(device):
         for count in (1, 2):
             (group,) = slot_groups(engine.units, count)
             assert (set(group.units), group.slots) == (set(engine.units), count)
-
