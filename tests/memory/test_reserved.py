@@ -86,16 +86,31 @@ def test_sizes_of_segments_are_found_out(caching):
         assert find_segments(torch.device(DEVICE)).is_exact
 
 
+def unused_stream(segments):
+    """A stream in whose segments no tensor of another test is left, beside which there would be room."""
+    for _ in range(32):
+        torch_virtual.empty_cache()
+        stream, before = torch.Stream(DEVICE), reserved()
+        with stream:
+            probes = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in (1, segments.small // 2 + 1)]
+        grown = reserved() - before
+        del probes
+        if grown == segments.small + segments.large:
+            return stream
+    raise AssertionError("all streams are in use")
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_reserved_can_be_computed(seed, caching):
     generator = torch.Generator().manual_seed(seed)
     count = int(torch.randint(1, 12, (), generator=generator))
     sizes = [int(2 ** (20 * float(torch.rand((), generator=generator)))) for _ in range(count)]
     segments = find_segments(torch.device(DEVICE))
+    stream = unused_stream(segments)
     torch_virtual.empty_cache()
     before = reserved()
     kept = []
-    with torch.Stream(DEVICE):
+    with stream:
         kept += [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in sizes]
     assert reserved() - before == segments.reserved(sizes)
 
