@@ -2,12 +2,13 @@
 
     python benchmarks/relay.py [trace.json]
 
-The bound is per phase (docs/architecture.md): forward max(compute, bytes in, host if updates are deferred) + backward
-max(compute, bytes in, bytes out, host if they are eager). Compute is measured in the same run, round by round, with all
-weights already on the device. The time of a link is the number of bytes that the step moved, divided by the bandwidth.
-Compute runs on one thread. Simulated copies are memcpy on the other core, so sizes and bandwidths (tens of MB/s) are
-chosen such that they hardly load it. For the same reason, a slow host is simulated: it updates as usual, and then
-sleeps for the rest of the time that its rate would need.
+The bound is per phase (docs/architecture.md): forward max(compute, bytes in, bytes out, host if updates are deferred) +
+backward max(compute, bytes in, bytes out, host if they are eager). Compute is measured in the same run, round by round,
+with all weights already on the device. The time of a link is the number of bytes that the step moved, divided by the
+bandwidth. The column `stash` is what has left the device and come back, in units of all calls' hidden states: 1 out and
+1 in is what a stash on the host needs. Compute runs on one thread. Simulated copies are memcpy on the other core, so
+sizes and bandwidths (tens of MB/s) are chosen such that they hardly load it. For the same reason, a slow host is
+simulated: it updates as usual, and then sleeps for the rest of the time that its rate would need.
 """
 
 import copy
@@ -29,10 +30,11 @@ from ferryman.plan.performance import Phase, step_time
 from ferryman.plan.rates import Rates
 
 DEVICE = "virtual"
-LAYERS, MICRO_BATCHES, CONTEXT, ROUNDS = 16, 8, 64, 5
+LAYERS, WIDTH, MICRO_BATCHES, CONTEXT, ROUNDS = 16, 256, 8, 64, 5
+ROOMY = "48MiB"  # of which two slots and the boundaries of all micro-batches need less than half
 
 
-def make(layers: int, width: int = 256) -> LlamaForCausalLM:
+def make(layers: int, width: int = WIDTH) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -67,6 +69,12 @@ def visits(trace: Trace, since: float) -> tuple[float, float]:
     return sum(lengths[:middle]) + turn / 3, sum(lengths[middle + 1 :]) + turn * 2 / 3
 
 
+def stash_bytes(trace: Trace, since: int) -> dict[str, int]:
+    """Bytes of the stash that have left the device and come back, in all spans but the first `since`."""
+    spans = trace.spans()[since:]
+    return {lane: sum(span.nbytes for span in spans if span.lane == lane) for lane in ("stash out", "stash in")}
+
+
 def against_the_bound(model: LlamaForCausalLM, path: str) -> None:
     batch = batch_of(MICRO_BATCHES)
     free_trace = Trace()
@@ -78,12 +86,19 @@ def against_the_bound(model: LlamaForCausalLM, path: str) -> None:
     forward, _ = visits(free_trace, start)
     print(f"\nstep over phase bound: {LAYERS} blocks, {MICRO_BATCHES} micro-batches of 1 x {CONTEXT} tokens")
     print(
-        f"{'setting':16}{'link':>12}{'compute':>16}{'in':>16}{'out':>8}{'bound':>10}{'step':>10}{'ratio':>8}{'fetches':>9}"
+        f"{'setting':16}{'link':>12}{'compute':>16}{'in':>16}{'out':>16}{'bound':>10}{'step':>10}{'ratio':>8}{'fetches':>9}"
+        f"{'stash':>14}"
     )
     # How long a fetch takes against a visit in the forward; a visit in the backward takes three times as long.
-    for setting, share in (("compute-bound", 0.5), ("equal", 1.0), ("link-bound", 6.0)):
+    on_host = {"stash": "host", "memory": ROOMY, "slots": 2, "held": False}  # boundaries stay on the device
+    for setting, share, options in (
+        ("compute-bound", 0.5, {}),
+        ("equal", 1.0, {}),
+        ("link-bound", 6.0, {}),
+        ("stash on host", 0.5, on_host),
+    ):
         trace = Trace()
-        with Engine(copy.deepcopy(model), device=DEVICE, trace=trace) as engine:
+        with Engine(copy.deepcopy(model), device=DEVICE, trace=trace, **options) as engine:
             largest = max(unit.nbytes for unit in engine.units)
             rate = largest / (share * forward / LAYERS)
             bounds, ratios, times = [], [], []
@@ -91,28 +106,31 @@ def against_the_bound(model: LlamaForCausalLM, path: str) -> None:
                 start = free_trace.now()
                 step(free, batch)
                 compute_forward, compute_backward = visits(free_trace, start)
-                before = engine.fetches
+                before, since = engine.fetches, len(trace.spans())
                 with torch_virtual.link(DEVICE, h2d=rate, d2h=rate), torch_virtual.watch(DEVICE) as seen:
                     begin = time.perf_counter()
                     step(engine, batch)
                     took = time.perf_counter() - begin
-                counters = seen.counters
+                counters, stashed = seen.counters, stash_bytes(trace, since)
                 weights = sum(unit.nbytes for unit in engine.units)
-                in_forward, out = weights / rate, counters.d2h_bytes / rate
-                in_backward = counters.h2d_bytes / rate - in_forward
+                rest_in, rest_out = counters.h2d_bytes - weights, counters.d2h_bytes - stashed["stash out"]
                 bound = step_time(
-                    Phase(compute_forward, bytes_in=weights),
-                    Phase(compute_backward, bytes_in=counters.h2d_bytes - weights, bytes_out=counters.d2h_bytes),
+                    Phase(compute_forward, bytes_in=weights, bytes_out=stashed["stash out"]),
+                    Phase(compute_backward, bytes_in=rest_in, bytes_out=rest_out),
                     Rates(host=math.inf, device=math.inf, link_in=rate, link_out=rate),
                 )
                 if round_:  # the first teaches the order
                     bounds.append(bound)
                     ratios.append(took / bound)
                     times.append(took)
+            calls = MICRO_BATCHES * len(engine.units) * CONTEXT * WIDTH * 4  # bytes of all calls' hidden states
+            crossed = "/".join(f"{nbytes / calls:.2f}" for nbytes in stashed.values())
             print(
                 f"{setting:16}{rate / 1e6:>7.0f} MB/s{compute_forward:>7.2f} +{compute_backward:>5.2f} s"
-                f"{in_forward:>7.2f} +{in_backward:>5.2f} s{out:>6.2f} s{statistics.median(bounds):>8.2f} s"
+                f"{weights / rate:>7.2f} +{rest_in / rate:>5.2f} s{stashed['stash out'] / rate:>7.2f} +"
+                f"{rest_out / rate:>5.2f} s{statistics.median(bounds):>8.2f} s"
                 f"{statistics.median(times):>8.2f} s{statistics.median(ratios):>8.3f}{engine.fetches - before:>9}"
+                f"{crossed:>14}"
             )
             if setting == "equal":
                 trace.save(path)

@@ -117,6 +117,49 @@ def test_the_stash_crosses_once_out_and_once_in_for_those_that_stay(staying, vir
     assert found == [pytest.approx(count, abs=IN_FLIGHT) for count in expected(8, staying)]
 
 
+class Gated(nn.Module):
+    """Its blocks share an input, as rotary embeddings and masks are shared."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Gate() for _ in range(LAYERS))
+
+    def forward(self, x):
+        gate = torch.sigmoid(x)
+        for block in self.blocks:
+            x = block(x, gate.detach())
+        return x
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block(WIDTH)
+
+    def forward(self, x, gate):
+        return self.block(x) * gate
+
+
+@pytest.mark.exact
+def test_an_input_that_all_blocks_share_crosses_once_each_way(virtual):
+    torch.manual_seed(0)
+    model, micro_batches = Gated(), 8
+    plain = on(virtual, model)
+    trace = Trace()
+    options = {"device": DEVICE, "loss": square_loss, "stash": "host", "held": False, "slots": 2}
+    with Engine(model, memory="64MiB", trace=trace, **options) as engine:
+        out, into = crossed(engine, numbers(micro_batches), micro_batches)
+        assert engine.choice == Choice(micro_batches, True, micro_batches)
+        engine.zero_grad()
+        torch.manual_seed(1)
+        result = step(engine, model, numbers(8), 8)
+        torch.manual_seed(1)
+        assert_same(result, plain_step(plain, cut(numbers(8), 8), square_loss))
+    expected_out, expected_in = expected(micro_batches, micro_batches)
+    assert out == pytest.approx(expected_out + micro_batches, abs=IN_FLIGHT)
+    assert into == pytest.approx(expected_in + micro_batches, abs=IN_FLIGHT)
+
+
 def test_without_a_budget_memory_is_constant_and_none_stay(virtual):
     with engine_with(None, trace=Trace()) as engine:
         found = crossed(engine, numbers(4), 4)

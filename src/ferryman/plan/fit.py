@@ -20,7 +20,8 @@ Note [Boundaries that stay]
 With the stash on the host, the inputs of the call that a parked micro-batch waits for (its *boundary*) would leave the
 device between any two visits: in a step, the stash would cross twice out and three times in. A boundary that stays
 needs only the one copy that the backward reads: once out, once in. So the rest of the room is for boundaries, of as
-many micro-batches as it has room for. Each takes the place of the largest inputs of any call.
+many micro-batches as it has room for. Each takes the place of the largest inputs of any call. In the backward, these
+are the gradients of its outputs, and those of its saved inputs that the call before it has brought back already.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from ferryman.relay.micro_batch import MicroBatch
 
 
 class Operands(Protocol):
-    """What is done with the tensors of these operators (`stash.py`)."""
+    """What is done with the tensors of these operators (`host_stash.py`)."""
 
     def use(self, batch: MicroBatch, tensor: torch.Tensor) -> None:
         """Called before an operator uses a tensor."""

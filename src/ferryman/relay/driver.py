@@ -27,10 +27,11 @@ from ferryman.plan.plan import Plan
 from ferryman.relay.call import Call, Forward
 from ferryman.relay.call_host import CallHost
 from ferryman.relay.evaluation import Evaluation, refuse_other_devices
+from ferryman.relay.host_stash import HostStash
 from ferryman.relay.inputs import Inputs
 from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
 from ferryman.relay.parameter_server import ParameterServer
-from ferryman.relay.stash import DeviceStash, HostStash, Stash
+from ferryman.relay.stash import DeviceStash, Stash
 from ferryman.relay.step_state import Expectation, StepState, Visit, Work
 from ferryman.relay.unit_arguments import refuse_arguments
 from ferryman.relay.weight_slots import UnitOnDevice

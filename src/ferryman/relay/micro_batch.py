@@ -79,6 +79,10 @@ class ThreadState(NamedTuple):
 class Saved(Protocol):
     """An input that a call has saved for its backward (`stash.py`)."""
 
+    @property
+    def source(self) -> tuple[int, int]:
+        """What its bytes on the host are identified by, as long as they are there, and their number."""
+
     def prefetch(self) -> None:
         """Starts to bring it to the device."""
 

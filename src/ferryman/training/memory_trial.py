@@ -82,6 +82,7 @@ class _Memory(Observer):
         super().__init__(roots)
         self.stretches: list[Stretch] = []
         self.boundary = 0  # bytes
+        self._recalled: dict[int, dict[int, int]] = {}  # by micro-batch: sources of saved inputs, and their bytes
         self.reserved = 0
         self._measured, self._device = measured, measured.device
         measured.memory.trim()  # memory of pending copies does not count, nor what earlier steps have left
@@ -99,4 +100,7 @@ class _Memory(Observer):
             raise TooLargeError(Need(self.reserved, self._where, is_all=False))
         self.stretches.append(Stretch(self._where, peak - self._floor))
         if batch.request is not None:
-            self.boundary = max(self.boundary, bytes_of_storages(batch.request.needs, self._device))
+            before = self._recalled.get(batch.number, {})
+            self._recalled[batch.number] = recalled = dict(saved.source for saved in batch.request.recalls)
+            again = sum(nbytes for source, nbytes in recalled.items() if source in before)
+            self.boundary = max(self.boundary, bytes_of_storages(batch.request.needs, self._device) + again)
