@@ -46,6 +46,32 @@ def test_edits_of_a_batch_are_made_once(on_device, micro_batches, device):
             assert torch.equal(mask, theirs if own else torch.zeros(WIDTH, dtype=torch.bool))
 
 
+class MaskedAndSaved(Masked):
+    """The graph between its units needs the input, of which each micro-batch edits a part."""
+
+    def prepare(self):
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        x[:, np.random.randint(0, WIDTH)] = 0
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_edits_of_parts_of_one_tensor_do_not_disturb_the_other_parts(on_device, device):
+    model, plain = made(MaskedAndSaved, None), made(MaskedAndSaved, None)
+    torch.manual_seed(2)
+    expected = train_plainly(plain, loss, device, 3)
+    torch.manual_seed(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with Engine(model, optimizer, device=device, loss=loss, max_grad_norm=1.0) as engine:
+        losses = [engine.step((x.to(device) if on_device else x, y), 3).item() for x, y in batches(3)]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
 class Renormalised(nn.Module):
     def __init__(self):
         super().__init__()
