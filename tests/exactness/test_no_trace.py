@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.utils.checkpoint import checkpoint
 
 from ferryman.engine import Engine
 from support.models import CASES, build, text
@@ -213,3 +214,33 @@ def test_autograd_is_asked_for_the_gradient_of_a_resident_in_a_unit(device):
         pytest.raises(ValueError, match=r"autograd\.grad was called for 'head\.weight', which the unit 'head' uses"),
     ):
         engine.step(next(batches(1)), 1)
+
+
+class CheckpointedReentrantly(Model):
+    """No unit is finished before the step is: any may be called once more in a backward."""
+
+    def prepare(self):
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        x = x * self.scale
+        for block in (*self.blocks, self.head):
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def test_an_update_of_a_resident_that_is_early_is_not_taken_for_an_edit(device, monkeypatch):
+    model = made(CheckpointedReentrantly, None)
+    with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), device=device, loss=loss) as engine:
+        gradients, lanes = engine._parts.relay.gradients, engine._parts.lanes
+        flush_all = gradients.flush_all
+
+        def flush_and_wait(end):
+            flush_all(end)
+            lanes.drain()
+
+        monkeypatch.setattr(gradients, "flush_all", flush_and_wait)
+        before = model.scale.detach().clone()
+        for batch in batches(2):
+            engine.step(batch, 2)
+    assert not torch.equal(model.scale, before)
