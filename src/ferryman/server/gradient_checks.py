@@ -48,7 +48,7 @@ class GradientChecks:
         self._threads = threads
         self._loss_memory: list[Allocation] = []
         self._sums: dict[Subgroup, dict[Item, float]] = {}  # sums of squares
-        self._parts: dict[Subgroup, tuple[list[Item], Parts]] = {}  # for the last check of each, and its items
+        self._parts: dict[Subgroup, tuple[list[Item], GradientParts]] = {}  # for the last check of each, and its items
         self._marks: list[Mark] = []
         self._losses: list[tuple[torch.Tensor, Mark]] = []
         self.losses_checked: list[Mark] = []
@@ -103,7 +103,7 @@ class GradientChecks:
                 wanted = list(items)
                 known, parts = self._parts.get(subgroup, ((), None))
                 if parts is None or known != wanted:
-                    parts = Parts.of(subgroup.unit, wanted, subgroup.start, subgroup.size)
+                    parts = GradientParts.of(subgroup.unit, wanted, subgroup.start, subgroup.size)
                     self._parts[subgroup] = wanted, parts
                 self._add(subgroup, parts.squares(gradient, self._threads), describe_changes)
 
@@ -170,14 +170,14 @@ def nonfinite_error(item: Item | None, changes: str, *, agreed: bool = False) ->
     )
 
 
-class Parts(NamedTuple):
+class GradientParts(NamedTuple):
     """The parts of tensors in a flat gradient."""
 
     items: list[Item]
     ranges: kernels.Ranges
 
     @classmethod
-    def of(cls, unit: Unit, items: Collection[Item], start: int, size: int) -> Parts:
+    def of(cls, unit: Unit, items: Collection[Item], start: int, size: int) -> GradientParts:
         """Of the elements of a unit from `start` on."""
         offsets = unit.trained_offsets
         found = {item: overlap(item, offsets[item], start, size) for item in items}

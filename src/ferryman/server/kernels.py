@@ -119,7 +119,7 @@ class Piece(NamedTuple):
         return self.states[0].dtype if self.states else torch.float32
 
 
-class Part(NamedTuple):
+class PieceTarget(NamedTuple):
     """What is the same in every update of a piece."""
 
     at: slice  # of the gradients
@@ -138,7 +138,7 @@ class Table:
     """Parts that are updated together again and again. They are checked once, when their arguments for the library are
     made."""
 
-    def __init__(self, rule: Rule, parts: Sequence[Part], gradients: torch.Tensor) -> None:
+    def __init__(self, rule: Rule, parts: Sequence[PieceTarget], gradients: torch.Tensor) -> None:
         """`gradients` are like those of all updates: flat, of this size and dtype."""
         self.parts = parts
         self._size, self._dtype = gradients.numel(), gradients.dtype

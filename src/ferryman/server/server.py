@@ -33,7 +33,7 @@ from ferryman.server.device_updates import DeviceUpdates
 from ferryman.server.device_weights import DeviceWeights
 from ferryman.server.eager import EagerUpdates
 from ferryman.server.exchange import Exchange, LeftForUser, RankExchange, SingleRank
-from ferryman.server.gradient_checks import GradientChecks, HostGradient, Parts, nonfinite_error
+from ferryman.server.gradient_checks import GradientChecks, GradientParts, HostGradient, nonfinite_error
 from ferryman.server.host_updates import HostUpdates, together
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.state import bounds, is_whole
@@ -330,7 +330,7 @@ class Server:
         self.wait_for_updates()
         sums = list[float]()
         for unit, gradients in waiting.items():
-            parts = Parts.of(unit, gradients.items, 0, gradients.flat.numel())
+            parts = GradientParts.of(unit, gradients.items, 0, gradients.flat.numel())
             sums += parts.squares(gradients.flat, self._options.host_threads).values()
         return math.sqrt(sum(sums)) if math.isfinite(sum(sums)) else math.nan
 

@@ -26,7 +26,7 @@ from ferryman.model.units import (
 )
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server import kernels, moments
-from ferryman.server.kernels import Part, Table
+from ferryman.server.kernels import PieceTarget, Table
 from ferryman.server.optimizer_view import OptimizerView, for_constructor
 from ferryman.server.rules import STATE, Group, Numbers, Rule
 from ferryman.server.state_codec import blocks_of, decoded, encode
@@ -424,10 +424,10 @@ class UnitState:
             known = self._tables[place, start] = _KnownTable(items, size, dtype, table)
         return known.table
 
-    def _part_of(self, item: Item, rule: Rule, at: slice, gradient: slice) -> Part:
+    def _part_of(self, item: Item, rule: Rule, at: slice, gradient: slice) -> PieceTarget:
         master, before = self._master[item], self._parts[item].elements.start
         own = slice(at.start - before, at.stop - before)
-        return Part(
+        return PieceTarget(
             gradient,
             item.tensor.data.view(-1)[at],
             None if master is None else master[own],
