@@ -70,6 +70,10 @@ class Item:
         return self.tensor.requires_grad
 
     @functools.cached_property
+    def is_buffer(self) -> bool:
+        return not isinstance(self.tensor, nn.Parameter)
+
+    @functools.cached_property
     def is_recurrent(self) -> bool:
         """Whether a module of a recurrent network has it, which refers to its weights in a second way."""
         return any(isinstance(place.module, nn.RNNBase) for place in self.places)

@@ -237,7 +237,7 @@ class Call:
         if self._shared:
             self._shared_before = relay.state.snapshot([v.get() for v in self._shared])
         step = relay.step
-        stash = SavedInputs([step.stash.save(self.batch, t) for t in tensors], step.open_calls.open(self.unit))
+        stash = SavedInputs([step.stash.save(self.batch, t) for t in tensors], self.unit, step.open_calls)
         self._stash = weakref.ref(stash)
         # A unit that edits buffers does not keep its graph: the graph may need their earlier values.
         keeps_graph = relay.turns_at(self.module) and not self._saves_through_hooks and self._buffers is None
