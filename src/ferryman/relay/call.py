@@ -151,11 +151,11 @@ class Call:
         self._buffers: Copies | None = None  # the unit's buffers at the forward's start, if its code edits them
         # Inputs and outputs of the forward, with its graph, if it is kept for the turn.
         self._graph_at_turn: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
-        self.wants: list[bool] = []
+        self.wants: Sequence[bool] = ()
         self.outputs = HookedOutputs(unit.name, ())
-        self._autocast = [
+        self._autocast = tuple(
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.autocast_devices
-        ]
+        )
         self._modes = Modes.here()
         self._saves_through_hooks = saving_hooks() is not None
         self._stash: weakref.ref[SavedInputs] | None = None
@@ -227,7 +227,7 @@ class Call:
         return None if self._stash is None else self._stash()
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], SavedInputs]:
-        self.wants = [t.requires_grad for t in tensors]
+        self.wants = tuple(t.requires_grad for t in tensors)
         return self._park(Direction.FORWARD, tensors, lambda: self._compute_forward(tensors))
 
     def _compute_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], SavedInputs]:
