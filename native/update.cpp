@@ -2,7 +2,15 @@
 
 namespace ferryman {
 
-// A range of one tensor, with its gradient and state. The layout is shared with src/ferryman/server/kernels.py.
+// The layouts of both structures are shared with src/ferryman/runtime/native.py.
+
+// What is the same for many pieces, and other in each step.
+struct Numbers {
+  float hyper[10];   // by rule; the first is what the gradient is multiplied by
+  uint32_t keys[2];  // of the noise with which moments are rounded to bfloat16
+};
+
+// A range of one tensor, with its gradient and state.
 struct Piece {
   int64_t count;
   const void* gradient;
@@ -12,12 +20,11 @@ struct Piece {
   void* second;
   float* first_scales;  // in eight bits: one for each block
   float* second_scales;
-  int64_t index;     // of the first element in its tensor
-  uint32_t keys[2];  // of the noise with which moments are rounded to bfloat16
+  int64_t index;  // of the first element in its tensor
+  const Numbers* numbers;
   int32_t gradient_dtype;
   int32_t weight_dtype;
-  int32_t format;   // of the state
-  float hyper[10];  // by rule; the first is what the gradient is multiplied by
+  int32_t format;  // of the state
 };
 
 constexpr int64_t kBlock = 256;  // elements of a moment in eight bits that share a scale
@@ -71,8 +78,10 @@ constexpr UpdateFor kUpdateFor[] = FERRYMAN_EVERY_ISA(update_for);
 }  // namespace
 }  // namespace ferryman
 
-// Elementwise, or by blocks: the result depends neither on the number of threads nor on where pieces begin.
-FERRYMAN_EXPORT int ferryman_update(int rule, const ferryman::Piece* pieces, int64_t count, int isa, int threads) {
+// Elementwise, or by blocks: the result depends neither on the number of threads nor on where pieces begin. `moved`: how
+// many bytes further all gradients are than the pieces say.
+FERRYMAN_EXPORT int ferryman_update(int rule, const ferryman::Piece* pieces, int64_t count, int64_t moved, int isa,
+                                    int threads) {
   using namespace ferryman;
   const int64_t elements = elements_of(pieces, count);
   // Many small tensors are no work for several threads: waking one takes longer than updating a small block.
@@ -80,9 +89,12 @@ FERRYMAN_EXPORT int ferryman_update(int rule, const ferryman::Piece* pieces, int
   const int64_t most = std::clamp(elements / (threads * kBlocksPerThread), kSmallestBlock, kLargestBlock);
   const int64_t size = most / kBlock * kBlock;  // elements that share a scale stay together
   std::vector<Piece> blocks;
-  for (int64_t i = 0; i < count; ++i)
-    for (int64_t start = 0; start < pieces[i].count; start += size)
-      blocks.push_back(cut(pieces[i], start, std::min(size, pieces[i].count - start)));
+  for (int64_t i = 0; i < count; ++i) {
+    Piece whole = pieces[i];
+    whole.gradient = reinterpret_cast<const void*>(reinterpret_cast<intptr_t>(whole.gradient) + moved);
+    for (int64_t start = 0; start < whole.count; start += size)
+      blocks.push_back(cut(whole, start, std::min(size, whole.count - start)));
+  }
   parallel(threads, static_cast<int64_t>(blocks.size()), [&](int64_t block) {
     const Piece& piece = blocks[block];
     kUpdateFor[isa](piece.format, rule, piece.gradient_dtype, piece.weight_dtype)(piece);

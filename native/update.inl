@@ -242,8 +242,8 @@ static inline void update_pair(const Rule& rule, Pair factor, const Stretch<Rule
 
 template <class Rule, class Number, class Form>
 __attribute__((flatten)) static void update(const Piece& piece) {
-  const Rule rule(piece.hyper);
-  const Pair factor = each(piece.hyper[0]);
+  const Rule rule(piece.numbers->hyper);
+  const Pair factor = each(piece.numbers->hyper[0]);
   const Stretch<Rule, Number, Form, float> at(piece);
   int64_t done = 0;
   for (; done + kPair <= piece.count; done += kPair) {
@@ -263,11 +263,11 @@ __attribute__((flatten)) static void update(const Piece& piece) {
 struct Noise {
   Words a, b;
   uint32_t key;
-  Noise(const Piece& piece) : key(piece.keys[1]) {
+  Noise(const Piece& piece) : key(piece.numbers->keys[1]) {
     const WordPair lanes = lanes_mixed();
     const uint32_t start = static_cast<uint32_t>(piece.index);
-    a = (lanes.a + start) * 0x9e3779b1u + piece.keys[0];
-    b = (lanes.b + start) * 0x9e3779b1u + piece.keys[0];
+    a = (lanes.a + start) * 0x9e3779b1u + piece.numbers->keys[0];
+    b = (lanes.b + start) * 0x9e3779b1u + piece.numbers->keys[0];
   }
   inline void advance() {
     a += kPair * 0x9e3779b1u;
@@ -297,8 +297,8 @@ static inline void update_noisy_pair(const Rule& rule, Pair factor, const Stretc
 
 template <class Rule, class Number, class Form>
 __attribute__((flatten)) static void update_noisy(const Piece& piece) {
-  const Rule rule(piece.hyper);
-  const Pair factor = each(piece.hyper[0]);
+  const Rule rule(piece.numbers->hyper);
+  const Pair factor = each(piece.numbers->hyper[0]);
   const Stretch<Rule, Number, Form, Bfloat16> at(piece);
   Noise noise(piece);
   int64_t done = 0;
@@ -376,8 +376,8 @@ static inline void update_block(const Rule& rule, Pair factor, const Stretch<Rul
 // A piece begins with a block; its last block may be shorter.
 template <class Rule, class Number, class Form>
 __attribute__((flatten)) static void update_coded(const Piece& piece) {
-  const Rule rule(piece.hyper);
-  const Pair factor = each(piece.hyper[0]);
+  const Rule rule(piece.numbers->hyper);
+  const Pair factor = each(piece.numbers->hyper[0]);
   const Stretch<Rule, Number, Form, uint8_t> at(piece);
   float* scales[2] = {piece.first_scales, piece.second_scales};
   Pending<Rule> pending[2];

@@ -7,6 +7,7 @@ import torch
 
 from ferryman.engine import Engine
 from ferryman.relay.weight_slots import WeightSlots
+from ferryman.server import host_updates
 from support.devices import delay_copies, torch_virtual
 from support.models import CASES, build, cut, model_loss, on, plain_step, text
 from support.slow import covering
@@ -14,6 +15,12 @@ from support.updates import assert_near, slow_kernels
 
 WAYS = {"eager": {}, "deferred": {"max_grad_norm": 0.3}}
 ways = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture(autouse=True)
+def each_unit_is_updated_by_itself(monkeypatch):
+    """As larger ones are: units as small as these would be updated together, and ready at the same time."""
+    monkeypatch.setattr(host_updates, "_TOGETHER", 0)
 
 
 def engine_on(device, model, way, loss=model_loss, lr=1e-2):

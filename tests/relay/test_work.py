@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ferryman.engine import Engine
+from ferryman.runtime.lanes import Lane
 
 WIDTH = 4
 
@@ -49,3 +50,40 @@ def calls_in_a_step(count, device):
 def test_gradients_of_a_unit_are_collected_in_linear_time(accelerator):
     few, some, many = (calls_in_a_step(count, accelerator) for count in (16, 48, 112))
     assert many - some < 2.2 * (some - few), "64 more tensors take twice the work of 32 more, not the square"
+
+
+def work_of_an_update(blocks, monkeypatch):
+    """Functions that the caller's thread calls in an update of so many small units, and labels of what lanes get."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)))
+    labels, found, submit = [], 0, Lane.submit
+
+    def see(_frame, event, _argument):
+        nonlocal found
+        found += event in ("call", "c_call")
+
+    def submitted(lane, work, **options):
+        labels.append(options["label"].partition(" ")[0])
+        return submit(lane, work, **options)
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Engine(model, optimizer, device="cpu", loss=lambda model, x: model(x).mean()) as engine:
+        for last in (False, False, True):
+            engine.forward_backward(torch.ones(2, WIDTH), micro_batches=2)
+            engine.wait()
+            if last:
+                monkeypatch.setattr(Lane, "submit", submitted)
+                sys.setprofile(see)
+            try:
+                engine.update()
+            finally:
+                sys.setprofile(None)
+        engine.wait()
+        monkeypatch.undo()
+    return found, labels
+
+
+def test_small_units_are_updated_together(monkeypatch):
+    few, labels_of_few = work_of_an_update(8, monkeypatch)
+    many, labels_of_many = work_of_an_update(24, monkeypatch)
+    assert labels_of_few == labels_of_many == ["check", "update"]
+    assert (many - few) / 16 < 140, "functions per unit of two tensors on the calling thread; 132 when this was written"

@@ -48,7 +48,7 @@ def test_calls_from_a_step(accelerator, monkeypatch, strategy, updates):
         engine.step(case.batch(4), 2)  # with the trials of a first step
         engine.wait()
         count(Lane, "copy", lambda *_, label, **__: label.partition(" ")[::2])
-        count(HostUpdates, "update", lambda _, subgroup, *__, **___: ("host update", subgroup.unit.name))
+        count(HostUpdates, "update", lambda _, updates: ("host update", updates[-1].subgroup.unit.name))
         count(DeviceUpdates, "update", lambda _, subgroup, *__, **___: ("device update", subgroup.unit.name))
         count(GradientChecks, "norm", lambda *_: ("norm", min(units)))
         engine.step(case.batch(4), 2)

@@ -110,15 +110,14 @@ class Snapshot:
         self.functions: list[Any] = []  # what they refer to is not in the snapshot
         self._indices: dict[int, int] = {}  # indices of tensors, by id
         self._seen: dict[int, _Node] = {}
-        self._edited = edited or {}
+        self._edited = {} if edited is None else edited
         self._prefixes = prefixes
         self._nodes = [self._take(value, 0) for value in values]
-        self._seen.clear()
+        del self._indices, self._seen  # a step has many snapshots, and each object delays the garbage collector
 
     def give_up_tensors(self) -> None:
         """Drops the tensors. From now on the snapshot can be restored only with other tensors."""
         self.tensors = []
-        self._indices.clear()
 
     def restore(self, tensors: Sequence[torch.Tensor] | None = None) -> list[Any]:
         """Restores all objects, and returns the values. `tensors`: replacements for the tensors of the snapshot."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from ferryman.model.units import Item
 
@@ -25,7 +24,7 @@ class WeightEdits:
     """
 
     def __init__(self, bound: Sequence[tuple[Item, torch.Tensor]], *, by_bytes: bool, can_undo: bool = False) -> None:
-        self._weights = [pair for pair in bound if isinstance(pair[0].tensor, nn.Parameter)]
+        self._weights = [pair for pair in bound if not pair[0].is_buffer]
         self._copies = [tensor.detach().clone() for _, tensor in self._weights if can_undo]
         self._versions = [tensor._version for _, tensor in self._weights]
         self._sums = self._sum_bytes() if by_bytes or can_undo else None

@@ -38,10 +38,6 @@ def _bind_flat_weight(module: nn.RNNBase, attribute: str, tensor: torch.Tensor) 
         module._flat_weight_refs[at] = weakref.ref(cast("nn.Parameter", tensor))
 
 
-def is_buffer(item: Item) -> bool:
-    return not isinstance(item.tensor, nn.Parameter)
-
-
 def is_assigned(item: Item, tensor: torch.Tensor) -> bool:
     """Whether the module's buffer was assigned another tensor (`self.mean = ...`)."""
     return any(place.current() is not tensor for place in item.places)

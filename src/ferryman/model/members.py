@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from ferryman.model.units import Item, Unit
+
+
+class Parameters:
+    """The named parameters of a model. The walk through the model, which takes long, is repeated only when a module or
+    a parameter has come, gone or been replaced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._named: list[tuple[str, nn.Parameter]] = []
+        self._seen: list[tuple[nn.Module, list[Any], list[Any]]] = []  # each module's parameters and children
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        if not self._seen or not all(
+            _are_same(module._parameters, parameters) and _are_same(module._modules, children)
+            for module, parameters, children in self._seen
+        ):
+            self._named = list(self._model.named_parameters())
+            self._seen = [
+                (module, list(module._parameters.values()), list(module._modules.values()))
+                for module in self._model.modules()
+            ]
+        return self._named
+
+
+def _are_same(now: dict[str, Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now.values(), before))
 
 
 def no_hooks(name: str, parameter: torch.Tensor) -> None:
@@ -32,9 +60,11 @@ def no_hooks(name: str, parameter: torch.Tensor) -> None:
 
 def in_own_memory(unit: Unit, flat: torch.Tensor) -> None:
     """Raises a ValueError if a tensor was replaced. `flat` is the unit's memory."""
+    begin = flat.data_ptr()
     for item in unit.items:
-        if any(place.current() is not item.tensor for place in item.places) or (
-            item.tensor.data_ptr() != flat.data_ptr() + item.offset and item.nbytes
+        tensor = item.tensor
+        if not all(place.current() is tensor for place in item.places) or (
+            tensor.data_ptr() != begin + item.offset and item.nbytes
         ):
             raise ValueError(
                 f"the memory of {item.name!r} was replaced while the engine used the model (by .to(), .data =, "
@@ -47,18 +77,20 @@ def unchanged(unit: Unit, flat: torch.Tensor, trained: dict[Item, bool]) -> None
     """Raises a ValueError if a tensor was replaced, frozen or unfrozen. `flat` is the unit's memory."""
     in_own_memory(unit, flat)
     for item in unit.items:
-        no_hooks(item.name, item.tensor)
-        if item.trains != trained[item]:
+        tensor = item.tensor
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            no_hooks(item.name, tensor)
+        if tensor.requires_grad != trained[item]:
             raise ValueError(
                 f"{item.name!r} has been {'unfrozen' if item.trains else 'frozen'} since the engine was made, with "
                 "optimizer state for the parameters that were trained then; close the engine and make a new one"
             )
 
 
-def none_added(model: nn.Module, units: Iterable[Unit]) -> None:
+def none_added(parameters: Parameters, units: Iterable[Unit]) -> None:
     """Raises a ValueError if a parameter of the model trains, but is in none of its units."""
     known = {id(item.tensor) for unit in units for item in unit.items}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.named():
         if parameter.requires_grad and id(parameter) not in known:
             raise ValueError(
                 f"{name!r} was added to the model after the engine was made, so the engine would not train it. Add a "

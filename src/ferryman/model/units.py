@@ -7,7 +7,7 @@ A unit is one or more modules and all tensors in them. The relay intercepts the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -68,6 +68,10 @@ class Item:
     @property
     def trains(self) -> bool:
         return self.tensor.requires_grad
+
+    @functools.cached_property
+    def is_buffer(self) -> bool:
+        return not isinstance(self.tensor, nn.Parameter)
 
     @functools.cached_property
     def is_recurrent(self) -> bool:
@@ -192,6 +196,12 @@ class Subgroup(NamedTuple):
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+
+def label_of(subgroups: Sequence[Subgroup]) -> str:
+    """The names of the subgroups' units, for a label."""
+    first, last = subgroups[0].unit.name, subgroups[-1].unit.name
+    return first if first == last else f"{first} to {last}"
 
 
 def cut_into_subgroups(unit: Unit, size: int, low: int = 0, high: int | None = None) -> list[Subgroup]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ferryman.exactness.buffers import Bound
-from ferryman.model.binding import adopt_assigned, bind, is_buffer
+from ferryman.model.binding import adopt_assigned, bind
 from ferryman.model.placeholder import Placeholder
 from ferryman.model.units import Item, Unit
 from ferryman.model.watched_gradients import watching_gradients
@@ -64,7 +64,7 @@ class BoundModel:
             for item in self.residents.items
             if any(place.module in inside[unit] for place in item.places)
         }
-        buffers = [item for item in self.residents.items if is_buffer(item)]
+        buffers = [item for item in self.residents.items if item.is_buffer]
         self._resident_buffers = {
             unit: [item for item in buffers if any(place.module in inside[unit] for place in item.places)]
             for unit in units
@@ -100,7 +100,7 @@ class BoundModel:
             end = compute.here()
             end.precede_caller()
             edited = [pair for pair, version in zip(tensors, versions, strict=True) if pair[1]._version != version]
-            self.write_back([pair for pair in edited if is_buffer(pair[0])], end)
+            self.write_back([pair for pair in edited if pair[0].is_buffer], end)
             self.resident_tensors = {}  # their hooks refer to the relay
             self._weights.leave(slot, end)
 
@@ -128,13 +128,13 @@ class BoundModel:
 
     def buffers_of(self, unit: Unit, tensors: Sequence[tuple[Item, torch.Tensor]]) -> list[Bound]:
         """The buffers in the unit's modules, its own and resident ones, with the device's tensors for them."""
-        own = [(item, tensor) for item, tensor in tensors if is_buffer(item)]
+        own = [(item, tensor) for item, tensor in tensors if item.is_buffer]
         return own + [(item, self.resident_tensors[item]) for item in self._resident_buffers[unit]]
 
     def adopt_assigned_residents(self) -> None:
         """Copies tensors that the user's code has assigned to resident buffers into the device's tensors for them."""
         for item, tensor in self.resident_tensors.items():
-            if is_buffer(item):
+            if item.is_buffer:
                 adopt_assigned(item, tensor)
 
     def write_back(self, edited: Sequence[tuple[Item, torch.Tensor]], end: Mark) -> None:

@@ -151,11 +151,11 @@ class Call:
         self._buffers: Copies | None = None  # the unit's buffers at the forward's start, if its code edits them
         # Inputs and outputs of the forward, with its graph, if it is kept for the turn.
         self._graph_at_turn: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
-        self.wants: list[bool] = []
+        self.wants: Sequence[bool] = ()
         self.outputs = HookedOutputs(unit.name, ())
-        self._autocast = [
+        self._autocast = tuple(
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.autocast_devices
-        ]
+        )
         self._modes = Modes.here()
         self._saves_through_hooks = saving_hooks() is not None
         self._stash: weakref.ref[SavedInputs] | None = None
@@ -227,7 +227,7 @@ class Call:
         return None if self._stash is None else self._stash()
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], SavedInputs]:
-        self.wants = [t.requires_grad for t in tensors]
+        self.wants = tuple(t.requires_grad for t in tensors)
         return self._park(Direction.FORWARD, tensors, lambda: self._compute_forward(tensors))
 
     def _compute_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], SavedInputs]:
@@ -237,7 +237,7 @@ class Call:
         if self._shared:
             self._shared_before = relay.state.snapshot([v.get() for v in self._shared])
         step = relay.step
-        stash = SavedInputs([step.stash.save(self.batch, t) for t in tensors], step.open_calls.open(self.unit))
+        stash = SavedInputs([step.stash.save(self.batch, t) for t in tensors], self.unit, step.open_calls)
         self._stash = weakref.ref(stash)
         # A unit that edits buffers does not keep its graph: the graph may need their earlier values.
         keeps_graph = relay.turns_at(self.module) and not self._saves_through_hooks and self._buffers is None

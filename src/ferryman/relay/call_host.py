@@ -170,12 +170,13 @@ class CallHost:
 
     def _collect(self, unit: Unit, item: Item, parameter: torch.Tensor) -> None:
         """Runs the user's hooks on the gradient that one call has made, and adds the result to the gradient slot."""
-        step = self.step
+        step = self._step
+        assert step is not None, "gradients are computed in a step"
         batch, gradient, hooks = step.running, *take_gradient(parameter, item.tensor)
         assert gradient is not None, "autograd calls this after it has set the gradient"
         assert batch is not None
-        if unit is not self._residents:
-            self._sample_memory()  # while the call's graph exists
+        if self.lanes.trace is not None and unit is not self._residents:
+            self.lanes.trace.sample_memory()  # while the call's graph exists
         if hooks:
             if (batch, item) in step.hooked:
                 raise ValueError(

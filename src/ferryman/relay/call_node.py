@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,26 +11,34 @@ import torch
 from ferryman.relay.stash import Stashed
 
 if TYPE_CHECKING:
+    from ferryman.model.units import Unit
     from ferryman.relay.call import Call
+    from ferryman.relay.step_state import OpenCalls
 
 
 class SavedInputs:
     """A call's saved inputs. Autograd drops this object when it can no longer run the call's backward."""
 
-    def __init__(self, inputs: list[Stashed], released: Callable[[], None]) -> None:
+    def __init__(self, inputs: Sequence[Stashed], unit: Unit, open_calls: OpenCalls) -> None:
         self.inputs = inputs
-        self._released = released
+        self._unit = unit
+        self._open_calls: OpenCalls | None = open_calls
+        open_calls.open(unit)
 
     def give_up(self) -> None:
         """Frees the inputs at the end of the step."""
-        self.inputs, self._released = [], _do_nothing
+        self.inputs, self._open_calls = (), None
 
     def __del__(self) -> None:
-        self._released()
+        if self._open_calls is not None:
+            self._open_calls.close(self._unit)
 
 
-def _do_nothing() -> None:
-    pass
+_BLANK = torch.empty(0, device="cpu")
+
+
+def _unpack(_: SavedInputs) -> torch.Tensor:
+    return _BLANK
 
 
 class Handle:
@@ -78,9 +86,8 @@ class CallNode(torch.autograd.Function):
         ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
         # Autograd keeps the stash like a saved tensor: until a backward that does not retain the graph, or until the
         # graph is freed.
-        blank = torch.empty(0)
-        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: stash, lambda _: blank))
-        ctx.save_for_backward(blank)
+        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: stash, _unpack))
+        ctx.save_for_backward(_BLANK)
         return tuple(outputs)
 
     @staticmethod

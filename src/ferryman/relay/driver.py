@@ -21,7 +21,6 @@ from ferryman.exactness.guard import Guard
 from ferryman.exactness.reach import beyond, context_variables, tensors_in
 from ferryman.exactness.user_locks import UserLocks
 from ferryman.exactness.weight_edits import WeightEdits
-from ferryman.model.binding import is_buffer
 from ferryman.model.units import Unit
 from ferryman.plan.plan import Plan
 from ferryman.relay.call import Call, Forward
@@ -63,7 +62,7 @@ class Relay(CallHost):
         self._units = list(units)
         self._called_in_backward.clear()
         self._training = {unit for unit in units if any(p.requires_grad for m in unit.modules for p in m.parameters())}
-        self.has_unit_buffers = any(is_buffer(item) for unit in units for item in unit.items)
+        self.has_unit_buffers = any(item.is_buffer for unit in units for item in unit.items)
         self.inside = {unit: list(dict.fromkeys(m for top in unit.modules for m in top.modules())) for unit in units}
         # A first guess at the order of visits. The first step replaces it by the real order.
         self.order = [*units, *reversed(units)]

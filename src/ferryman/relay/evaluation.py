@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ferryman.model.binding import adopt_assigned, bind, is_buffer
+from ferryman.model.binding import adopt_assigned, bind
 from ferryman.model.units import Unit
 from ferryman.relay.bound_model import BoundModel
 from ferryman.relay.step_state import upcoming
@@ -58,7 +58,7 @@ class Evaluation:
         slot, tensors, ready = self._weights.enter(unit, upcoming(self._expected, self._visited))
         for mark in ready:
             mark.precede_caller()
-        buffers = [(item, tensor) for item, tensor in tensors if is_buffer(item)]
+        buffers = [(item, tensor) for item, tensor in tensors if item.is_buffer]
         versions = [tensor._version for _, tensor in buffers]
         bind(tensors)
         try:

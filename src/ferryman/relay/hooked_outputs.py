@@ -73,7 +73,7 @@ def _sees_a_part(unit: str, what: str) -> ValueError:
 
 def _watched_hooks(tensor: torch.Tensor, used_inside: bool, unit: str) -> dict[int, Any]:
     """The dictionary of the tensor's hooks, empty so far; made as `Tensor.register_hook` would make it."""
-    hooks = _Hooks(unit) if used_inside else OrderedDict[int, Any]()
+    hooks: OrderedDict[int, Any] = _Hooks(unit) if used_inside else OrderedDict()
     if tensor.requires_grad:
         tensor._backward_hooks = hooks
         assert tensor.grad_fn is not None

@@ -36,7 +36,8 @@ class Modes(NamedTuple):
         hooks = saving_hooks()
         if hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT:
             hooks = None  # checkpointing enters its own hooks in each run
-        return Modes(_get_current_function_mode_stack(), hooks)
+        functions = _get_current_function_mode_stack()
+        return Modes(functions, hooks) if functions or hooks is not None else _NONE
 
     def on(self) -> contextlib.AbstractContextManager[None]:
         """Context in which exactly these modes are on. Torch switches a function mode off while it handles a function
@@ -55,6 +56,9 @@ class Modes(NamedTuple):
             if self.saving is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saving))
             yield
+
+
+_NONE = Modes([], None)
 
 
 def saving_hooks() -> Hooks | None:

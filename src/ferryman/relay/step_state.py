@@ -37,14 +37,12 @@ class OpenCalls:
     def __init__(self) -> None:
         self._counts: Counter[Unit] = Counter()
 
-    def open(self, unit: Unit) -> Callable[[], None]:
-        """Counts a call of the unit. Call the returned function when the call's backward can no longer run."""
+    def open(self, unit: Unit) -> None:
+        """Counts a call of the unit, until `close` when the call's backward can no longer run."""
         self._counts[unit] += 1
 
-        def close() -> None:
-            self._counts[unit] -= 1
-
-        return close
+    def close(self, unit: Unit) -> None:
+        self._counts[unit] -= 1
 
     def count(self, unit: Unit) -> int:
         return self._counts[unit]

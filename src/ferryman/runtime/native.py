@@ -10,6 +10,12 @@ PATH = Path(__file__).with_name("libferryman.so")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
 
+class NumbersStruct(ctypes.Structure):
+    """The C structure `Numbers` of native/update.cpp."""
+
+    _fields_ = [("hyper", ctypes.c_float * 10), ("keys", ctypes.c_uint32 * 2)]
+
+
 class PieceStruct(ctypes.Structure):
     """The C structure `Piece` of native/update.cpp."""
 
@@ -23,11 +29,10 @@ class PieceStruct(ctypes.Structure):
         ("first_scales", ctypes.c_void_p),
         ("second_scales", ctypes.c_void_p),
         ("index", ctypes.c_int64),
-        ("keys", ctypes.c_uint32 * 2),
+        ("numbers", ctypes.POINTER(NumbersStruct)),
         ("gradient_dtype", ctypes.c_int32),
         ("weight_dtype", ctypes.c_int32),
         ("format", ctypes.c_int32),
-        ("numbers", ctypes.c_float * 10),
     ]
 
 
@@ -38,13 +43,21 @@ _SIGNATURES: dict[str, tuple[type, list[type]]] = {
     "ferryman_amx_executes": (ctypes.c_int, []),
     "ferryman_crc32_width": (ctypes.c_int, []),
     "ferryman_crc32": (ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_int]),
-    "ferryman_sum_of_squares": (
-        ctypes.c_double,
-        [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int],
+    "ferryman_sums_of_squares": (
+        ctypes.c_int,
+        [
+            ctypes.c_void_p,
+            ctypes.POINTER(ctypes.c_int64),
+            ctypes.c_int64,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.POINTER(ctypes.c_double),
+        ],
     ),
     "ferryman_update": (
         ctypes.c_int,
-        [ctypes.c_int, ctypes.POINTER(PieceStruct), ctypes.c_int64, ctypes.c_int, ctypes.c_int],
+        [ctypes.c_int, ctypes.POINTER(PieceStruct), ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int],
     ),
 }
 

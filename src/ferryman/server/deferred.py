@@ -8,6 +8,7 @@ import torch
 
 from ferryman.model.units import GRADIENT, Item, Subgroup, Unit
 from ferryman.runtime.marks import Mark
+from ferryman.server.gradient_checks import HostGradient
 from ferryman.server.landing_buffers import Landing
 from ferryman.server.strategy import Arrival, Strategy, UpdateParts
 from ferryman.server.update_step import DeviceGradient, WaitingGradients
@@ -50,12 +51,13 @@ class DeferredUpdates(Strategy):
     def receive(self, arrival: Arrival) -> None:
         subgroup, gradient, items = arrival.subgroup, arrival.gradient, arrival.items
         waiting = self._waiting(subgroup.unit, gradient.dtype, items)
+        landed = [HostGradient(subgroup, gradient, items)]
         if arrival.buffer is None:  # it has landed where it waits
-            self._checks.check_on_host(subgroup, gradient, items, [arrival.mark])
+            self._checks.check_on_host(landed, [arrival.mark])
             return
         target = waiting.of(subgroup)
         before = [arrival.mark, *self._log.weights_ready(subgroup.unit)]
-        checked = self._checks.check_on_host(subgroup, gradient, items, before)
+        checked = self._checks.check_on_host(landed, before)
         arrival.buffer.free = self._host_lane.submit(
             lambda: target.copy_(gradient),
             after=[checked],

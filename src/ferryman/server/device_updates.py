@@ -305,22 +305,20 @@ class DeviceUpdates:
         ruled: dict[str, tuple[Rule, list[Piece]]] = {}
         width, lacking = subgroup.unit.weight_itemsize, subgroup.unit.master_itemsize
         state = self._store.state(subgroup.unit)
-        parts = _parts_in(subgroup, [args.item for args in requested])
-        for args in requested:
-            if args.item not in parts:
-                continue
+        of_items = {item: args for args in requested for item in args.items}
+        for item, (own, theirs) in _parts_in(subgroup, of_items).items():
+            args, size = of_items[item], item.dtype.itemsize
             assert args.rule is not None, "tensors that torch's own optimizers update are updated on the host"
-            (own, theirs), size = parts[args.item], args.item.dtype.itemsize
-            at, offset = theirs.start * width, args.item.offset + own.start * size
+            at, offset = theirs.start * width, item.offset + own.start * size
             nbytes = (own.stop - own.start) * size
             master = None
-            if (dtype := master_dtype(args.item.dtype)) is not None:
+            if (dtype := master_dtype(item.dtype)) is not None:
                 begin = theirs.start * lacking
                 master = areas.rest[0][begin : begin + (own.stop - own.start) * dtype.itemsize].view(dtype)
-            states, scales = state.state_in(areas.rest[1 if lacking else 0 :], subgroup, args.item, own, args.rule)
+            states, scales = state.state_in(areas.rest[1 if lacking else 0 :], subgroup, item, own, args.rule)
             piece = Piece(
                 gradient[theirs],
-                areas.weights_at(at, offset, nbytes).view(args.item.dtype),
+                areas.weights_at(at, offset, nbytes).view(item.dtype),
                 master,
                 states,
                 (factor, *args.numbers[1:]),

@@ -8,6 +8,8 @@ import torch
 
 from ferryman.model.units import Item, Subgroup
 from ferryman.runtime.marks import Mark
+from ferryman.server.gradient_checks import HostGradient
+from ferryman.server.host_updates import HostUpdate
 from ferryman.server.landing_buffers import Landing, LandingBuffers
 from ferryman.server.strategy import Arrival, Strategy, UpdateParts
 
@@ -50,9 +52,10 @@ class EagerUpdates(Strategy):
             for mark in self._log.weights_ready(unit):
                 mark.wait()
         args = self._args(unit, items if known else unit.trained)
-        checked = self._checks.check_on_host(subgroup, gradient, items, [arrival.mark], self._describe_changes)
+        landed = HostGradient(subgroup, gradient, items)
+        checked = self._checks.check_on_host([landed], [arrival.mark], self._describe_changes)
         self._log.balancer.host.add(checked, 0)  # the host's rate includes the time of the check
-        end = self._host_updates.update(subgroup, args, gradient, 1.0, only=None if known else items)
+        end = self._host_updates.update([HostUpdate(subgroup, args, gradient, 1.0, None if known else items)])
         if arrival.buffer is not None:
             arrival.buffer.free = end
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
-from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, overlap
+from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, label_of, overlap
 from ferryman.runtime.arena import Allocation, Arena
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
@@ -21,6 +22,14 @@ class NonFiniteError(ValueError):
     def __init__(self, message: str, *, agreed: bool = False) -> None:
         super().__init__(message)
         self.agreed = agreed
+
+
+class HostGradient(NamedTuple):
+    """A subgroup's gradient on the host."""
+
+    subgroup: Subgroup
+    gradient: torch.Tensor  # flat
+    items: Collection[Item]  # the tensors that have a gradient
 
 
 DescribeChanges = Callable[[], str]  # which weights this step has changed already, for an error
@@ -38,7 +47,8 @@ class GradientChecks:
         self._arena = arena
         self._threads = threads
         self._loss_memory: list[Allocation] = []
-        self._sums: dict[tuple[Item, int], float] = {}  # sums of squares, by tensor and start of the subgroup
+        self._sums: dict[Subgroup, dict[Item, float]] = {}  # sums of squares
+        self._parts: dict[Subgroup, tuple[list[Item], GradientParts]] = {}  # for the last check of each, and its items
         self._marks: list[Mark] = []
         self._losses: list[tuple[torch.Tensor, Mark]] = []
         self.losses_checked: list[Mark] = []
@@ -79,22 +89,26 @@ class GradientChecks:
 
     def check_on_host(
         self,
-        subgroup: Subgroup,
-        gradient: torch.Tensor,
-        items: Collection[Item],
+        gradients: Sequence[HostGradient],
         after: Collection[Mark],
         describe_changes: DescribeChanges | None = None,
     ) -> Mark:
-        """Sums the squares of a gradient on the host, after the marks; returns when that is done.
+        """Sums the squares of gradients on the host, after the marks; returns when that is done.
 
         With `describe_changes`, a gradient that is not finite raises, and so cancels what comes after the mark.
         """
 
         def check() -> None:
-            found = squares(subgroup.unit, gradient, subgroup.start, items, self._threads)
-            self._add(subgroup, found, describe_changes)
+            for subgroup, gradient, items in gradients:
+                wanted = list(items)
+                known, parts = self._parts.get(subgroup, ((), None))
+                if parts is None or known != wanted:
+                    parts = GradientParts.of(subgroup.unit, wanted, subgroup.start, subgroup.size)
+                    self._parts[subgroup] = wanted, parts
+                self._add(subgroup, parts.squares(gradient, self._threads), describe_changes)
 
-        mark = self._host.submit(check, after=after, label=f"check {subgroup.unit.name}", reads=[gradient])
+        label = f"check {label_of([gradient.subgroup for gradient in gradients])}"
+        mark = self._host.submit(check, after=after, label=label, reads=[each.gradient for each in gradients])
         self._marks.append(mark)
         return mark
 
@@ -119,12 +133,18 @@ class GradientChecks:
 
     def nonfinite_item(self) -> Item | None:
         """A tensor whose gradient is not finite; None if all are."""
-        return next((item for (item, _), part in self._sums.items() if not math.isfinite(part)), None)
+        found = (item for sums in self._sums.values() for item, part in sums.items() if not math.isfinite(part))
+        return next(found, None)
 
     def norm(self, scales: Mapping[Item, float]) -> float:
         """The global norm, whatever the order of checks. `scales`: the factors by which gradients are too large."""
-        parts = [part / scales.get(item, 1.0) ** 2 for (item, _), part in self._sums.items()]
+        sums = self._sums.values()
+        parts = [part / scales.get(item, 1.0) ** 2 for found in sums for item, part in found.items()]
         return math.sqrt(math.fsum(parts)) if all(map(math.isfinite, parts)) else math.nan
+
+    def serve(self) -> None:
+        """There are other subgroups from now on."""
+        self._parts.clear()
 
     def forget(self) -> None:
         """Another step begins."""
@@ -133,11 +153,11 @@ class GradientChecks:
         self._losses.clear()
         self.losses_checked.clear()
 
-    def _add(self, subgroup: Subgroup, found: Mapping[Item, float], describe_changes: DescribeChanges | None) -> None:
-        for item, total in found.items():
-            if describe_changes is not None and not math.isfinite(total):
-                raise nonfinite_error(item, describe_changes())
-            self._sums[item, subgroup.start] = total
+    def _add(self, subgroup: Subgroup, found: dict[Item, float], describe_changes: DescribeChanges | None) -> None:
+        if describe_changes is not None and not all(map(math.isfinite, found.values())):
+            item = next(item for item, total in found.items() if not math.isfinite(total))
+            raise nonfinite_error(item, describe_changes())
+        self._sums[subgroup] = found
 
 
 def nonfinite_error(item: Item | None, changes: str, *, agreed: bool = False) -> NonFiniteError:
@@ -150,13 +170,20 @@ def nonfinite_error(item: Item | None, changes: str, *, agreed: bool = False) ->
     )
 
 
-def squares(
-    unit: Unit, gradients: torch.Tensor, start: int, items: Collection[Item], threads: int | None
-) -> dict[Item, float]:
-    """The sum of squares of each tensor's gradient, as far as it is in `gradients`, which begin at element `start`."""
-    offsets, sums = unit.trained_offsets, dict[Item, float]()
-    for item in items:
-        both = overlap(item, offsets[item], start, gradients.numel())
-        if both is not None:
-            sums[item] = kernels.sum_of_squares(gradients[both[1]], threads=threads)
-    return sums
+class GradientParts(NamedTuple):
+    """The parts of tensors in a flat gradient."""
+
+    items: list[Item]
+    ranges: kernels.Ranges
+
+    @classmethod
+    def of(cls, unit: Unit, items: Collection[Item], start: int, size: int) -> GradientParts:
+        """Of the elements of a unit from `start` on."""
+        offsets = unit.trained_offsets
+        found = {item: overlap(item, offsets[item], start, size) for item in items}
+        shared = {item: both[1] for item, both in found.items() if both is not None}
+        return cls(list(shared), kernels.Ranges(list(shared.values())))
+
+    def squares(self, gradient: torch.Tensor, threads: int | None) -> dict[Item, float]:
+        """The sum of squares of each part."""
+        return dict(zip(self.items, kernels.sums_of_squares(gradient, self.ranges, threads=threads), strict=True))

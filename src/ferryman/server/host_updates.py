@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from ferryman.model.units import Item, Subgroup
+from ferryman.model.units import Item, Subgroup, label_of
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
 from ferryman.server.state import UpdateArgs
 from ferryman.server.store import RamStore
 from ferryman.server.update_log import UpdateLog
+
+T = TypeVar("T")
+
+_TOGETHER = 1 << 18  # elements: less than half a millisecond of work, so nobody waits long for the others
+
+
+class HostUpdate(NamedTuple):
+    """One step of a subgroup. The gradient is multiplied by `factor`.
+
+    `only`: of the tensors in `args`, just those are updated that are listed here when the update runs.
+    """
+
+    subgroup: Subgroup
+    args: Sequence[UpdateArgs]
+    gradient: torch.Tensor
+    factor: float
+    only: Collection[Item] | None = None
+
+
+def together(work: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Groups neighbours that are so small that one piece of work for all of them is better than one for each.
+    `size_of`: elements."""
+    group, size = list[T](), 0
+    for each in work:
+        more = size_of(each)
+        if group and size + more > _TOGETHER:
+            yield group
+            group, size = [], 0
+        group.append(each)
+        size += more
+    if group:
+        yield group
 
 
 class HostUpdates:
@@ -27,37 +60,33 @@ class HostUpdates:
         self._store, self._lane, self._log, self._threads = store, lane, log, threads
         self._returns_weights = returns_weights
 
-    def update(
-        self,
-        subgroup: Subgroup,
-        args: Sequence[UpdateArgs],
-        gradient: torch.Tensor,
-        factor: float,
-        only: Collection[Item] | None = None,
-    ) -> Mark:
-        """One step of a subgroup; returns its end. The gradient is multiplied by `factor`.
-
-        `only`: of the tensors in `args`, just those are updated that are listed here when the update runs.
-        """
-        unit, log = subgroup.unit, self._log
-        state, begun = self._store.state(unit), log.step.requested.begun
-        memory = state.memory_of(subgroup, self._store.weights(unit))
+    def update(self, updates: Sequence[HostUpdate]) -> Mark:
+        """Makes these updates as one piece of work; returns its end."""
+        log, store = self._log, self._store
+        begun = log.step.requested.begun
+        states = [store.state(each.subgroup.unit) for each in updates]
+        memories = [
+            state.memory_of(each.subgroup, store.weights(each.subgroup.unit))
+            for each, state in zip(updates, states, strict=True)
+        ]
 
         def update() -> None:
-            begun.add(unit)
-            state.update(args, gradient, subgroup.start, factor, self._threads, only)
+            for (subgroup, args, gradient, factor, only), state in zip(updates, states, strict=True):
+                begun.add(subgroup.unit)
+                state.update(args, gradient, subgroup.start, factor, self._threads, only)
 
         mark = self._lane.submit(
             update,
-            after=log.before_update(subgroup),
-            label=f"update {unit.name}",
-            nbytes=gradient.nbytes,
-            reads=[gradient],
-            writes=memory.tensors(),
+            after=[mark for each in updates for mark in log.before_update(each.subgroup)],
+            label=f"update {label_of([each.subgroup for each in updates])}",
+            nbytes=sum(each.gradient.nbytes for each in updates),
+            reads=[each.gradient for each in updates],
+            writes=[tensor for memory in memories for tensor in memory.tensors()],
         )
-        log.add_host_update(subgroup, mark)
+        log.add_host_updates([each.subgroup for each in updates], mark)
         if self._returns_weights and log.weights is not None:
-            returned = log.weights.refresh(unit, memory.weights, mark)
-            if returned is not None:
-                log.add_return(subgroup, returned, sum(span.host.nbytes for span in memory.weights))
+            for each, memory in zip(updates, memories, strict=True):
+                returned = log.weights.refresh(each.subgroup.unit, memory.weights, mark)
+                if returned is not None:
+                    log.add_return(each.subgroup, returned, sum(span.host.nbytes for span in memory.weights))
         return mark

@@ -7,11 +7,12 @@ Every function takes `threads` (default: the CPUs that this process may use, wha
 (default: the first of `paths()`). The torch path uses torch's own threads.
 """
 
+import ctypes
 import functools
 import logging
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 
@@ -26,7 +27,7 @@ _logger = logging.getLogger("ferryman")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _FORMATS = list(moments.FORMATS.values())
-_NUMBERS = len(native.PieceStruct().numbers)  # of a rule
+_NUMBERS = len(native.NumbersStruct().hyper)  # of a rule
 
 # Elements that the torch path processes at a time, which bounds the memory of float64 copies.
 _CHUNK = 1 << 20
@@ -58,25 +59,47 @@ def lane_cpus(cpus: int) -> int:
     return 0 if cpus < 4 else max(1, cpus // 8)
 
 
-def sum_of_squares(tensor: torch.Tensor, *, threads: int | None = None, path: str | None = None) -> float:
-    """The squared norm, summed in float64. It is finite exactly if every element is, so no second pass is needed.
+class Ranges:
+    """Ranges of elements of a flat tensor, as the library takes them."""
+
+    def __init__(self, ranges: Sequence[slice]) -> None:
+        self.ranges = ranges
+        self.bounds = (ctypes.c_int64 * (2 * len(ranges)))(*(bound for at in ranges for bound in (at.start, at.stop)))
+        self.end = max((at.stop for at in ranges), default=0)
+
+
+def sums_of_squares(
+    tensor: torch.Tensor, ranges: Ranges, *, threads: int | None = None, path: str | None = None
+) -> list[float]:
+    """The squared norm of each range, summed in float64. It is finite exactly if every element is, so no second pass is
+    needed.
 
     The compiled result does not depend on the number of threads or the instruction set, to the last bit.
     """
     path = _check(tensor, threads, path)
+    assert ranges.end <= tensor.numel()
     if path == "torch":
-        chunks = tensor.detach().view(-1).split(_CHUNK)
-        return sum(torch.dot(wide, wide).item() for wide in map(torch.Tensor.double, chunks))
-    library = native.library()
+        flat = tensor.detach().view(-1)
+        chunks = (flat[at].split(_CHUNK) for at in ranges.ranges)
+        return [sum(torch.dot(w, w).item() for w in map(torch.Tensor.double, parts)) for parts in chunks]
+    library, count = native.library(), len(ranges.ranges)
     assert library is not None, "a path other than torch comes from the library"
-    result: float = library.ferryman_sum_of_squares(
+    sums = (ctypes.c_double * count)()
+    library.ferryman_sums_of_squares(
         tensor.data_ptr(),
-        tensor.numel(),
+        ranges.bounds,
+        count,
         _DTYPES[tensor.dtype],
         native.INSTRUCTION_SETS.index(path),
         threads or default_threads(),
+        sums,
     )
-    return result
+    return list(sums)
+
+
+def sum_of_squares(tensor: torch.Tensor, *, threads: int | None = None, path: str | None = None) -> float:
+    """As `sums_of_squares`, of all elements."""
+    return sums_of_squares(tensor, Ranges([slice(0, tensor.numel())]), threads=threads, path=path)[0]
 
 
 class Piece(NamedTuple):
@@ -94,6 +117,62 @@ class Piece(NamedTuple):
     @property
     def state_dtype(self) -> torch.dtype:
         return self.states[0].dtype if self.states else torch.float32
+
+
+class PieceTarget(NamedTuple):
+    """What is the same in every update of a piece."""
+
+    at: slice  # of the gradients
+    weights: torch.Tensor
+    master: torch.Tensor | None
+    states: Sequence[torch.Tensor]
+    scales: Sequence[torch.Tensor]
+    first: int
+
+    def piece(self, gradients: torch.Tensor, numbers: Numbers, keys: tuple[int, int]) -> Piece:
+        gradient = gradients[self.at]
+        return Piece(gradient, self.weights, self.master, self.states, numbers, self.scales, self.first, keys)
+
+
+class Table:
+    """Parts that are updated together again and again. They are checked once, when their arguments for the library are
+    made."""
+
+    def __init__(self, rule: Rule, parts: Sequence[PieceTarget], gradients: torch.Tensor) -> None:
+        """`gradients` are like those of all updates: flat, of this size and dtype."""
+        self.parts = parts
+        self._size, self._dtype = gradients.numel(), gradients.dtype
+        pieces = [part.piece(gradients, (0.0,) * _NUMBERS, (0, 0)) for part in parts]
+        for piece in pieces:
+            _check_piece(rule, piece)
+        self.numbers = native.NumbersStruct()
+        self.structs = (native.PieceStruct * len(pieces))(*(_raw(piece, self.numbers) for piece in pieces))
+        self.address = gradients.data_ptr()  # from which the structures' gradients are counted
+
+    def pieces(self, gradients: torch.Tensor, numbers: Numbers, keys: tuple[int, int]) -> "TablePieces":
+        """The parts with what is new in an update."""
+        assert (gradients.numel(), gradients.dtype) == (self._size, self._dtype)
+        assert gradients.is_contiguous()
+        return TablePieces(self, gradients, numbers, keys)
+
+
+class TablePieces(Sequence[Piece]):
+    """Pieces made from a table. The library needs none of these tuples."""
+
+    def __init__(self, table: Table, gradients: torch.Tensor, numbers: Numbers, keys: tuple[int, int]) -> None:
+        self.table, self.gradients, self.numbers, self.keys = table, gradients, numbers, keys
+
+    def __len__(self) -> int:
+        return len(self.table.parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Piece]: ...
+    def __getitem__(self, index: int | slice) -> Piece | Sequence[Piece]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        return self.table.parts[index].piece(self.gradients, self.numbers, self.keys)
 
 
 class Scratch:
@@ -149,22 +228,28 @@ def split(
 
 def update(rule: Rule, pieces: Sequence[Piece], *, threads: int | None = None, path: str | None = None) -> None:
     """One step of an optimizer, in one pass. It is elementwise, so the number of threads does not change the result."""
-    for piece in pieces:
-        path = _check_piece(rule, piece, threads, path)
-    if path is None:
-        return
+    path = _check_path(threads, path)
+    if not isinstance(pieces, TablePieces):
+        for piece in pieces:
+            _check_piece(rule, piece)
     if path == "torch":
         longest = max((piece.gradient.numel() for piece in pieces), default=0)
         update_in_torch(rule, pieces, Scratch(max(SHORTEST_COMPACT, min(longest, _CHUNK))))
         return
-    library = native.library()
+    moved = 0
+    if isinstance(pieces, TablePieces):
+        table = pieces.table
+        table.numbers.hyper, table.numbers.keys = pieces.numbers, pieces.keys
+        structs, moved = table.structs, pieces.gradients.data_ptr() - table.address
+    else:
+        numbers = [native.NumbersStruct(piece.numbers, piece.keys) for piece in pieces]
+        structs = (native.PieceStruct * len(pieces))(*map(_raw, pieces, numbers))
+    library, isa = native.library(), native.INSTRUCTION_SETS.index(path)
     assert library is not None, "a path other than torch comes from the library"
-    table = (native.PieceStruct * len(pieces))(*(_raw(piece) for piece in pieces))
-    isa = native.INSTRUCTION_SETS.index(path)
-    library.ferryman_update(rules.NATIVE.index(rule), table, len(pieces), isa, threads or default_threads())
+    library.ferryman_update(rules.NATIVE.index(rule), structs, len(pieces), moved, isa, threads or default_threads())
 
 
-def _raw(piece: Piece) -> native.PieceStruct:
+def _raw(piece: Piece, numbers: native.NumbersStruct) -> native.PieceStruct:
     states = [state.data_ptr() for state in piece.states]
     return native.PieceStruct(
         piece.gradient.numel(),
@@ -174,11 +259,10 @@ def _raw(piece: Piece) -> native.PieceStruct:
         *(*states, None, None)[:2],
         *(*(scales.data_ptr() for scales in piece.scales), None, None)[:2],
         piece.first,
-        piece.keys,
+        ctypes.pointer(numbers),
         _DTYPES[piece.gradient.dtype],
         _DTYPES[piece.weights.dtype],
         _FORMATS.index(piece.state_dtype),
-        piece.numbers,
     )
 
 
@@ -257,9 +341,9 @@ def add_squares_in_torch(gradient: torch.Tensor, total: torch.Tensor, number: to
         total.add_(torch.sum(wide.square_(), dim=0, out=number))
 
 
-def _check_piece(rule: Rule, piece: Piece, threads: int | None, path: str | None) -> str:
-    path = _check(piece.gradient, threads, path)
-    _check(piece.weights, threads, path)
+def _check_piece(rule: Rule, piece: Piece) -> None:
+    _check_tensor(piece.gradient)
+    _check_tensor(piece.weights)
     shape, wanted = piece.gradient.shape, master_dtype(piece.weights.dtype)
     assert len(shape) == 1, "pieces are flat"
     assert piece.weights.shape == shape
@@ -279,16 +363,24 @@ def _check_piece(rule: Rule, piece: Piece, threads: int | None, path: str | None
         assert scales.dtype == moments.SCALE
         assert (scales.shape, scales.is_contiguous(), scales.is_cpu) == ((-(-shape[0] // BLOCK),), True, True)
     assert len(piece.numbers) == _NUMBERS
-    return path
 
 
 def _check(tensor: torch.Tensor, threads: int | None, path: str | None) -> str:
-    """Refuses tensors whose raw pointer would give a wrong result or a crash. Returns the path to take."""
+    _check_tensor(tensor)
+    return _check_path(threads, path)
+
+
+def _check_tensor(tensor: torch.Tensor) -> None:
+    """Refuses tensors whose raw pointer would give a wrong result or a crash."""
     if not tensor.is_cpu or tensor.dtype not in _DTYPES or not tensor.is_contiguous():
         raise ValueError(
             "A host kernel needs a contiguous CPU tensor of float32, bfloat16 or float16; this one is "
             f"{'' if tensor.is_contiguous() else 'not contiguous, '}{tensor.dtype}, on {tensor.device}."
         )
+
+
+def _check_path(threads: int | None, path: str | None) -> str:
+    """Returns the path to take."""
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, not {threads}.")
     if path is None:

@@ -16,10 +16,11 @@ from torch import nn
 from torch.optim import optimizer as optimizer_module
 from torch.utils.hooks import RemovableHandle
 
+from ferryman.model.members import Parameters
 from ferryman.model.units import SMALL, Item
 from ferryman.server import rules
 from ferryman.server.moments import FORMATS
-from ferryman.server.rules import Group, Rule
+from ferryman.server.rules import Group, Numbers, Rule
 from ferryman.server.served_state import ServedState, State
 
 # Elementwise optimizers without a compiled kernel: torch's own class makes their updates, on the host.
@@ -48,17 +49,19 @@ class OptimizerView:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"the optimizer must be a torch.optim.Optimizer, this is a {type(optimizer).__name__}")
         self.optimizer = optimizer
-        self._model = model
+        self._parameters = Parameters(model)
         self._groups: dict[int, int] = {}  # by parameter, as of the last `check_groups`
+        self._numbers: dict[tuple[int, int], tuple[Numbers, Group]] = {}  # by group and step
         self._hook: RemovableHandle | None = None
         self._served: ServedState | None = None  # while an engine uses the optimizer
         self._state = state
-        self._rules = [self._rule_of(group) for group in optimizer.param_groups]
+        self._rules = [self._allowed_rule(group) for group in optimizer.param_groups]
         self.check_groups()
 
     def check_groups(self) -> None:
         """Reads the group of each parameter, and refuses changes that the engine cannot follow."""
         optimizer = self.optimizer
+        self._numbers.clear()
         self._refuse_hooks()
         found: dict[int, int] = {}
         for number, group in enumerate(optimizer.param_groups):
@@ -75,14 +78,14 @@ class OptimizerView:
                 "change their values (lr, weight_decay), but do not remove groups"
             )
         for group in optimizer.param_groups[len(self._rules) :]:  # for blocks that were inserted
-            self._rules.append(self._rule_of(group))
+            self._rules.append(self._allowed_rule(group))
         for number, group in enumerate(optimizer.param_groups):
             if _rule_of(optimizer, group) is not self._rules[number]:
                 raise ValueError(
                     f"group {number} of the optimizer has other options now, which need other state "
                     "(momentum, amsgrad, maximize); set them before the engine is made"
                 )
-        named = list(self._model.named_parameters())  # one walk through the model, in every step
+        named = self._parameters.named()
         missing = [name for name, p in named if p.requires_grad and id(p) not in found]
         if missing:
             raise ValueError(
@@ -120,7 +123,7 @@ class OptimizerView:
         """The format in which the states of a tensor are kept."""
         return FORMATS["fp32"] if item.tensor.numel() < SMALL else self.format
 
-    def _rule_of(self, group: Group) -> Rule | None:
+    def _allowed_rule(self, group: Group) -> Rule | None:
         """The rule of a group, if the format of the state allows it."""
         rule = _rule_of(self.optimizer, group)
         if self.is_compact and (rule is None or not rule.fades):
@@ -154,13 +157,29 @@ class OptimizerView:
                     "gradients between engine.forward_backward() and engine.update(), the rest after engine.step()"
                 )
 
+    def group_number(self, item: Item) -> int:
+        return self._groups[id(item.tensor)]
+
     def group(self, item: Item) -> Group:
-        group: Mapping[str, Any] = self.optimizer.param_groups[self._groups[id(item.tensor)]]
+        group: Mapping[str, Any] = self.optimizer.param_groups[self.group_number(item)]
         return group
 
     def rule(self, item: Item) -> Rule | None:
         """The rule that updates a tensor; None: torch's own optimizer does."""
-        return self._rules[self._groups[id(item.tensor)]]
+        return self._rules[self.group_number(item)]
+
+    def rule_of(self, number: int) -> Rule | None:
+        """The rule of a group."""
+        return self._rules[number]
+
+    def numbers(self, number: int, step: int) -> tuple[Numbers, Group]:
+        """What a group says to a step of its tensors: the rule's numbers and the group's options, read once after each
+        `check_groups`."""
+        if (number, step) not in self._numbers:
+            group, rule = self.optimizer.param_groups[number], self._rules[number]
+            options = {name: value for name, value in group.items() if name != "params"}
+            self._numbers[number, step] = () if rule is None else rule.numbers(group, step), options
+        return self._numbers[number, step]
 
     def try_options(self, number: int, options: Mapping[str, Any]) -> None:
         """Raises if a group could not take these options. What they are of the wrong kind for may raise, too."""

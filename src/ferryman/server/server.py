@@ -33,8 +33,8 @@ from ferryman.server.device_updates import DeviceUpdates
 from ferryman.server.device_weights import DeviceWeights
 from ferryman.server.eager import EagerUpdates
 from ferryman.server.exchange import Exchange, LeftForUser, RankExchange, SingleRank
-from ferryman.server.gradient_checks import GradientChecks, nonfinite_error, squares
-from ferryman.server.host_updates import HostUpdates
+from ferryman.server.gradient_checks import GradientChecks, GradientParts, HostGradient, nonfinite_error
+from ferryman.server.host_updates import HostUpdates, together
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.state import bounds, is_whole
 from ferryman.server.stats import Stats
@@ -102,6 +102,7 @@ class Server:
             self._device_updates.release()
         self._log.balancer.serve(units, staging, held=held)
         self._log.begin_record()
+        self._checks.serve()
         self._strategy.close()
         self._strategy = self._make_strategy()
 
@@ -239,12 +240,15 @@ class Server:
         """
         checks, step = self._checks, self._log.step
         self._strategy.check_losses()
+        on_host = list[HostGradient]()
         for unit, items in self._exchange.unsent(left).items():
             waiting = self.leave_for_user(unit, items)
-            for subgroup in self.subgroups(unit):
-                checks.check_on_host(subgroup, waiting.of(subgroup), items, [])
+            on_host += (HostGradient(subgroup, waiting.of(subgroup), items) for subgroup in self.subgroups(unit))
+        for gradients in together(on_host, lambda gradient: gradient.subgroup.size):
+            checks.check_on_host(gradients, [])
         checks.wait()
-        scales = {item: waiting.scale for waiting in step.waiting.values() for item in waiting.items}
+        scaled = (waiting for waiting in step.waiting.values() if waiting.scale != 1)
+        scales = {item: waiting.scale for waiting in scaled for item in waiting.items}
         nonfinite = checks.nonfinite_item()
         reports = self._ranks.count([float(nonfinite is None), checks.norm(scales)])  # of all ranks
         is_finite = all(finite for finite, _ in reports)
@@ -255,9 +259,10 @@ class Server:
         if is_finite:
             self._log.observe()
             clip = _clip_factor(self._norm, self._options.max_grad_norm)
-            for unit in units:
-                self._strategy.update_waiting(unit, self._exchange.owned(self.subgroups(unit)), clip)
-                if not self._strategy.is_eager:
+            for neighbours in together(units, lambda unit: unit.trained_elements):
+                owned = {unit: self._exchange.owned(self.subgroups(unit)) for unit in neighbours}
+                self._strategy.update_waiting(owned, clip)
+                for unit in () if self._strategy.is_eager else neighbours:
                     self._exchange.share(unit)
             requested = {unit: step.requested.args[unit] for unit in step.waiting}
             self._last_requested = RequestedUpdates(requested, step.requested.begun)
@@ -325,7 +330,8 @@ class Server:
         self.wait_for_updates()
         sums = list[float]()
         for unit, gradients in waiting.items():
-            sums += squares(unit, gradients.flat, 0, gradients.items, self._options.host_threads).values()
+            parts = GradientParts.of(unit, gradients.items, 0, gradients.flat.numel())
+            sums += parts.squares(gradients.flat, self._options.host_threads).values()
         return math.sqrt(sum(sums)) if math.isfinite(sum(sums)) else math.nan
 
     def describe_changes(self) -> str:

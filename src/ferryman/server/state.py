@@ -26,7 +26,7 @@ from ferryman.model.units import (
 )
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server import kernels, moments
-from ferryman.server.kernels import Piece
+from ferryman.server.kernels import PieceTarget, Table
 from ferryman.server.optimizer_view import OptimizerView, for_constructor
 from ferryman.server.rules import STATE, Group, Numbers, Rule
 from ferryman.server.state_codec import blocks_of, decoded, encode
@@ -38,9 +38,9 @@ _ALIGNMENT = 64  # bytes, of each array: a cache line
 
 @dataclass(frozen=True)
 class UpdateArgs:
-    """How one tensor is updated. Read when the update is requested: what its group says later does not matter."""
+    """How some tensors are updated. Read when the update is requested: what their group says later does not matter."""
 
-    item: Item
+    items: tuple[Item, ...]  # of one group, and with the same number of steps
     rule: Rule | None  # None: torch's own optimizer makes the update
     numbers: Numbers
     group: Group
@@ -118,15 +118,13 @@ class _Part(NamedTuple):
         return int(self.elements.stop - self.elements.start)
 
 
-class _Shared(NamedTuple):
-    """What a tensor and a range of the unit's trained elements have in common: everything but the gradient."""
+class _KnownTable(NamedTuple):
+    """A table for the update of a range, made when it was updated last."""
 
-    gradient: slice  # of the range
-    weights: torch.Tensor
-    master: torch.Tensor | None
-    states: Sequence[torch.Tensor]
-    scales: Sequence[torch.Tensor]
-    first: int  # the index of its first element in the tensor
+    items: Sequence[Item]
+    size: int  # of the gradients
+    dtype: torch.dtype
+    table: Table | None  # None: the range has nothing of these tensors
 
 
 class UnitState:
@@ -152,8 +150,9 @@ class UnitState:
         self._versions: dict[Item, int] = {}
         self._torch: dict[Item, torch.optim.Optimizer] = {}  # for tensors that torch's own optimizers update
         self._theirs: dict[Item, dict[str, Any]] = {}  # what torch's optimizer had of a tensor when it was taken
-        # Made at the first update of each range. The engine refuses parameters whose memory was exchanged.
-        self._shared: dict[tuple[Item, int, int], _Shared | None] = {}
+        # By the begin of each range, and the place in what is requested. They stay valid, because the engine refuses
+        # parameters whose memory was exchanged.
+        self._tables: dict[tuple[int, int], _KnownTable] = {}
         self._subgroups: dict[Subgroup, SubgroupMemory] = {}
         self._master: dict[Item, torch.Tensor | None] = {}
         for item, mine in self._parts.items():
@@ -202,7 +201,8 @@ class UnitState:
     def undo(self, requested: Sequence[UpdateArgs]) -> None:
         """These updates were requested and not made: their steps do not count."""
         for args in requested:
-            self._steps[args.item] -= 1
+            for item in args.items:
+                self._steps[item] -= 1
 
     def give_back_states(self) -> None:
         """Gives torch's optimizer the state that it had before, for tensors that have not been updated since."""
@@ -319,18 +319,15 @@ class UnitState:
 
     def request(self, items: Collection[Item]) -> list[UpdateArgs]:
         """Arguments for one step of these tensors: counts the step, and reads the groups as they are now."""
-        requested = []
-        self._not_updated = set()
-        known: dict[tuple[int, int], tuple[Numbers, dict[str, Any]]] = {}  # by group and step: most tensors share both
+        view, self._not_updated = self._optimizer_view, set()
+        together: dict[tuple[int, int], list[Item]] = {}  # by group and step
         for item in items:
-            self._steps[item] += 1
-            step, rule, group = self._steps[item], self._optimizer_view.rule(item), self._optimizer_view.group(item)
-            if (id(group), step) not in known:
-                options = {name: value for name, value in group.items() if name != "params"}
-                known[id(group), step] = rule.numbers(group, step) if rule is not None else (), options
-            numbers, options = known[id(group), step]
-            requested.append(UpdateArgs(item, rule, numbers, options, step))
-        return requested
+            self._steps[item] = step = self._steps[item] + 1
+            together.setdefault((view.group_number(item), step), []).append(item)
+        return [
+            UpdateArgs(tuple(found), view.rule_of(number), *view.numbers(number, step), step)
+            for (number, step), found in together.items()
+        ]
 
     def memory_of(self, subgroup: Subgroup, weights: torch.Tensor) -> SubgroupMemory:
         """The host memory of a subgroup that this rank owns; `weights` is the unit's flat memory."""
@@ -396,53 +393,51 @@ class UnitState:
 
         `only`: the tensors that have a gradient. The steps of the others do not count.
         """
-        ruled: dict[str, tuple[Rule, list[Piece]]] = {}
-        count = gradients.numel()
         with torch._C.DisableTorchFunctionSubclass():  # others' reads of the weights wait for this (see reads.py)
-            for args in requested:
-                item, rule = args.item, args.rule
-                if only is not None and item not in only:
-                    if item not in self._not_updated:
-                        self._not_updated.add(item)
-                        self._steps[item] -= 1
-                    continue
-                shared = self._shared_with(item, rule, start, count)
-                if shared is None:
-                    continue
-                gradient = gradients[shared.gradient]
-                if rule is None:
-                    self._update_by_torch(args, gradient, factor)
-                    continue
-                numbers, keys = (factor, *args.numbers[1:]), moments.noise_keys(args.step)
-                piece = Piece(
-                    gradient, shared.weights, shared.master, shared.states, numbers, shared.scales, shared.first, keys
-                )
-                ruled.setdefault(rule.name, (rule, []))[1].append(piece)
-            for rule, pieces in ruled.values():
-                kernels.update(rule, pieces, threads=threads)
+            for place, args in enumerate(requested):
+                items = args.items if only is None else self._updated(args.items, only)
+                if args.rule is None:
+                    for item in items:
+                        if (both := overlap(item, self._offsets[item], start, gradients.numel())) is not None:
+                            self._update_by_torch(args, item, gradients[both[1]], factor)
+                elif (table := self._table(place, items, args.rule, start, gradients)) is not None:
+                    numbers, keys = (factor, *args.numbers[1:]), moments.noise_keys(args.step)
+                    kernels.update(args.rule, table.pieces(gradients, numbers, keys), threads=threads)
 
-    def _shared_with(self, item: Item, rule: Rule | None, start: int, count: int) -> _Shared | None:
-        """What the tensor shares with the `count` elements of the unit from `start` on; None if they have none of it.
-        The tensor's rule is always the same."""
-        key = item, start, count
-        if key not in self._shared:
-            both, found = overlap(item, self._offsets[item], start, count), None
-            if both is not None:
-                (at, gradient), master, before = both, self._master[item], self._parts[item].elements.start
-                own = slice(at.start - before, at.stop - before)
-                found = _Shared(
-                    gradient,
-                    item.tensor.data.view(-1)[at],
-                    None if master is None else master[own],
-                    [] if rule is None else [state[own] for state in self._states_of(item, rule)],
-                    [] if rule is None else [scales[blocks_of(own)] for scales in self._scales_of(item, rule)],
-                    at.start,
-                )
-            self._shared[key] = found
-        return self._shared[key]
+    def _updated(self, items: Sequence[Item], only: Collection[Item]) -> tuple[Item, ...]:
+        """Those of the items that have a gradient. The steps of the others do not count."""
+        for item in items:
+            if item not in only and item not in self._not_updated:
+                self._not_updated.add(item)
+                self._steps[item] -= 1
+        return tuple(item for item in items if item in only)
+
+    def _table(
+        self, place: int, items: Sequence[Item], rule: Rule, start: int, gradients: torch.Tensor
+    ) -> Table | None:
+        """The arguments of an update: of what the tensors share with the gradients, which begin at element `start`."""
+        known, size, dtype = self._tables.get((place, start)), gradients.numel(), gradients.dtype
+        if known is None or (known.items, known.size, known.dtype) != (items, size, dtype):
+            shared = [(item, overlap(item, self._offsets[item], start, size)) for item in items]
+            parts = [self._part_of(item, rule, *both) for item, both in shared if both is not None]
+            table = Table(rule, parts, gradients) if parts else None
+            known = self._tables[place, start] = _KnownTable(items, size, dtype, table)
+        return known.table
+
+    def _part_of(self, item: Item, rule: Rule, at: slice, gradient: slice) -> PieceTarget:
+        master, before = self._master[item], self._parts[item].elements.start
+        own = slice(at.start - before, at.stop - before)
+        return PieceTarget(
+            gradient,
+            item.tensor.data.view(-1)[at],
+            None if master is None else master[own],
+            [state[own] for state in self._states_of(item, rule)],
+            [scales[blocks_of(own)] for scales in self._scales_of(item, rule)],
+            at.start,
+        )
 
     def close(self) -> None:
-        self._shared.clear()
+        self._tables.clear()
         self._subgroups.clear()
         self._memory.close()
 
@@ -462,9 +457,9 @@ class UnitState:
         scales = self._states[layout.count : layout.count + len(rule.states)]
         return [scale[at : at + nbytes].view(moments.SCALE) for scale in scales]
 
-    def _update_by_torch(self, args: UpdateArgs, gradient: torch.Tensor, factor: float) -> None:
+    def _update_by_torch(self, args: UpdateArgs, item: Item, gradient: torch.Tensor, factor: float) -> None:
         """Has an optimizer of torch's own make the step, in float32, with the state that it keeps for the tensor."""
-        item, optimizer = args.item, self._torch.get(args.item)
+        optimizer = self._torch.get(item)
         values = self.in_float32(item).view(item.tensor.shape)
         if optimizer is None:
             kind: Any = type(self._optimizer_view.optimizer)

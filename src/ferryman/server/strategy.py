@@ -8,7 +8,7 @@ units are updated in forward order, beside the next forward. Updates are eager w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,11 +20,12 @@ from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
 from ferryman.server.device_updates import DeviceUpdates
 from ferryman.server.gradient_checks import GradientChecks
-from ferryman.server.host_updates import HostUpdates
+from ferryman.server.host_updates import HostUpdate, HostUpdates, together
 from ferryman.server.landing_buffers import Buffer, Landing
 from ferryman.server.state import UpdateArgs
 from ferryman.server.store import RamStore
 from ferryman.server.update_log import UpdateLog
+from ferryman.server.update_step import WaitingGradients
 
 
 class Arrival(NamedTuple):
@@ -85,24 +86,29 @@ class Strategy(ABC):
         if self._checks_losses:
             self._checks.check_losses()
 
-    def update_waiting(self, unit: Unit, subgroups: Iterable[Subgroup], clip: float) -> None:
-        """Updates a unit with gradients that have waited, multiplied by `clip`."""
-        step, balancer = self._log.step, self._log.balancer
-        waiting = step.waiting.get(unit)
-        if waiting is None:
-            return
-        args = step.requested.args[unit] = self._store.state(unit).request(waiting.items)
-        factor = clip / waiting.scale
-        from_host = GRADIENT.itemsize if waiting.is_left_for_user else balancer.waiting_bytes
-        for subgroup in subgroups:
-            on_device = step.waiting_on_device.get(subgroup)
-            if on_device is not None:
-                assert self._device_updates is not None, "only the device can let gradients wait there"
-                on_device.berth.free = self._device_updates.update(subgroup, args, on_device.gradient, factor)
-            elif self._device_updates is not None and balancer.among_all(subgroup, from_host):
-                self._device_updates.update(subgroup, args, waiting.of(subgroup), factor)
-            else:
-                self._host_updates.update(subgroup, args, waiting.of(subgroup), factor)
+    def update_waiting(self, owned: Mapping[Unit, Sequence[Subgroup]], clip: float) -> None:
+        """Updates these subgroups of units with gradients that have waited, multiplied by `clip`."""
+        on_host, step = list[HostUpdate](), self._log.step
+        for unit, subgroups in owned.items():
+            if (waiting := step.waiting.get(unit)) is None:
+                continue
+            args, factor = self._args(unit, waiting.items), clip / waiting.scale
+            for subgroup in subgroups:
+                on_device = step.waiting_on_device.get(subgroup)
+                if self._device_updates is None or not (on_device or self._is_for_device(subgroup, waiting)):
+                    on_host.append(HostUpdate(subgroup, args, waiting.of(subgroup), factor))
+                    continue
+                gradient = waiting.of(subgroup) if on_device is None else on_device.gradient
+                used = self._device_updates.update(subgroup, args, gradient, factor)
+                if on_device is not None:
+                    on_device.berth.free = used
+        for updates in together(on_host, lambda update: update.subgroup.size):
+            self._host_updates.update(updates)
+
+    def _is_for_device(self, subgroup: Subgroup, waiting: WaitingGradients) -> bool:
+        """Whether the device updates the subgroup, whose gradient waits on the host."""
+        balancer = self._log.balancer
+        return balancer.among_all(subgroup, GRADIENT.itemsize if waiting.is_left_for_user else balancer.waiting_bytes)
 
     @abstractmethod
     def recover(self) -> None:

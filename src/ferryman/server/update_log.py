@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ferryman.model.units import Subgroup, Unit
@@ -124,11 +125,14 @@ class UpdateLog:
         self._add_link_out(mark, nbytes)
         self.step.record.bytes_out += nbytes
 
-    def add_host_update(self, subgroup: Subgroup, mark: Mark) -> None:
+    def add_host_updates(self, subgroups: Sequence[Subgroup], mark: Mark) -> None:
+        """Updates that are one piece of work."""
         self.has_begun = True
-        self._units[subgroup.unit].host = self._subgroups[subgroup].update = mark
-        self.balancer.host.add(mark, subgroup.size)
-        self.step.record.add_host_update(mark, subgroup.size)
+        for subgroup in subgroups:
+            self._units[subgroup.unit].host = self._subgroups[subgroup].update = mark
+        size = sum(subgroup.size for subgroup in subgroups)
+        self.balancer.host.add(mark, size)
+        self.step.record.add_host_update(mark, size)
 
     def add_return(self, subgroup: Subgroup, mark: Mark, nbytes: int) -> None:
         """Weights that the host has updated are copied to the device until the mark."""

@@ -230,8 +230,9 @@ class Assembly:
     def drop_gradients(self) -> None:
         self.relay.gradients.clear()
         self.server.forget_gradients()
-        for parameter in self._model.parameters():
-            parameter.grad = None
+        for unit in self.all_units:
+            for item in unit.items:
+                item.tensor.grad = None
 
     def contents(self, ranks: Ranks) -> Contents:
         """What a checkpoint saves, when all updates are done and all state is on the host."""

@@ -11,7 +11,7 @@ import torch
 from ferryman.distributed.agreement import exchange_status, is_nothing, status_of, weigh
 from ferryman.distributed.ranks import Ranks
 from ferryman.model.blocks import Blocks
-from ferryman.model.members import none_added, unchanged
+from ferryman.model.members import Parameters, none_added, unchanged
 from ferryman.model.placeholder import UsedOutsideError
 from ferryman.options import EngineOptions
 from ferryman.plan.batch import Part, parts_of
@@ -52,6 +52,7 @@ class Preparation:
         self._options = options
         self._planner = planner
         self._model = planner.model
+        self._parameters = Parameters(planner.model)
         self._device = planner.device
         self._optimizer_view = planner.optimizer_view
         self._assembly = assembly
@@ -155,7 +156,7 @@ class Preparation:
         store.check_values()
         for unit in self._assembly.all_units:
             unchanged(unit, store.weights(unit), store.trained)
-        none_added(self._model, self._assembly.all_units)
+        none_added(self._parameters, self._assembly.all_units)
         checks.can_step(self._model)
 
     def _check_first(self, parts: list[Part], choice: Choice, seed: int) -> None:
