@@ -36,7 +36,8 @@ class Modes(NamedTuple):
         hooks = saving_hooks()
         if hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT:
             hooks = None  # checkpointing enters its own hooks in each run
-        return Modes(_get_current_function_mode_stack(), hooks)
+        functions = [mode for mode in _get_current_function_mode_stack() if getattr(mode, "holds_in_units", True)]
+        return Modes(functions, hooks)
 
     def on(self) -> contextlib.AbstractContextManager[None]:
         """Context in which exactly these modes are on. Torch switches a function mode off while it handles a function
