@@ -1,5 +1,6 @@
 import contextlib
 import gc
+import importlib
 import random
 import shutil
 
@@ -68,7 +69,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    """What has been imported stays, so that the collections below need not look at it."""
+    """What has been imported stays, so that the collections below need not look at it. The first optimizer of a process
+    imports torch._dynamo, whose objects would be most of what they look at."""
+    if session.items:
+        importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
 

@@ -1,8 +1,6 @@
 """Whoever saves may be killed at any moment: the last complete checkpoint is there, whole."""
 
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 from ferryman.checkpoint import directory
 from support import killed_saves
 from support.checkpoints import Run, assert_equal, everything
+from support.fresh import run_file_fresh
 
 pytestmark = pytest.mark.timeout(300)  # of which nearly all is the first one's set-up
 
@@ -19,8 +18,7 @@ KILLED = killed_saves.__file__
 
 def killed(place, modes, seed=0):
     """What campaigns saw, by mode; they fail by themselves where a checkpoint is not what it must be."""
-    command = [sys.executable, KILLED, place, str(seed), json.dumps(modes)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_file_fresh(KILLED, place, seed, json.dumps(modes), timeout=900)
     assert not done.returncode, done.stderr[-3000:]
     print(done.stdout)
     return {found.pop("mode"): found for found in map(json.loads, done.stdout.splitlines())}

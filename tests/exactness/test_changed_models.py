@@ -105,3 +105,24 @@ def test_edits_through_data_of_weights_that_stay_on_the_device(accelerator):
                 for parameter in model.parameters():
                     edit(parameter)
     assert found[:2] == found[2:]
+
+
+@pytest.mark.parametrize("way", ["model", "evaluate"])
+def test_averages_in_place_of_weights_are_not_ignored_by_evaluations(way, device):
+    """As classes for moving averages do it: `parameter.data = average`, and the old memory again after evaluation."""
+    model = made(Model, None)
+    batch = next(batches(1))
+    with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), device=device, loss=loss) as engine:
+        engine.step(batch, 2)
+        kept = [parameter.data for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data = torch.zeros_like(parameter.data)
+        if way == "model" and device.type == "cpu":  # where the model runs as it is
+            with torch.no_grad():
+                assert not model(batch[0]).any()
+        else:
+            with torch.no_grad(), pytest.raises(ValueError, match=r"the memory of 'blocks\.0.* was replaced"):
+                model(batch[0]) if way == "model" else engine.evaluate(batch)
+        for parameter, data in zip(model.parameters(), kept, strict=True):
+            parameter.data = data
+        engine.step(batch, 2)

@@ -212,6 +212,28 @@ def test_gradients_of_tensors_that_a_unit_stores_and_does_not_use(device):
     assert_equal_to_plain(StoredAside, ask_for_stored, None, 2, device)
 
 
+class KeptIfThereIsAGraph(Model):
+    """Blocks keep a tensor and its gradient, unless the model is evaluated, without a graph."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, x):
+            y = super().forward(x)
+            self.residual = torch.tanh(y)
+            if self.residual.requires_grad:
+                self.residual.retain_grad()
+                self.kept = self.residual
+            return y + self.residual
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_a_unit_keeps_only_where_there_is_a_graph(micro_batches, device):
+    model, plain = made(KeptIfThereIsAGraph, None), made(KeptIfThereIsAGraph, None)
+    train_plainly(plain, loss, device, micro_batches)
+    train(model, loss, device, micro_batches)
+    for mine, theirs in zip(model.blocks, plain.blocks, strict=True):
+        torch.testing.assert_close(mine.kept.grad, theirs.kept.grad, atol=1e-6, rtol=1e-4)
+
+
 class OnTheHost(Model):
     """Blocks return a tensor on the host as well, which they have logged."""
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.utils.checkpoint import checkpoint
 
 from ferryman.engine import Engine
 from support.models import CASES, build, text
@@ -44,6 +45,32 @@ def test_edits_of_a_batch_are_made_once(on_device, micro_batches, device):
         own = on_device or device.type == "cpu"
         for mask, theirs in zip(masks, expected[number * micro_batches :], strict=False):
             assert torch.equal(mask, theirs if own else torch.zeros(WIDTH, dtype=torch.bool))
+
+
+class MaskedAndSaved(Masked):
+    """The graph between its units needs the input, of which each micro-batch edits a part."""
+
+    def prepare(self):
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        x[:, np.random.randint(0, WIDTH)] = 0
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_edits_of_parts_of_one_tensor_do_not_disturb_the_other_parts(on_device, device):
+    model, plain = made(MaskedAndSaved, None), made(MaskedAndSaved, None)
+    torch.manual_seed(2)
+    expected = train_plainly(plain, loss, device, 3)
+    torch.manual_seed(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with Engine(model, optimizer, device=device, loss=loss, max_grad_norm=1.0) as engine:
+        losses = [engine.step((x.to(device) if on_device else x, y), 3).item() for x, y in batches(3)]
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 class Renormalised(nn.Module):
@@ -187,3 +214,33 @@ def test_autograd_is_asked_for_the_gradient_of_a_resident_in_a_unit(device):
         pytest.raises(ValueError, match=r"autograd\.grad was called for 'head\.weight', which the unit 'head' uses"),
     ):
         engine.step(next(batches(1)), 1)
+
+
+class CheckpointedReentrantly(Model):
+    """No unit is finished before the step is: any may be called once more in a backward."""
+
+    def prepare(self):
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        x = x * self.scale
+        for block in (*self.blocks, self.head):
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def test_an_update_of_a_resident_that_is_early_is_not_taken_for_an_edit(device, monkeypatch):
+    model = made(CheckpointedReentrantly, None)
+    with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), device=device, loss=loss) as engine:
+        gradients, lanes = engine._parts.relay.gradients, engine._parts.lanes
+        flush_all = gradients.flush_all
+
+        def flush_and_wait(end):
+            flush_all(end)
+            lanes.drain()
+
+        monkeypatch.setattr(gradients, "flush_all", flush_and_wait)
+        before = model.scale.detach().clone()
+        for batch in batches(2):
+            engine.step(batch, 2)
+    assert not torch.equal(model.scale, before)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.utils.checkpoint import checkpoint
 
 from ferryman.engine import Engine
 from support.models import CASES, build, text
@@ -386,13 +387,30 @@ class Later(Model):
         return self.head(x + (self.residual if self.steps >= 2 else first))
 
 
-def test_state_that_appears_after_the_first_steps_is_followed(device):
-    model, plain = made(Later, None), made(Later, None)
+class LaterAndCheckpointed(Later):
+    """No unit is finished before the step is: reentrant checkpointing may call any once more in a backward."""
+
+    def prepare(self):
+        self.scale = torch.nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        x = x * self.scale
+        first = x.detach()
+        if self.steps >= 2:
+            self.residual = first
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return checkpoint(self.head, x + (self.residual if self.steps >= 2 else first), use_reentrant=True)
+
+
+@pytest.mark.parametrize("make", [Later, LaterAndCheckpointed], ids=lambda make: make.__name__)
+def test_state_that_appears_after_the_first_steps_is_followed(make, device):
+    model, plain = made(make, None), made(make, None)
     plain.to(device)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     with Engine(model, optimizers[0], device=device, loss=loss) as engine:
         for number, (x, y) in enumerate(batches(4)):
-            Later.steps = number
+            model.steps = plain.steps = number
             for part in zip(x.chunk(4), y.chunk(4), strict=True):
                 (loss(plain, tuple(t.to(device) for t in part)) / 4).backward()
             optimizers[1].step()

@@ -26,7 +26,7 @@ def census(engine):
     [{"max_grad_norm": 1.0, "stash": "host"}, *slow({}, {"max_grad_norm": 1.0, "trace": 3})],
     ids=["deferred", "eager", "traced"],
 )
-def test_objects_after_50_and_after_150_steps(options, device):
+def test_objects_after_20_and_after_60_steps(options, device):
     if "trace" in options:
         options = {**options, "trace": Trace(keep_steps=options["trace"])}
     model = Model()
@@ -34,12 +34,12 @@ def test_objects_after_50_and_after_150_steps(options, device):
     given = list(batches(5))
     with Engine(model, optimizer, device=device, loss=loss, **options) as engine:
         found = []
-        for number in range(150):
+        for number in range(60):
             engine.step(given[number % 5], 2)
-            if number in (49, 149):
+            if number in (19, 59):
                 found.append(census(engine))
-    after_50, after_150 = found
-    # Not exactly equal: a lane's thread starts when work first has to wait. Of what a step leaves there are 100 more.
-    grown = {kind: (after_50[kind], n) for kind, n in after_150.items() if n >= after_50[kind] + 50}
+    after_20, after_60 = found
+    # Not exactly equal: a lane's thread starts when work first has to wait. Of what a step leaves there are 40 more.
+    grown = {kind: (after_20[kind], n) for kind, n in after_60.items() if n >= after_20[kind] + 20}
     figures = {"ferryman.observe.trace.Step", "ferryman.observe.trace.Note", "builtins.tuple"}  # thinned out at 10,000
     assert {kind: n for kind, n in grown.items() if not ("trace" in options and kind in figures)} == {}

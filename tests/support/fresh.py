@@ -1,5 +1,6 @@
 """Scripts in a process of their own, without the seconds that imports take: the process is forked from one that has
-imported torch and ferryman and done nothing else. It ends as any other does, through the end of the interpreter."""
+imported torch, with what the first optimizer imports, and ferryman, and done nothing else. It ends as any other does,
+through the end of the interpreter."""
 
 import atexit
 import functools
@@ -16,7 +17,7 @@ from pathlib import Path
 # without that, the collections at the end of a child look at all of it, for a second.
 _SERVER = """
 import gc, json, os, socket, sys
-import torch, ferryman.engine
+import torch, torch._dynamo, ferryman.engine
 
 def serve(server):
     while True:

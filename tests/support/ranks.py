@@ -70,9 +70,10 @@ def _import_once(context):
     """Starts the server that ranks are forked from, with what takes long imported already.
 
     It takes the search path from the environment: until Python 3.12 it did not take that of this process, and where it
-    finds no module of that name it goes on without, and each rank imports all of it.
+    finds no module of that name it goes on without, and each rank imports all of it. The first optimizer of a process
+    imports torch._dynamo.
     """
-    context.set_forkserver_preload(["support.rank_jobs"])
+    context.set_forkserver_preload(["support.rank_jobs", "torch._dynamo"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         forkserver.ensure_running()

@@ -14,7 +14,7 @@ import random
 import sys
 import threading
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, cast
 
@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from ferryman.exactness.leaves import Leaf, OptimizerState, is_leaf
-from ferryman.exactness.snapshot import ARRAYS, generator_state, is_closed, slot_names
+from ferryman.exactness.prefixes import ATOMS
+from ferryman.exactness.snapshot import ARRAYS, FUNCTIONS, generator_state, is_closed, slot_names
 from ferryman.exactness.user_locks import LOCKS
 from ferryman.exactness.variables import (
     INTERNAL,
@@ -43,6 +44,7 @@ from ferryman.exactness.variables import (
 )
 from ferryman.model.placeholder import Placeholder
 
+_PLAIN = frozenset(ATOMS)  # types of values that refer to nothing
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _DEPTH = 10
@@ -96,9 +98,11 @@ class Survey:
         )
         while self._queue and len(self.owners) < _MOST:
             self._visit(*self._queue.popleft())
-        # From here on, only the holders keep objects alive.
+        # From here on, only the holders keep objects alive, and functions, whose ids others would soon have.
         self._queue.clear()
+        self._functions = [value for value in self._kept if isinstance(value, FUNCTIONS)]
         self._kept.clear()
+        self._beyond = {id(value) for _, value in self._not_surveyed()}
 
     def capture(self) -> list[Any]:
         return [holder.capture() for holder in self._holders]
@@ -108,6 +112,29 @@ class Survey:
         for holder, seen in zip(self._holders, before, strict=True):
             found += holder.changed(seen)
         return found
+
+    def meets_new_objects(self, known: Collection[Any]) -> bool:
+        """Whether something that was found refers to an object that did not exist, or was not referred to, at the time
+        of the survey. `known`: keys of variables whose values are expected to be new."""
+        return any(
+            id(value) not in self._beyond and holder.key_of(value) not in known
+            for holder, value in self._not_surveyed()
+        )
+
+    def _not_surveyed(self) -> Iterator[tuple[Holder, Any]]:
+        for holder in self._holders:
+            for value in holder.referred():
+                if type(value) not in _PLAIN and id(value) not in self.owners and not isinstance(value, torch.Tensor):
+                    yield holder, value
+
+    def names(self) -> set[str]:
+        return {holder.name for holder in self._holders}
+
+    def containers(self) -> dict[str, Container]:
+        """By name; without those whose names others have, too."""
+        found = [holder for holder in self._holders if isinstance(holder, Container)]
+        often = Counter(holder.name for holder in found)
+        return {holder.name: holder for holder in found if often[holder.name] == 1}
 
     def put_back(self, before: list[Any]) -> None:
         """Restores the captured state as far as possible. Raises a ValueError if something could not be restored."""

@@ -55,6 +55,18 @@ class Knowledge(NamedTuple):
     policies: dict[Any, VariablePolicy]
     by_unit: dict[Unit, tuple[list[Variable], list[Variable]]]  # variables that it can reach: not shared, and shared
 
+    def replace(self, others: Mapping[Any, Variable]) -> Knowledge:
+        """The same with other variables in place of those with these keys."""
+
+        def other(variable: Variable) -> Variable:
+            return others.get(variable.key, variable)
+
+        return Knowledge(
+            {other(variable).key: other(variable) for variable in self.variables.values()},
+            {other(self.variables[key]).key: policy for key, policy in self.policies.items()},
+            {unit: (list(map(other, own)), list(map(other, shared))) for unit, (own, shared) in self.by_unit.items()},
+        )
+
 
 class UserState:
     """The variables that are known to change, and each micro-batch's view of them while a step runs."""

@@ -11,7 +11,7 @@ import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,6 +107,14 @@ class Holder:
     def put_back(self, before: Any) -> None:
         raise NotImplementedError
 
+    def referred(self) -> Iterable[Any]:
+        """The objects that its variables refer to now."""
+        return ()
+
+    def key_of(self, referred: Any) -> Hashable:
+        """The key of the variable that refers to this object, one of `referred`."""
+        raise NotImplementedError
+
 
 class Named(Holder):
     """A holder that contains variables by name."""
@@ -143,6 +151,14 @@ class Namespace(Named):
             for name in names
             if name not in INTERNAL and not is_same([now.get(name, MISSING)], [before.get(name, MISSING)])
         ]
+
+    def referred(self) -> Iterable[Any]:
+        if self._only is not None:
+            return self.capture().values()
+        return [*self._mapping.values(), *self._mapping.get("_modules", {}).values()]
+
+    def key_of(self, referred: Any) -> Hashable:
+        return self.variable(next((name for name, value in self._mapping.items() if value is referred), "_modules")).key
 
     def variable(self, name: str) -> Variable:
         mapping = self._mapping
@@ -190,6 +206,13 @@ class Attributes(Named):
 
     def _set(self, name: str, value: Any) -> None:
         setattr(self._owner, name, value)
+
+    def referred(self) -> Iterable[Any]:
+        return self.capture().values()
+
+    def key_of(self, referred: Any) -> Hashable:
+        name = next(name for name, value in self.capture().items() if value is referred)
+        return id(self._owner), f"{self.name}.{name}"
 
 
 class ClassAttributes(Attributes):
@@ -246,8 +269,20 @@ class Container(Holder):
             same = is_same(now.keys(), list(before)) and is_same(now.values(), list(before.values()))
         else:
             same = now == before if isinstance(now, int) else is_same(now, before)
+        return [] if same else [self.variable]
+
+    @property
+    def variable(self) -> Variable:
         container = self.container
-        return [] if same else [Variable(self.name, container, lambda: container, lambda _: None)]
+        return Variable(self.name, container, lambda: container, lambda _: None)
+
+    def referred(self) -> Iterable[Any]:
+        if len(self.container) > LARGE:
+            return ()
+        return self.container.values() if isinstance(self.container, dict) else self.container
+
+    def key_of(self, referred: Any) -> Hashable:
+        return self.variable.key
 
     def put_back(self, before: Any) -> None:
         if isinstance(before, int):  # it was too large to copy; remove the elements that were added
@@ -281,6 +316,12 @@ class Cell(Holder):
 
     def changed(self, before: Any) -> list[Variable]:
         return [] if is_same([self.capture()], [before]) else [self.variable]
+
+    def referred(self) -> Iterable[Any]:
+        return (self.capture(),)
+
+    def key_of(self, referred: Any) -> Hashable:
+        return self.variable.key
 
     def put_back(self, before: Any) -> None:
         if before is not MISSING:

@@ -30,17 +30,23 @@ def no_hooks(name: str, parameter: torch.Tensor) -> None:
         )
 
 
-def unchanged(unit: Unit, flat: torch.Tensor, trained: dict[Item, bool]) -> None:
-    """Raises a ValueError if a tensor was replaced, frozen or unfrozen. `flat` is the unit's memory."""
+def in_own_memory(unit: Unit, flat: torch.Tensor) -> None:
+    """Raises a ValueError if a tensor was replaced. `flat` is the unit's memory."""
     for item in unit.items:
         if any(place.current() is not item.tensor for place in item.places) or (
             item.tensor.data_ptr() != flat.data_ptr() + item.offset and item.nbytes
         ):
             raise ValueError(
                 f"the memory of {item.name!r} was replaced while the engine used the model (by .to(), .data =, "
-                "load_state_dict(assign=True) or a parametrization), so the engine would train the old memory. Change "
+                "load_state_dict(assign=True) or a parametrization), so the engine would use the old memory. Change "
                 "weights in place (copy_, load_state_dict), or close the engine and make a new one"
             )
+
+
+def unchanged(unit: Unit, flat: torch.Tensor, trained: dict[Item, bool]) -> None:
+    """Raises a ValueError if a tensor was replaced, frozen or unfrozen. `flat` is the unit's memory."""
+    in_own_memory(unit, flat)
+    for item in unit.items:
         no_hooks(item.name, item.tensor)
         if item.trains != trained[item]:
             raise ValueError(

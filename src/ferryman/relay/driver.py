@@ -225,7 +225,7 @@ class Relay(CallHost):
                 self.randomness.unchanged(),
                 self._model.on_device(watches_gradients=not (step.takes_effect and self.gradients.are_empty)),
                 self._user_state(step),
-                self._resident_gradients(),
+                self._resident_gradients(step),
                 Surroundings.driving(),
                 contextlib.ExitStack() as stack,
             ):
@@ -267,7 +267,6 @@ class Relay(CallHost):
                     step.undo(error)
                 raise
             with self.compute.current():
-                step.resident_edits.check()
                 self.state.end()
                 step.stash.bring_back()
                 self._model.adopt_assigned_residents()
@@ -282,11 +281,16 @@ class Relay(CallHost):
                 step.ended()
 
     @contextlib.contextmanager
-    def _resident_gradients(self) -> Iterator[None]:
+    def _resident_gradients(self, step: StepState) -> Iterator[None]:
         """Context of a step in which residents have a gradient slot. On exit, all gradients are flushed."""
         self.compute.follow(*self.gradients.enter(self._residents))
         try:
             yield
+            with self.compute.current():
+                # With the flush the server may update residents, and units that reentrant checkpointing calls in the
+                # backward, which no visit can finish.
+                step.check_before_update()
+                step.resident_edits.check()
         except BaseException:
             self.gradients.begin(for_update=False)  # the gradients of a failed step must not change weights
             raise

@@ -30,6 +30,10 @@ class Inputs:
         def brought(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
+            if x.device == self._device and type(x) is torch.Tensor and not x.requires_grad:
+                # Parts of one tensor have one version. Each micro-batch that edits its own would look to autograd as if
+                # it had edited the others, too, whose backwards are still to come.
+                return x.data
             if self._device.type == "cpu" or not _is_plain(x):
                 return x.to(self._device, non_blocking=True)
             pieces.append(self._staging.take(x.nbytes))

@@ -20,6 +20,7 @@ from ferryman.model.blocks import Blocks
 from ferryman.model.chunked_loss import ChunkedHead
 from ferryman.model.compilation import Compilation, compiled_around, uncompiled
 from ferryman.model.loss import Loss
+from ferryman.model.members import in_own_memory
 from ferryman.model.patching import ModelPatch
 from ferryman.model.precision import Scale
 from ferryman.model.reads import Reads
@@ -178,6 +179,7 @@ class Assembly:
         """The loss of a batch without gradients. Units are copied to the device as they are called."""
         self.store.check_values()
         self.reads.wait()
+        self._check_memory()
         memory = self.memory
         with memory.counted(), memory.capped(), self.step(), self.relay.evaluation.running(), torch.no_grad():
             return loss(self._model, to_device(batch, self._device))
@@ -320,6 +322,11 @@ class Assembly:
         self._patch.replace(block, self._blocks.skippable(block, block.forward))
         self._patch.watch(block.modules(), self.reads)
 
+    def _check_memory(self) -> None:
+        """Refuses weights in other memory (`parameter.data = average`), which would not be what the device gets."""
+        for unit in self.all_units:
+            in_own_memory(unit, self.store.weights(unit))
+
     def _outside_steps(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         streamed = evaluation(forward, self._device, self.relay.evaluation.running)
 
@@ -337,6 +344,8 @@ class Assembly:
                     self.store.check_values()
                     self.end_reads()
                     self.reads.wait()
+                    if self._device.type != "cpu":
+                        self._check_memory()
                     return streamed(*args, **kwargs)
                 finally:
                     self._evaluates = False

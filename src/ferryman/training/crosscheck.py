@@ -113,6 +113,7 @@ class CrossCheck:
         in_own_thread = _Trial(relay, self._roots)
         with relay.escapes.tracing():
             trial(works[:1], in_own_thread, in_turn=True, forward_only=True)
+        self._note_units_that_look_for_a_graph(discovery, in_own_thread)
         for _ in range(_MAX_ATTEMPTS):
             known = set(discovery.found)
             discovery.teach()
@@ -161,6 +162,14 @@ class CrossCheck:
         interleaved, wrong = self._find_policies(interleave)
         self._compare(in_turn, interleaved, wrong)
         return losses
+
+    def _note_units_that_look_for_a_graph(self, without: Discovery, traced: _Trial) -> None:
+        """Finds units that change variables only if there is a graph, as in the traced trial (`if x.requires_grad`)."""
+        if only := traced.found.keys() - without.found.keys():
+            without.found |= traced.found
+            without.teach()
+            reached = {unit: {v.key for found in self._relay.state.of(unit) for v in found} for unit in self._units}
+            self._relay.graph_needed.update(unit for unit, keys in reached.items() if keys & only)
 
     def _share_logs(self, logs: Sequence[Variable], is_right: Callable[[dict[Any, VariablePolicy]], bool]) -> bool:
         """Shares lists that only grew, if results are then still those of running in turn. Returns whether all are.

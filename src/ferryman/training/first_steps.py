@@ -12,6 +12,7 @@ from ferryman.exactness.guard import Guard
 from ferryman.exactness.reach import context_roots
 from ferryman.exactness.survey import Survey
 from ferryman.exactness.user_state import Knowledge
+from ferryman.exactness.variables import Variable
 from ferryman.model.units import Unit
 from ferryman.plan.batch import Part
 from ferryman.relay.driver import Relay
@@ -42,7 +43,38 @@ class FirstSteps:
         self._steps = 0
 
     def is_new(self, parts: Sequence[Part]) -> bool:
+        self._survey_new_objects()
         return bool(parts) and (_kind_of(parts) not in self._checked or self._has_other_context())
+
+    def _survey_new_objects(self) -> None:
+        """Surveys again if the user's variables now refer to objects that the last survey has not seen.
+
+        What a trial has found about a list or dict that was replaced by another between steps (`model.log = []`) holds
+        for the other one. Objects in places that did not exist, such as what a new hook refers to, need a new trial.
+        """
+        known = {key for knowledge in self._checked.values() for key in knowledge.variables}
+        if self._survey is None or not self._survey.meets_new_objects(known):
+            return
+        old, self._survey = self._survey, self._make_survey()
+        containers = self._survey.containers()
+        replaced = dict[Any, Variable]()
+        for knowledge in self._checked.values():
+            for key, variable in knowledge.variables.items():
+                if id(variable.owner) not in self._survey.owners and variable.name in containers:
+                    replaced[key] = containers[variable.name].variable
+                elif id(variable.owner) not in self._survey.owners and id(variable.owner) in old.owners:
+                    self.forget()
+                    return
+        if not self._survey.names() <= old.names():
+            self.forget()
+            return
+        if replaced:
+            self._checked = {kind: knowledge.replace(replaced) for kind, knowledge in self._checked.items()}
+
+    def _make_survey(self) -> Survey:
+        # What is known to be edited is remembered, so that the step can be undone and made again.
+        edited = {id(v.owner) for knowledge in self._checked.values() for v in knowledge.variables.values()}
+        return self.roots.survey(thorough=False, edited=edited)
 
     def _has_other_context(self) -> bool:
         """Whether a context variable whose value changes in a step now refers to another object."""
@@ -71,9 +103,7 @@ class FirstSteps:
         if known is not None and known.variables is not self._relay.state.knowledge.variables:
             self._relay.state.use(known)
         if self._survey is None:
-            # What is known to be edited is remembered, so that the step can be undone and made again.
-            edited = {id(v.owner) for knowledge in self._checked.values() for v in knowledge.variables.values()}
-            self._survey = self.roots.survey(thorough=False, edited=edited)
+            self._survey = self._make_survey()
         expected: list[float] = []
         if self._tried is not None and self._tried[0] == seed and not skips:
             expected = [loss * part.weight for loss, part in zip(self._tried[1], parts, strict=False)]

@@ -28,7 +28,7 @@ def weighted_loss(
     here = bring(content)
     pairs = zip(pytree.tree_leaves(content), pytree.tree_leaves(here), strict=True)
     tensors = [(given, x) for given, x in pairs if isinstance(x, torch.Tensor)]
-    adopt([x for _, x in tensors], [x for given, x in tensors if given is x])
+    adopt([x for _, x in tensors], [x for given, x in tensors if _share_memory(given, x)])
     try:
         value = loss(model, here)
     except RuntimeError as error:
@@ -53,6 +53,13 @@ def weighted_loss(
     if value.dim():
         value = value.reshape(())  # backward() also accepts a tensor of one element
     return value.to(torch.promote_types(value.dtype, torch.float32)) * weight
+
+
+def _share_memory(given: torch.Tensor, x: torch.Tensor) -> bool:
+    if given is x:
+        return True
+    same_kind = given.device == x.device and given.layout is x.layout is torch.strided
+    return same_kind and x.nbytes > 0 and given.data_ptr() == x.data_ptr()
 
 
 @contextlib.contextmanager
