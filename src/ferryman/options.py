@@ -215,6 +215,7 @@ class PlainOptions:
             default="no",
         ),
     ] = None
+    compile: Annotated[bool, Setting(help="Compile units with torch.compile, all units of a kind together.")] = False
 
     def __post_init__(self) -> None:
         for name, setting in declared(type(self)).items():

@@ -42,14 +42,6 @@ def test_a_parametrization_that_was_added(device):
         nn.utils.parametrize.remove_parametrizations(model.blocks[0].linear, "weight")
 
 
-@pytest.mark.parametrize("name", ["", "blocks.1"])
-def test_modules_that_were_compiled_in_place(name, device):
-    model = made(Model, None)
-    model.get_submodule(name).compile(backend="eager")
-    with pytest.raises(ValueError, match=rf"(the model|'{name}') was compiled \(module.compile\(\)\).*uncompiled"):
-        Engine(model, device=device)
-
-
 class Scripted(Model):
     class block(Block):  # noqa: N801
         def __init__(self):

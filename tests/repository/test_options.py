@@ -41,6 +41,7 @@ FROZEN = [
     ("updates", "str", "auto"),
     ("subgroup", "int | None", None),
     ("chunked_loss", "bool | None", None),
+    ("compile", "bool", False),
     ("loss", "Callable[[Module, Any], torch.Tensor]", model_loss),
     ("reduction", "Literal['mean', 'sum']", "mean"),
     ("split", "Callable[[Any, int], list[Any]] | None", None),
@@ -116,7 +117,8 @@ def test_settings_do_not_change():
 WRONG = {
     "memory": "much", "precision": "fp8", "state": "4bit", "max_grad_norm": -1.0, "on_nonfinite": "ignore",
     "deferred": "yes", "host_threads": 0, "units": [], "resident": "norm", "stash": "disk", "slots": 0, "held": "yes",
-    "updates": "strid:2", "subgroup": 1, "chunked_loss": "yes", "loss": "mse", "reduction": "max", "split": 2,
+    "updates": "strid:2", "subgroup": 1, "chunked_loss": "yes", "compile": "yes", "loss": "mse", "reduction": "max",
+    "split": 2,
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ _REFUSED = {
     "deepspeed": "it would move and shard the model itself",
     "fsdp": "it would shard the model itself",
     "parallelism_config": "the engine itself trains data parallel",
-    "torch_compile": "the engine runs the model's blocks one at a time, and a compiled model has no blocks",
+    "torch_compile": "the engine runs the model's blocks one at a time; engine={'compile': True} compiles these",
     "auto_find_batch_size": "the engine itself stays within a budget: pass engine={'memory': '8GiB'}",
     "enable_jit_checkpoint": "it marks a checkpoint's directory first, and the engine replaces directories as a whole",
     "bf16_full_eval": "it would move the whole model to the device; bf16=True evaluates in bfloat16 while it trains",

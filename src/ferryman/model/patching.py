@@ -67,8 +67,11 @@ class ModelPatch:
         # Forwards that were set on module instances, to be restored; usually None.
         self._forwards: dict[nn.Module, Forward | None] = {}
         self._hooks: dict[nn.Module, tuple[RemovableHandle, ...]] = {}
+        self._compiled_calls: dict[nn.Module, Forward] = {}  # of `module.compile()`, which would trace the stand-ins
 
     def replace(self, module: nn.Module, forward: Forward) -> None:
+        if module._compiled_call_impl is not None:
+            self._compiled_calls[module], module._compiled_call_impl = module._compiled_call_impl, None
         own = self._forwards.setdefault(module, module.__dict__.get("forward"))
         module.__dict__["forward"] = _StandIn(module, forward, own)
 
@@ -90,6 +93,8 @@ class ModelPatch:
                 module.__dict__.pop("forward", None)
                 if own is not None:
                     module.__dict__["forward"] = own
+            if module in self._compiled_calls:
+                module._compiled_call_impl = self._compiled_calls.pop(module)
             for hook in self._hooks.pop(module, ()):
                 hook.remove()
 

@@ -27,6 +27,7 @@ class AskedGradients(TorchFunctionMode):
     def __init__(self, escapes: Escapes) -> None:
         super().__init__()
         self._escapes = escapes
+        self.holds_in_units = escapes.traced  # the inputs of calls are known only then
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -36,7 +36,7 @@ class Modes(NamedTuple):
         hooks = saving_hooks()
         if hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT:
             hooks = None  # checkpointing enters its own hooks in each run
-        functions = _get_current_function_mode_stack()
+        functions = [mode for mode in _get_current_function_mode_stack() if getattr(mode, "holds_in_units", True)]
         return Modes(functions, hooks) if functions or hooks is not None else _NONE
 
     def on(self) -> contextlib.AbstractContextManager[None]:

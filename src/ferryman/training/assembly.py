@@ -18,6 +18,7 @@ from ferryman.checkpoint.contents import Contents
 from ferryman.distributed.ranks import Ranks, Share
 from ferryman.model.blocks import Blocks
 from ferryman.model.chunked_loss import ChunkedHead
+from ferryman.model.compilation import Compilation, compiled_around, uncompiled
 from ferryman.model.loss import Loss
 from ferryman.model.members import in_own_memory
 from ferryman.model.patching import ModelPatch
@@ -90,6 +91,7 @@ class Assembly:
             self.server.wait_for_updates, lambda: [item.tensor for unit in self.all_units for item in unit.items]
         )
         self._patch = ModelPatch()
+        self._compilation = Compilation(everything=options.compile)
         self._when_dropped = caller.when_dropped(self._close_dropped)
         try:
             self._install(plan, chunked_loss=bool(options.chunked_loss))
@@ -100,6 +102,7 @@ class Assembly:
 
     def _install(self, plan: Plan, *, chunked_loss: bool) -> None:
         """Installs the parts in the user's model and optimizer."""
+        self._take_over_compiled(self._model, plan.units)
         head = ChunkedHead(self._model, plan.units, lambda: self._stepping) if chunked_loss else None
         if head is not None:
             head.add_loss(self._patch)
@@ -145,6 +148,7 @@ class Assembly:
         for unit in units:
             self.store.add(unit)
         self.serve(plan)
+        self._take_over_compiled(block, units)
         self._take_over(units)
         self._take_over_block(block)
 
@@ -304,10 +308,16 @@ class Assembly:
                 if isinstance(value, torch.Tensor):
                     self.reads.remember(value)  # it changes with every update, as in plain PyTorch
 
+    def _take_over_compiled(self, root: nn.Module, units: Iterable[Unit]) -> None:
+        """Notes what the user has compiled. Compiled modules that contain units run as they were before."""
+        self._compilation.include(root)
+        for module in compiled_around(root, [module for unit in units for module in unit.modules]):
+            self._patch.replace(module, uncompiled(module))
+
     def _take_over(self, units: Iterable[Unit]) -> None:
         for unit in units:
             for module in unit.modules:
-                self._patch.replace(module, self.relay.intercept(unit, module, module.forward))
+                self._patch.replace(module, self.relay.intercept(unit, module, self._compilation.forward(module)))
 
     def _take_over_block(self, block: nn.Module) -> None:
         self._patch.replace(block, self._blocks.skippable(block, block.forward))

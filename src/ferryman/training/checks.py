@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ferryman.model.compilation import check_backend, is_wrapper
 from ferryman.model.members import no_hooks
 from ferryman.model.overlaps import refuse_overlaps
 from ferryman.model.patching import is_taken
@@ -34,6 +35,11 @@ def model(model: Any) -> None:
     """Checks that this is a model whose modules can run one at a time."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model must be a torch.nn.Module; this is a {type(model).__name__}")
+    if is_wrapper(model):
+        raise ValueError(
+            "the model was compiled as a whole (torch.compile), and the engine runs its blocks one at a time; pass the "
+            "original model, and let the engine compile the blocks: Engine(model._orig_mod, ..., compile=True)"
+        )
     _modules(model)
 
 
@@ -41,16 +47,6 @@ def _modules(model: nn.Module) -> None:
     """Refuses modules that cannot be streamed."""
     for name, module in model.named_modules():
         where = f"the module {name!r}" if name else "the model"
-        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
-            raise ValueError(
-                f"{where} was compiled (torch.compile), and a compiled module cannot be streamed layer by layer; pass "
-                "the engine the uncompiled model"
-            )
-        if module._compiled_call_impl is not None:
-            raise ValueError(
-                f"{where} was compiled (module.compile()), and a compiled module cannot be streamed layer by layer; "
-                "pass the engine the uncompiled model"
-            )
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in (*module.parameters(), *module.buffers())):
             raise ValueError(
                 f"{where} is a ScriptModule (torch.jit), whose weights the engine cannot move; pass the engine the "
@@ -207,6 +203,8 @@ def budget(budget: int | None, device: torch.device) -> None:
 def settings(options: PlainOptions, device: torch.device) -> None:
     """Checks that the settings are compatible with each other and with the device."""
     budget(options.budget, device)
+    if options.compile:
+        check_backend(device)
     if options.held and device.type == "cpu":
         raise ValueError("held=True keeps all weights on an accelerator, and device='cpu' is the host itself")
     if options.held and options.slots is not None:
