@@ -97,7 +97,7 @@ def test_a_step_that_is_mostly_python_fails(monkeypatch, accelerator):
     monkeypatch.setattr(MicroBatch, "resume", slow_resume)
     monkeypatch.setattr(process, "_LENGTH", 8)
     monkeypatch.setattr(process, "_ROUNDS", 1)
-    monkeypatch.setattr(process, "_WARM", 1)
+    monkeypatch.setattr(process, "_WARM_UP_ROUNDS", 1)
     verdict = check(accelerator, "python")
     assert verdict.outcome == "FAILED"
     assert verdict.figures.keys() == {"plain", "ours", "per call", "share"}
@@ -179,7 +179,7 @@ def test_copies_that_wait_for_one_another_are_found(monkeypatch, accelerator):
             self._lanes.wait()
         return time.perf_counter() - begin
 
-    monkeypatch.setattr(overlap._Bare, "_run", one_by_one)
+    monkeypatch.setattr(overlap._BareLanes, "_run", one_by_one)
     monkeypatch.setattr(overlap, "_TRIES", 1)
     context = CheckContext(accelerator, quick=True)
     link, beside, _ = overlap.checks(context)
