@@ -35,15 +35,15 @@ _NARROW_CUT_TOLERANCE = 2e-2  # the same where parameters are narrower than floa
 
 def checks(context: CheckContext, user: UserModel) -> Iterator[Check]:
     """The checks, in order: where the engine refuses the model in one check, later ones are skipped."""
-    rows = _ModelChecks(context, user)
+    model = _ModelChecks(context, user)
     compared = "outputs of units that are recomputed in the backward against those of the forward: same checksums"
-    yield Check("model", "second runs", compared, rows.second_runs)
+    yield Check("model", "second runs", compared, model.second_runs)
     compared = "losses, gradients and state of interleaved micro-batches against one micro-batch after the other"
-    yield Check("model", "taking turns", compared, rows.taking_turns)
+    yield Check("model", "taking turns", compared, model.taking_turns)
     compared = "the loss of two samples together against the mean of their own losses, in evaluation mode"
-    yield Check("model", "cutting", compared, rows.cutting)
+    yield Check("model", "cutting", compared, model.cutting)
     compared = f"losses, gradients, weights and buffers of {_STEPS} steps against plain PyTorch"
-    yield Check("model", "parity", compared, rows.parity)
+    yield Check("model", "parity", compared, model.parity)
 
 
 class _ModelChecks:
