@@ -175,7 +175,7 @@ def test_copies_that_wait_for_one_another_are_found(monkeypatch, accelerator):
     def one_by_one(self, names):
         begin = time.perf_counter()
         for name in names:
-            self._ways[name]()
+            self._work[name]()
             self._lanes.wait()
         return time.perf_counter() - begin
 
@@ -183,7 +183,7 @@ def test_copies_that_wait_for_one_another_are_found(monkeypatch, accelerator):
     monkeypatch.setattr(overlap, "_TRIES", 1)
     context = CheckContext(accelerator, quick=True)
     link, beside, _ = overlap.checks(context)
-    assert link.run().outcome == "inconclusive"  # the link may be such
+    assert link.run().outcome == "inconclusive"  # the link itself may carry one direction at a time
     # On a busy machine kernels may take so long that copies hardly count.
     assert any(beside.run().outcome == "FAILED" for _ in range(10))
 
