@@ -10,7 +10,7 @@ from ferryman.model.units import landing_dtype
 from ferryman.runtime.sizes import show_rate
 
 
-def assumptions(given: MachineDescription, training: Training, outlook: Estimate) -> list[str]:
+def assumptions(given: MachineDescription, training: Training, estimate: Estimate) -> list[str]:
     said = [
         "Times are estimates: only matrix products and attention are counted as work of the device.",
         "A step takes as long as the busiest lane of each sweep; measured steps take a few percent longer.",
@@ -26,7 +26,7 @@ def assumptions(given: MachineDescription, training: Training, outlook: Estimate
     if given.known["host updates"] == "measured here":
         said.append("The host updates weights as fast as this machine does.")
     said += _assumed_of_ranks(given)
-    if outlook.forecast is not None and outlook.plan.staging.policy.kind == "auto":
+    if estimate.forecast is not None and estimate.plan.staging.policy.kind == "auto":
         said.append("'auto' divides updates by observed rates; the division shown here follows from the rates above.")
     return said
 
@@ -51,11 +51,11 @@ def _assumed_of_ranks(given: MachineDescription) -> list[str]:
     return said
 
 
-def advice(outlook: Estimate, training: Training, given: MachineDescription) -> list[str]:
-    found = outlook.forecast
+def advice(estimate: Estimate, training: Training, given: MachineDescription) -> list[str]:
+    found = estimate.forecast
     if found is None:
         return []
-    said, count, cluster = [], outlook.samples / outlook.sample_size, given.machine.cluster
+    said, count, cluster = [], estimate.samples / estimate.sample_size, given.machine.cluster
     bounds = {found.forward.bound, found.backward.bound}
     if given.machine.operations is None:
         if math.isinf(found.needed_operations):
@@ -64,13 +64,13 @@ def advice(outlook: Estimate, training: Training, given: MachineDescription) -> 
             needed = show_rate(found.needed_operations, "operations")
             said.append(f"A device that reaches {needed} does not bound the step; a slower one does.")
     elif bounds - {"compute"} and found.break_even is not None and found.break_even > count:
-        samples = found.break_even * outlook.sample_size * cluster.size
+        samples = found.break_even * estimate.sample_size * cluster.size
         said.append(
             f"Use more samples per step: with {found.break_even} or more micro-batches (--batch {samples} with "
-            f"micro-batches of {outlook.sample_size}) compute bounds the step, and "
+            f"micro-batches of {estimate.sample_size}) compute bounds the step, and "
             f"{'the link' if cluster.size == 1 else 'everything else'} costs no time."
         )
-    elif bounds & {"link in", "link out"} and found.break_even is None and outlook.choice.stash_on_host:
+    elif bounds & {"link in", "link out"} and found.break_even is None and estimate.choice.stash_on_host:
         said.append("The stash crosses the link for every micro-batch: more device memory or a shorter sequence helps.")
     if found.forward.bound == "update" and training.max_grad_norm is not None:
         said.append(
@@ -81,7 +81,7 @@ def advice(outlook: Estimate, training: Training, given: MachineDescription) -> 
             "Updates on the host bound a sweep: more host cores or memory bandwidth, or fewer trained parameters, help."
         )
     if bounds & {"exchange", "network"}:
-        wide = any(landing_dtype(unit).itemsize > 2 for unit in outlook.plan.units if unit.trained_elements)
+        wide = any(landing_dtype(unit).itemsize > 2 for unit in estimate.plan.units if unit.trained_elements)
         said.append(
             "The exchange of gradients between ranks bounds a sweep. Gradients cross once per step, however many "
             f"samples it has{'; in bf16 they take half as many bytes' if wide else ''}."
