@@ -20,7 +20,7 @@ from ferryman.cli.advice import advice, assumptions
 from ferryman.cli.defaults import DEFAULT_TEXTS, MAX_SEQUENCE, chunked_loss, window
 from ferryman.cli.engine_flags import values_of
 from ferryman.cli.machine import MachineDescription, describe_machine
-from ferryman.cli.model_argument import ModelSpec, parse_model, sizes
+from ferryman.cli.model_argument import ModelSpec, model_help, parse_model
 from ferryman.cli.optimizer import OPTIMIZERS
 from ferryman.cli.train_options import TrainOptions
 from ferryman.forecast.estimate import Estimate, Training, estimate_step
@@ -61,10 +61,7 @@ _SETTINGS = [name for name in engine_flags.SETTINGS if name not in ("device", "m
 def plan(
     model: Annotated[
         str,
-        typer.Argument(
-            help="A transformers directory or config.json, or gpt:SIZE, the built-in byte-level GPT. "
-            f"SIZE is {sizes()}."
-        ),
+        typer.Argument(help=model_help()),
     ],
     device: Annotated[
         str | None, typer.Option(help="The device of this machine to plan for, such as cuda or virtual.")
