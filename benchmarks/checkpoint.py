@@ -28,7 +28,7 @@ from ferryman.engine import Engine
 from ferryman.runtime import host_memory as memory
 
 ROUNDS = 15
-CHUNK = 16 << 20
+CHUNK_BYTES = 16 << 20
 WIDTH = 1024
 
 
@@ -58,7 +58,7 @@ def write_plain(directory: Path, sizes: dict[str, int], source: memoryview) -> N
     for name, size in sizes.items():
         with (directory / name).open("wb", buffering=0) as file:
             while size:
-                count = file.write(source[: min(size, CHUNK)])
+                count = file.write(source[: min(size, CHUNK_BYTES)])
                 source, size = source[count:], size - count
             os.fsync(file.fileno())
 
@@ -66,7 +66,7 @@ def write_plain(directory: Path, sizes: dict[str, int], source: memoryview) -> N
 def read_plain(directory: Path, target: memoryview) -> None:
     for path in files_in(directory):
         with path.open("rb", buffering=0) as file:
-            while count := file.readinto(target[:CHUNK]):
+            while count := file.readinto(target[:CHUNK_BYTES]):
                 target = target[count:]
 
 
@@ -94,7 +94,7 @@ def main() -> None:
         sizes = {str(path.relative_to(ours)).replace("/", "-"): path.stat().st_size for path in files_in(ours)}
         total, unit = sum(sizes.values()), max(unit.nbytes for unit in engine.units)
         buffer = memoryview(bytearray(total))
-        read_plain(ours, buffer)  # the same bytes: a disk may like some better than others
+        read_plain(ours, buffer)  # the same bytes, since a disk or its driver may compress them
         print(
             f"{total / 1e9:.2f} GB in {len(sizes)} files, on {_filesystem(Path(place))}; medians of {ROUNDS} rounds\n"
         )
@@ -103,7 +103,7 @@ def main() -> None:
             shutil.rmtree(directory, ignore_errors=True)
             os.sync()
 
-        ways: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {  # and what comes before, untimed
+        ways: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {  # what is timed, and what runs before it
             "write": (lambda: write_plain(plain, sizes, buffer), lambda: clear(plain)),
             "save": (lambda: engine.save(ours), lambda: clear(ours)),
             "read, cold": (lambda: read_plain(plain, buffer), lambda: forget(plain)),
@@ -113,7 +113,7 @@ def main() -> None:
         }
         times: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(ROUNDS + 1):
-            # In turn the other way round: whoever writes first may leave the disk busy for the next.
+            # The order is reversed in every other round, since a write may leave the disk busy for the next one.
             for name, (act, before) in list(ways.items())[:: 1 if number % 2 else -1]:
                 before()
                 start = time.perf_counter()
@@ -129,7 +129,9 @@ def main() -> None:
         print()
         for what, act in (("save", lambda: engine.save(ours)), ("load", lambda: engine.load(ours))):
             extra = high_water(act) / 1e6
-            print(f"{what}: {extra:.1f} MB of host memory beside the engine's; its largest unit has {unit / 1e6:.1f}")
+            print(
+                f"{what}: {extra:.1f} MB of host memory in addition to the engine's; largest unit: {unit / 1e6:.1f} MB"
+            )
         engine.close()
 
 

@@ -29,7 +29,9 @@ from ferryman.exactness.guard import Guard
 from ferryman.training import first_steps
 from relay import DEVICE, LAYERS, MICRO_BATCHES, ROUNDS, batch_of, make, step
 
-BLOCKS, INSIDE, EXCHANGED, WIDTH = 100, 8, 32, 8  # a block is itself, a list, and so many layers: 10 modules
+BLOCKS, WIDTH = 100, 8
+LAYERS_PER_BLOCK = 8  # with the block itself and its list, 10 modules
+EXCHANGED_MICRO_BATCHES = 32
 
 
 class _NoGuard(Guard):
@@ -82,7 +84,7 @@ def compute() -> None:
 class Block(nn.Module):
     def __init__(self, *, changes: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) if i < 2 else nn.ReLU() for i in range(INSIDE))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) if i < 2 else nn.ReLU() for i in range(LAYERS_PER_BLOCK))
         self._changes = changes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +118,7 @@ class Model(nn.Module):
 
 
 def exchange(device: str, rounds: int) -> None:
-    x = torch.randn(EXCHANGED, WIDTH, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(EXCHANGED_MICRO_BATCHES, WIDTH, generator=torch.Generator().manual_seed(0))
     engines = {
         name: Engine(Model(name), device=device, loss=lambda model, batch: model(*batch))
         for name in ("nowhere", "on the model", "in each block")
@@ -124,13 +126,13 @@ def exchange(device: str, rounds: int) -> None:
 
     def one(engine: Engine) -> None:
         engine.zero_grad()
-        engine.forward_backward((x,), micro_batches=EXCHANGED)
+        engine.forward_backward((x,), micro_batches=EXCHANGED_MICRO_BATCHES)
 
     for engine in engines.values():
         one(engine)
         checking(engine, checksums=False, guard=True)
     elapsed, processor = medians_of({name: lambda e=e: one(e) for name, e in engines.items()}, rounds=rounds, warm=0)
-    switches = 2 * BLOCKS * EXCHANGED  # each call parks in the forward and in the backward
+    switches = 2 * BLOCKS * EXCHANGED_MICRO_BATCHES  # each call parks in the forward and in the backward
     for name in engines:
         extra = (processor[name] - processor["nowhere"]) / switches * 1e6
         print(
@@ -168,9 +170,10 @@ def main() -> None:
         compute()
     if "exchange" in wanted:
         print(
-            f"\nvariables that change hands: {BLOCKS} blocks, {EXCHANGED} micro-batches, us per switch of a processor"
+            f"\nvariables that are swapped: {BLOCKS} blocks, {EXCHANGED_MICRO_BATCHES} micro-batches; "
+            "processor time per switch in us"
         )
-        print(f"{'device':9}{'changes':15}{'elapsed':>10}{'ratio':>8}{'processor':>12}{'ratio':>8}{'us a switch':>12}")
+        print(f"{'device':9}{'changes':15}{'elapsed':>10}{'ratio':>8}{'processor':>12}{'ratio':>8}{'us/switch':>12}")
         for device in ("cpu", DEVICE):
             exchange(device, ROUNDS)
 

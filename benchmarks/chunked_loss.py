@@ -3,11 +3,12 @@
     python benchmarks/chunked_loss.py
 
 A Llama of two small blocks with a vocabulary of 128,256 trains on one micro-batch of 1,024 tokens, with
-`chunked_loss=True` and without. *Above the rest* is the peak of device memory less the peak of a step with 16 tokens:
-what grows with the tokens, of which the logits are by far the most. The target is a tenth of the logits in float32.
+`chunked_loss=True` and without. *Above the rest* is the peak of device memory minus the peak of a step with 16
+tokens: the part that grows with the tokens, most of which are the logits. The target is a tenth of the logits in
+float32.
 
-The width is small, so that a step takes seconds here; with it the matrix products are small, too, and the time of a
-step is mostly that of elementwise operations on the logits. The two ways are run in turn, and their medians compared.
+The width is small, so that a step takes seconds here; matrix products are small, too, so most of the time of a step
+goes into elementwise operations on the logits. Both variants run in turn, and medians are compared.
 """
 
 import copy
@@ -21,8 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ferryman.engine import Engine
 
 DEVICE = "virtual:0"
-VOCABULARY, TOKENS, FEW, WIDTH, ROUNDS = 128_256, 1024, 16, 64, 3
-TARGET = 0.1  # of the logits' size
+VOCABULARY, TOKENS, FEW_TOKENS, WIDTH, ROUNDS = 128_256, 1024, 16, 64, 3
+TARGET_SHARE = 0.1  # of the logits' size
 
 
 def make() -> LlamaForCausalLM:
@@ -63,14 +64,14 @@ def compare() -> None:
     above, engines = {}, {}
     for name, chunked in (("whole logits", False), ("chunks", True)):
         engines[name] = Engine(copy.deepcopy(model), device=DEVICE, chunked_loss=chunked)
-        above[name] = peak(engines[name], TOKENS) - peak(engines[name], FEW)
+        above[name] = peak(engines[name], TOKENS) - peak(engines[name], FEW_TOKENS)
     ways: dict[str, Callable[[], object]] = {
         name: lambda engine=engine: step(engine, TOKENS) for name, engine in engines.items()
     }
     elapsed, processor = medians_of(ways, rounds=ROUNDS, warm=0)  # steps above have warmed it up
     for engine in engines.values():
         engine.close()
-    print(f"\nlogits of {logits / 1e6:.0f} MB; at most {TARGET:.0%} of that above the rest")
+    print(f"\nlogits of {logits / 1e6:.0f} MB; target: at most {TARGET_SHARE:.0%} of that above the rest")
     print(f"{'':14}{'above the rest':>16}{'of the logits':>15}{'step':>10}{'ratio':>8}{'processor':>12}{'ratio':>8}")
     for name in ways:
         ratios = [took[name] / took["whole logits"] for took in (elapsed, processor)]

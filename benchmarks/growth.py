@@ -1,9 +1,9 @@
-"""Whether anything grows: the resident set over steps of random sequence lengths, with the stash on the host.
+"""Measures whether host memory grows over steps of random sequence lengths, with the stash on the host.
 
     python benchmarks/growth.py [steps]
 
-It is printed after 100 steps and after all of them (10,000 by default), which should differ by 2 % at most, and in
-between. A small GPT-2 on the virtual accelerator; all lengths from 4 to 64 tokens occur early on.
+Prints the resident set size after 100 steps, in between, and after all steps (10,000 by default). It should not grow by
+more than 2 %. The model is a small GPT-2 on the virtual accelerator; all lengths from 4 to 64 tokens occur early on.
 """
 
 import random
@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, logging
 
 from ferryman.engine import Engine
 
-FIRST, STEPS, MICRO_BATCHES, CONTEXT = 100, 10_000, 2, 64
+FIRST_PRINTED, STEPS, MICRO_BATCHES, CONTEXT = 100, 10_000, 2, 64
 
 
 def resident_set() -> int:
@@ -41,7 +41,7 @@ def main() -> None:
         for number in range(1, steps + 1):
             ids = torch.randint(0, 256, (MICRO_BATCHES, lengths.randrange(4, CONTEXT + 1)))
             engine.step({"input_ids": ids, "labels": ids}, micro_batches=MICRO_BATCHES)
-            if number in (FIRST, steps) or number % 1000 == 0:
+            if number in (FIRST_PRINTED, steps) or number % 1000 == 0:
                 engine.wait()
                 now = resident_set()
                 first = first or now

@@ -1,4 +1,4 @@
-"""The norm kernel against torch: one pass that also finds inf and NaN, against a norm and a check.
+"""Compares the norm kernel, one pass that also finds inf and NaN, with torch's norm and a separate check.
 
     python benchmarks/host_norm.py [millions of elements]
 

@@ -1,11 +1,11 @@
-"""The fused bf16 AdamW kernels against torch's fused AdamW, DeepSpeed's, and the machine's memory.
+"""Compares the fused bf16 AdamW kernels with torch's fused AdamW, DeepSpeed's, and the bandwidth of host memory.
 
     python benchmarks/host_optimizer.py [millions of parameters]
 
 A step takes gradients in bfloat16 and leaves weights in bfloat16; master weights have the precision of float32, and so
 do moments, except in the kernels for compact state (`Engine(state=...)`). Kernels do it in one pass, the others with a
 cast before and after. All use every CPU. Runs are interleaved and medians compared, so that a busy machine disturbs
-all alike. The rates of one thread in cache are those where memory is no limit.
+all alike. Rates of one thread with data in cache show the speed where memory is not the limit.
 
 DeepSpeed takes part where it is installed: `DS_BUILD_OPS=0 pip install deepspeed ninja`. It compiles its kernel at the
 first use.
@@ -28,7 +28,7 @@ from ferryman.model.units import BLOCK
 from ferryman.server import kernels, moments, rules
 
 ROUNDS = 15
-IN_CACHE = 1 << 17  # parameters
+CACHED_PARAMETERS = 1 << 17  # few enough to stay in the cache
 CACHE_ROUNDS = 200
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -36,13 +36,13 @@ OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 BYTES = {name: 10 + 2 * 2 * moments.itemsize(dtype) for name, dtype in moments.FORMATS.items()}
 TRIAD_BYTES = 4 + 4 + 4  # as STREAM counts: what an ordinary store reads before it writes is not counted
 
-FASTER = {"fp32": 1.7, "bf16": 2.0, "8bit": 2.0}  # wanted, against each other optimizer
-OF_FP32 = {"bf16": 1.2, "8bit": 1.0}  # wanted, against our own float32 state
-OF_TRIAD = 0.9  # wanted, of the triad's bytes per second
+MIN_SPEEDUP = {"fp32": 1.7, "bf16": 2.0, "8bit": 2.0}  # wanted, over each other optimizer
+MIN_SPEEDUP_OVER_FP32 = {"bf16": 1.2, "8bit": 1.0}  # wanted, over our own float32 state
+MIN_SHARE_OF_TRIAD = 0.9  # wanted, of the triad's bytes per second
 
-TRIAD_BLOCK = 1 << 22  # what a thread takes at a time
+TRIAD_BLOCK = 1 << 22  # elements that a thread processes at a time
 
-# Its stores pass by the caches: they do not read what they write, which would not be counted.
+# Its stores bypass the caches: ordinary stores would also read the memory, which is not counted.
 TRIAD = """
 #include <xmmintrin.h>
 extern "C" void triad(float* a, const float* b, const float* c, float s, long count) {
@@ -91,7 +91,7 @@ def with_casts(
 
 
 def triads(count: int) -> dict[str, Callable[[], object]]:
-    """Ways to compute a = b + s * c: none is the fastest everywhere."""
+    """Several ways to compute a = b + s * c, since none is the fastest on every machine."""
     a, b, c = torch.zeros(count), torch.ones(count), torch.ones(count)
     ways: dict[str, Callable[[], object]] = {"triad, torch": lambda: torch.add(b, c, alpha=3.0, out=a)}
     if platform.machine() == "x86_64":
@@ -138,19 +138,19 @@ def main() -> None:
         line = f"{name:16} {seconds * 1e3:7.1f} ms {count / seconds / 1e6:6.0f} M/s"
         if name in rates:
             line += f" {rates[name] / 1e9:5.1f} GB/s"
-        if name in OF_FP32:
-            line += f"   {taken['fp32'] / seconds:.2f} x as fast as fp32 (wanted: {OF_FP32[name]})"
+        if name in MIN_SPEEDUP_OVER_FP32:
+            line += f"   {taken['fp32'] / seconds:.2f} x as fast as fp32 (wanted: {MIN_SPEEDUP_OVER_FP32[name]})"
         if name in others:
-            ratios = (f"{state} {seconds / taken[state]:.2f} (wanted: {FASTER[state]})" for state in mine)
+            ratios = (f"{state} {seconds / taken[state]:.2f} (wanted: {MIN_SPEEDUP[state]})" for state in mine)
             line += f"   times as fast: {', '.join(ratios)}"
         if name == best:
-            line += f"   fp32 has {rates['fp32'] / rates[name]:.2f} of its rate (wanted: {OF_TRIAD})"
+            line += f"   fp32 has {rates['fp32'] / rates[name]:.2f} of its rate (wanted: {MIN_SHARE_OF_TRIAD})"
         print(line)
-    small = gradient[:IN_CACHE]
+    small = gradient[:CACHED_PARAMETERS]
     _, processor = medians_of({state: ours(small, state, threads=1) for state in mine}, CACHE_ROUNDS)
     print(
         "in cache, one thread:",
-        ", ".join(f"{name} {IN_CACHE / used / 1e6:.0f} M/s" for name, used in processor.items()),
+        ", ".join(f"{name} {CACHED_PARAMETERS / used / 1e6:.0f} M/s" for name, used in processor.items()),
     )
 
 

@@ -38,15 +38,15 @@ from ferryman.plan.staging import BERTHS
 
 DEVICE = "virtual"
 SUBGROUP, UNITS, WIDTH = 1 << 14, 12, 256  # a unit is four subgroups
-HOST = 1e6  # parameters per second
+HOST_RATE = 1e6  # parameters per second
 STRIDES = (2, 3, 4, 6, 8)
-LEARN = 5  # steps of `auto` before the measurement
-SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)  # multiples of the break-even rate
+LEARNING_STEPS = 5  # of `auto`, before the measurement
+LINK_SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)  # multiples of the break-even rate
 
 # With bf16 and held weights: those that the host has updated cross to the device, the device's own are already there.
 TRAFFIC = Traffic(host_out=0, host_in=2, device_in=10, device_out=12)
 RESIDENT = Traffic(host_out=0, host_in=2, device_in=0, device_out=2)
-BREAK_EVEN = 12 * HOST
+BREAK_EVEN_RATE = 12 * HOST_RATE  # bytes per second
 
 
 class Block(nn.Module):
@@ -152,34 +152,34 @@ def main() -> None:
     parser.add_argument("--trace", help="where to save a trace of auto at twice the break-even")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rounds, speeds = (1, (0.5, 2.0)) if options.quick else (5, SPEEDS)
+    rounds, speeds = (1, (0.5, 2.0)) if options.quick else (5, LINK_SPEEDS)
     static = static_of_equal_memory()
     policies = ["host", static, *(f"stride:{k}" for k in STRIDES), "auto"]
     batch = {"x": torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(0))}
     sizes = [SUBGROUP] * (4 * UNITS)
     print(f"{machine()}; virtual accelerator, one host thread, one compute thread; medians of {rounds}")
-    print(f"{len(sizes)} subgroups of {SUBGROUP} parameters, host {HOST / 1e6:.1f} Mparam/s, break-even", end=" ")
-    print(f"{BREAK_EVEN / 1e6:.0f} MB/s each way; {static} takes as much device memory as auto")
-    with host_of(HOST):
+    print(f"{len(sizes)} subgroups of {SUBGROUP} parameters, host {HOST_RATE / 1e6:.1f} Mparam/s, break-even", end=" ")
+    print(f"{BREAK_EVEN_RATE / 1e6:.0f} MB/s each way; {static} takes as much device memory as auto")
+    with host_of(HOST_RATE):
         for speed in speeds:
             path = options.trace if speed == 2.0 else None
-            update_phase(speed * BREAK_EVEN, policies, static, batch, sizes, rounds, path)
+            update_phase(speed * BREAK_EVEN_RATE, policies, static, batch, sizes, rounds, path)
             gc.collect()
         for deferred in (False, True):
             for speed in (0.5, 2.0):
-                relayed_steps(speed * BREAK_EVEN, batch, rounds, deferred=deferred)
+                relayed_steps(speed * BREAK_EVEN_RATE, batch, rounds, deferred=deferred)
                 gc.collect()
 
 
 def turns(ways: Sequence[Way], batch: dict[str, torch.Tensor], link: float, rounds: int) -> dict[str, list[Times]]:
     """Median seconds of each way, measured in turn."""
     for way in ways:
-        way.run(batch)  # at full speed: brings all weights over
+        way.run(batch)  # at full speed, to copy all weights to the device
     found: dict[str, list[Times]] = {way.policy: [] for way in ways}
     with torch_virtual.link(DEVICE, h2d=link, d2h=link):
-        for round_ in range(-LEARN, rounds):
+        for round_ in range(-LEARNING_STEPS, rounds):
             for way in ways:
-                if round_ >= 0 or way.policy == "auto":  # what is fixed has nothing to learn
+                if round_ >= 0 or way.policy == "auto":  # fixed policies have nothing to learn
                     times = way.run(batch)
                     if round_ >= 0:
                         found[way.policy].append(times)
@@ -199,10 +199,10 @@ def update_phase(
     found = turns(ways, batch, link, rounds)
     stats = {way.policy: way.engine.stats() for way in ways}
     rate = device_rate(next(way.engine for way in ways if way.policy == "stride:2"))
-    fluid, discrete, predicted = bounds(Rates(HOST, rate, link, link), policies, sizes)
-    print(f"\nheld, deferred: link {link / 1e6:.1f} MB/s ({link / BREAK_EVEN:.2f} of break-even), device", end=" ")
+    fluid, discrete, predicted = bounds(Rates(HOST_RATE, rate, link, link), policies, sizes)
+    print(f"\nheld, deferred: link {link / 1e6:.1f} MB/s ({link / BREAK_EVEN_RATE:.2f} of break-even), device", end=" ")
     print(f"{rate / 1e6:.0f} Mparam/s: fluid bound {fluid:.3f} s, best discrete {discrete:.3f} s;", end=" ")
-    rates = Rates(HOST, rate, link, link)
+    rates = Rates(HOST_RATE, rate, link, link)
     long_run = min(range(2, 49), key=lambda k: stride_time(k, 1.0, TRAFFIC, rates))
     print(f"in the long run stride:{long_run} is the best, k* = {smallest_useful_stride(TRAFFIC, rates)}")
     titles = ("update", "predicted", "of discrete", "whole step", "on device", "duplex")
@@ -238,7 +238,7 @@ def relayed_steps(link: float, batch: dict[str, torch.Tensor], rounds: int, *, d
     found = turns(ways, batch, link, rounds)
     medians = {name: statistics.median(times.step for times in all_) for name, all_ in found.items()}
     how = "deferred" if deferred else "eager"
-    print(f"\nrelayed, {how}, whole steps: link {link / 1e6:.1f} MB/s ({link / BREAK_EVEN:.2f} of break-even)")
+    print(f"\nrelayed, {how}, whole steps: link {link / 1e6:.1f} MB/s ({link / BREAK_EVEN_RATE:.2f} of break-even)")
     for way in ways:
         seen = way.engine.stats()
         assert seen is not None

@@ -38,11 +38,12 @@ from ferryman.plan.staging import BERTHS
 
 GIGA = 1e9
 RANKS, SUBGROUP = 4, 100_000_000
-HOST_BYTES, DEVICE_BYTES, DEVICE_REACHES = 40, 28, 0.6
-LINK = 55.2 * GIGA
+HOST_BYTES, DEVICE_BYTES = 40, 28  # of memory traffic per parameter
+DEVICE_EFFICIENCY = 0.6  # the share of its memory's bandwidth that the device reaches
+LINK_RATE = 55.2 * GIGA  # bytes per second, each way
 GRADIENT_BYTES = 2
 STEPS = 12  # until the scheduler has settled
-WANTED = 0.15  # of error, at most
+MAX_ERROR = 0.15
 
 CROSSING = Traffic(host_out=0, host_in=2, device_in=12, device_out=12)
 STAYING = Traffic(host_out=0, host_in=2, device_in=0, device_out=0)
@@ -95,11 +96,15 @@ class Machine:
     def rates(self, on_host: float, on_device: float, *, duplex: bool) -> Rates:
         """While so many parameters are updated on either side."""
         host = on_host / self.memory_seconds(on_host, on_device)
-        return Rates(host, DEVICE_REACHES * self.device_memory / DEVICE_BYTES, self.link, self.link, duplex)
+        return Rates(host, DEVICE_EFFICIENCY * self.device_memory / DEVICE_BYTES, self.link, self.link, duplex)
 
 
-H100 = Machine("H100", 8.6 * GIGA / RANKS, LINK, 3350 * GIGA, {2: 15.3, 3: 14.9, 4: 14.2, 6: 13.3, 8: 13.0, 10: 12.7})
-A100 = Machine("A100", 3.8 * GIGA / RANKS, LINK / 2, 1555 * GIGA, {2: 5.7, 3: 5.6, 4: 5.3, 6: 5.1, 8: 5.1, 10: 5.1})
+H100 = Machine(
+    "H100", 8.6 * GIGA / RANKS, LINK_RATE, 3350 * GIGA, {2: 15.3, 3: 14.9, 4: 14.2, 6: 13.3, 8: 13.0, 10: 12.7}
+)
+A100 = Machine(
+    "A100", 3.8 * GIGA / RANKS, LINK_RATE / 2, 1555 * GIGA, {2: 5.7, 3: 5.6, 4: 5.3, 6: 5.1, 8: 5.1, 10: 5.1}
+)
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,7 @@ def with_auto(machine: Machine, sizes: list[int]) -> Prediction:
     for _ in range(STEPS):
         found = predict(Policy("auto"), sizes, CROSSING, rates, 2, STAYING)
         on_device = found.share * total
-        if on_device < total:  # else there is nothing to see of the host
+        if on_device < total:  # otherwise the host has no part in it
             rates = rates.following(host=machine.rates(total - on_device, on_device, duplex=True).host)
     # With next to nothing on the host, its memory can still be what limits the link.
     memory = machine.memory_seconds(total - on_device, on_device)
@@ -289,10 +294,8 @@ def main() -> None:
                 f"  error {cell.error:+6.1%}{how}"
             )
     errors = [abs(cell.error) for cell in cells if cell.how == "predicted"]
-    within = sum(error <= WANTED for error in errors)
-    print(
-        f"\n{within} of {len(errors)} predicted cells are within {WANTED:.0%}; the largest error is {max(errors):.1%}"
-    )
+    within = sum(error <= MAX_ERROR for error in errors)
+    print(f"\n{within} of {len(errors)} predicted cells are within {MAX_ERROR:.0%}; largest error: {max(errors):.1%}")
     print("\nThe same machines, with nothing that blocks the host and three berths (20B, update)")
     for found in better:
         print(

@@ -31,7 +31,7 @@ from ferryman.plan.rates import Rates
 
 DEVICE = "virtual"
 LAYERS, WIDTH, MICRO_BATCHES, CONTEXT, ROUNDS = 16, 256, 8, 64, 5
-ROOMY = "48MiB"  # of which two slots and the boundaries of all micro-batches need less than half
+LARGE_BUDGET = "48MiB"  # two slots and the boundaries of all micro-batches need less than half of it
 
 
 def make(layers: int, width: int = WIDTH) -> LlamaForCausalLM:
@@ -90,7 +90,7 @@ def against_the_bound(model: LlamaForCausalLM, path: str) -> None:
         f"{'stash':>14}"
     )
     # How long a fetch takes against a visit in the forward; a visit in the backward takes three times as long.
-    on_host = {"stash": "host", "memory": ROOMY, "slots": 2, "held": False}  # boundaries stay on the device
+    on_host = {"stash": "host", "memory": LARGE_BUDGET, "slots": 2, "held": False}  # boundaries stay on the device
     for setting, share, options in (
         ("compute-bound", 0.5, {}),
         ("equal", 1.0, {}),
@@ -119,7 +119,7 @@ def against_the_bound(model: LlamaForCausalLM, path: str) -> None:
                     Phase(compute_backward, bytes_in=rest_in, bytes_out=rest_out),
                     Rates(host=math.inf, device=math.inf, link_in=rate, link_out=rate),
                 )
-                if round_:  # the first teaches the order
+                if round_:  # in the first, the order of units is not known
                     bounds.append(bound)
                     ratios.append(took / bound)
                     times.append(took)
@@ -169,7 +169,7 @@ def against_the_bound_with_a_host(model: LlamaForCausalLM) -> None:
                 )
                 bound = step_time(*phases, Rates(elements / host, math.inf, math.inf, math.inf))
                 with host_of(elements / host):
-                    engine.step(batch, MICRO_BATCHES)  # from here on there are updates left over from the step before
+                    engine.step(batch, MICRO_BATCHES)  # from here on, updates of the previous step run in each step
                     begin = time.perf_counter()
                     for _ in range(3):
                         engine.step(batch, MICRO_BATCHES)

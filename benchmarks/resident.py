@@ -1,9 +1,10 @@
-"""Resident memory on `cpu` against what the engine accounts for: GPT-2 with clipping, and plain PyTorch beside it.
+"""Compares resident memory on `cpu` with `engine.host_account`, and with plain PyTorch: GPT-2 with clipping.
 
     python benchmarks/resident.py [layers]
 
-Each way runs in a process of its own, which prints its peak and what is left after malloc has returned what it can.
-Wanted: a peak of at most `host_account`, the process itself, and 1 GiB. 12 layers have 124 million parameters.
+Each variant runs in a process of its own, which prints its peak, and what is left after malloc has returned unused
+memory. Wanted: a peak of at most `host_account`, the process itself, and 1 GiB. 12 layers have 124 million
+parameters.
 """
 
 import ctypes

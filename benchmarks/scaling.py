@@ -30,12 +30,12 @@ from ferryman.engine import Engine
 from ferryman.runtime.host_memory import trim
 
 RANKS = (1, 2, 4)
-LINK = 20e6  # bytes per second, each way
+LINK_RATE = 20e6  # bytes per second, each way
 MICRO_BATCHES = 2
 CONTEXT = 8
 STEPS = 4  # the first is not counted
-DEPTHS = (4, 12)  # of the models whose memory is compared
-WIDE = 1024
+MEMORY_DEPTHS = (4, 12)  # blocks of the models whose memory is compared
+MEMORY_WIDTH = 1024  # of these models
 VIRTUAL = torch.device("virtual", 0)
 
 
@@ -63,7 +63,7 @@ def engine_of(model: LlamaForCausalLM) -> Engine:
 
 def steps() -> dict[str, float]:
     """Seconds per step, and bytes per step over this rank's link."""
-    torch_virtual.set_link(VIRTUAL, h2d=LINK, d2h=LINK)
+    torch_virtual.set_link(VIRTUAL, h2d=LINK_RATE, d2h=LINK_RATE)
     seconds = []
     with engine_of(make(layers=12, width=192)) as engine:
         torch.manual_seed(engine.share.rank)  # each has its own data
@@ -81,7 +81,7 @@ def memory(weights: Path) -> dict[str, float]:
     """Bytes of this process on the host, including the model, and the number of the model's parameters."""
     layers = int(weights.name)
     with torch.device("meta"):
-        model = make(layers, WIDE)
+        model = make(layers, MEMORY_WIDTH)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with engine_of(model) as engine:
         torch.manual_seed(engine.share.rank)
@@ -121,21 +121,21 @@ def slope(small: list[dict[str, float]], large: list[dict[str, float]]) -> float
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     print(machine())
-    print(f"{MICRO_BATCHES} micro-batches per rank, links of {LINK / 1e6:.0f} MB/s each way, virtual accelerators")
+    print(f"{MICRO_BATCHES} micro-batches per rank, links of {LINK_RATE / 1e6:.0f} MB/s each way, virtual accelerators")
     found: dict[int, list[dict[str, float]]] = {ranks: [] for ranks in RANKS}
     for _ in range(rounds):
         for ranks in RANKS:
             found[ranks] += run("steps", "", ranks)
     held: dict[int, list[list[dict[str, float]]]] = {ranks: [] for ranks in RANKS}
     with tempfile.TemporaryDirectory() as place:
-        for layers in DEPTHS:
-            make(layers, WIDE).save_pretrained(f"{place}/{layers}")
+        for layers in MEMORY_DEPTHS:
+            make(layers, MEMORY_WIDTH).save_pretrained(f"{place}/{layers}")
             for ranks in RANKS:
                 held[ranks].append(run("memory", f"{place}/{layers}", ranks))
     per_parameter = {ranks: slope(*held[ranks]) for ranks in RANKS}
     one = statistics.median(rank["seconds"] for rank in found[1])
-    print(f"{'ranks':>5} {'seconds per step':>16} {'samples/s per rank':>18} {'of one rank':>12} {'wanted':>7}", end="")
-    print(f" {'link in':>9} {'out':>8} {'host bytes per parameter':>24} {'of one rank':>12} {'wanted':>7}")
+    print(f"{'ranks':>5} {'seconds per step':>16} {'samples/s per rank':>18} {'to one rank':>12} {'wanted':>7}", end="")
+    print(f" {'link in':>9} {'out':>8} {'host bytes per parameter':>24} {'to one rank':>12} {'wanted':>7}")
     for ranks in RANKS:
         seconds = statistics.median(rank["seconds"] for rank in found[ranks])
         over_link = [max(rank[way] for rank in found[ranks]) / 1e6 for way in ("in", "out")]

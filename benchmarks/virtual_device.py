@@ -49,7 +49,7 @@ def timed_copy(direction: str, rate: float, nbytes: int) -> tuple[float, float]:
 
 
 def copy_accuracy() -> None:
-    print("\nthrottled copies: time taken against bytes / bandwidth (at most 5 % off once warm)")
+    print("\nthrottled copies: time taken against bytes / bandwidth (wanted: at most 5 % off, after a warm-up)")
     print(f"{'direction':10}{'bandwidth':>12}{'size':>10}{'due':>10}{'wall':>10}{'off':>8}{'events':>10}{'off':>8}")
     for direction in ("h2d", "d2h"):
         for rate in (0.25e9, 1e9, 3e9):

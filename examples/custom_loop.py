@@ -3,7 +3,7 @@
     python examples/custom_loop.py [--tiny] [--device virtual] [--output DIR]
     torchrun --nproc-per-node 2 examples/custom_loop.py --output DIR [--tiny] [--device virtual]
 
-The model is any `torch.nn.Module`, here one of a few lines that learns to sort; nothing in it knows of Ferryman.
+The model is any `torch.nn.Module`, here one of a few lines that learns to sort; it contains no code for Ferryman.
 """
 
 import argparse
@@ -63,18 +63,18 @@ def train(options: argparse.Namespace, output: Path, start: int, steps: int) -> 
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=options.steps)
     test = make_batch(64)
     with ferryman.Engine(model, optimizer, device=options.device, memory=options.memory, loss=sorting_loss) as engine:
-        tells = engine.share.rank == 0
+        prints = engine.share.rank == 0
         if start:
             path = engine.load(output, objects={"scheduler": scheduler})
-            if tells:
-                print(f"goes on from {path.name} with a learning rate of {scheduler.get_last_lr()[0]:.1e}")
+            if prints:
+                print(f"continuing from {path.name} with a learning rate of {scheduler.get_last_lr()[0]:.1e}")
         while engine.steps < steps:
             loss = engine.forward_backward(share(make_batch(64), engine), micro_batches=4)
-            # Between the two, gradients can be looked at and edited.
+            # Between forward_backward and update, gradients can be read and edited.
             largest = engine.gradient("head.weight").abs().max()
             engine.update()
             scheduler.step()
-            if tells and engine.steps % max(1, options.steps // 10) == 0:
+            if prints and engine.steps % max(1, options.steps // 10) == 0:
                 with torch.no_grad():  # outside a step the model is called as usual; its layers stream here, too
                     right = (model(test[0]).argmax(-1) == test[1]).float().mean()
                 print(
@@ -87,13 +87,13 @@ def train(options: argparse.Namespace, output: Path, start: int, steps: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a few steps of a small model")
-    parser.add_argument("--device", help="by default the accelerator there is")
-    parser.add_argument("--memory", help="how much of the device's memory may be used, such as 64MiB")
+    parser.add_argument("--device", help="by default, the accelerator that PyTorch reports")
+    parser.add_argument("--memory", help="budget of device memory, such as 64MiB")
     parser.add_argument("--output", type=Path, help="a new directory for the checkpoint; by default a temporary one")
     options = parser.parse_args()
     options.steps = 20 if options.tiny else 600
     if options.output is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        parser.error("several ranks write one checkpoint: give them a directory that all see, --output DIR")
+        parser.error("several ranks write one checkpoint: give a directory that all of them can access, --output DIR")
     if options.device == "virtual":
         import torch_virtual  # noqa: F401 - an accelerator for machines without one
     with tempfile.TemporaryDirectory() as folder:

@@ -32,10 +32,10 @@ from ferryman.cli.training_run import TrainingRun
 from ferryman.distributed.ranks import Ranks
 from ferryman.runtime.sizes import parse_bytes, show_bytes
 
-SMALL, LARGE = "virtual:0", "virtual:1"  # two devices: one of small memory, one with plenty
-FOR_LIBRARIES = 1 << 18  # bytes of the small device that libraries may keep for themselves
-COMPARED = 8  # steps of both, one after the other
-SECONDS = 140  # about how long the training itself may take
+SMALL_DEVICE, LARGE_DEVICE = "virtual:0", "virtual:1"  # one with little memory, one with plenty
+LIBRARY_BYTES = 1 << 18  # of the small device, for libraries
+COMPARED_STEPS = 8
+TRAINING_SECONDS = 140  # about as long as the training itself takes
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
 Batch = dict[str, torch.Tensor]
@@ -70,7 +70,7 @@ class Plain:
 
 def run_out_of_memory(options: TrainOptions, batch: Batch, console: Console) -> str:
     """Plain PyTorch on the small device; returns what it was doing when memory ran out."""
-    plain = Plain(options, SMALL)
+    plain = Plain(options, SMALL_DEVICE)
     try:
         plain.step(batch)
     except torch.OutOfMemoryError as error:
@@ -91,7 +91,7 @@ class Compared:
 
 def compare(options: TrainOptions, batches: list[Batch]) -> Compared:
     """Runs both in turn, from the same weights and on the same batches, under the same load of the machine."""
-    plain = Plain(options, LARGE)
+    plain = Plain(options, LARGE_DEVICE)
     torch.manual_seed(options.seed)
     model = parse_model(options.model).on_host()
     plain_times, ferryman_times, differences = [], [], []
@@ -101,7 +101,7 @@ def compare(options: TrainOptions, batches: list[Batch]) -> Compared:
             expected = plain.step(batch)
             middle = time.perf_counter()
             loss = engine.step(batch, options.micro_batches).item()
-            engine.wait()  # for its update: it must not run beside the other's step
+            engine.wait()  # otherwise its updates would run during the step of plain PyTorch
             ferryman_times.append(time.perf_counter() - middle)
             plain_times.append(middle - start)
             differences.append(abs(loss - expected))
@@ -109,7 +109,7 @@ def compare(options: TrainOptions, batches: list[Batch]) -> Compared:
         # Without the first steps, in which Ferryman measures what fits, and memory is touched for the first time.
         statistics.median(plain_times[2:]),
         statistics.median(ferryman_times[2:]),
-        torch.accelerator.max_memory_allocated(LARGE),
+        torch.accelerator.max_memory_allocated(LARGE_DEVICE),
         max(differences),
     )
 
@@ -125,11 +125,11 @@ def table(options: TrainOptions, where: str, compared: Compared, events: list[di
     rows.add_row(
         "device memory, at its peak", f"{show_bytes(compared.plain_peak)}, on a larger device", show_bytes(peak)
     )
-    rows.add_row("a step, one after the other", f"{compared.plain_seconds:.2f} s", f"{compared.ferryman_seconds:.2f} s")
+    rows.add_row("step time", f"{compared.plain_seconds:.2f} s", f"{compared.ferryman_seconds:.2f} s")
     rows.add_row(
         "tokens per second", *(f"{tokens / s:,.0f}" for s in (compared.plain_seconds, compared.ferryman_seconds))
     )
-    rows.add_row(f"losses of {COMPARED} steps", "", same)
+    rows.add_row(f"losses of {COMPARED_STEPS} steps", "", same)
     rows.add_row(f"bits per byte, after {options.steps} steps", "", f"{bits[0]}, then {bits[1]}")
     return rows
 
@@ -142,7 +142,7 @@ def free_name(path: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a model of seconds, to see that it runs")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model that trains in seconds")
     parser.add_argument("--steps", type=int, help="by default, as many as take somewhat more than a minute")
     parser.add_argument("--output", type=Path, help="a new directory; by default runs/demo, or runs/demo-2, ...")
     given = parser.parse_args()
@@ -160,32 +160,32 @@ def main() -> None:
         sequence=128,
         lr=2e-3,
         warmup=10,
-        device=SMALL,
+        device=SMALL_DEVICE,
         memory="3MiB" if given.tiny else "12MiB",
         max_grad_norm=1.0,
         sample=32 if given.tiny else 96,
         eval_windows=16 if given.tiny else 64,
     )
-    torch_virtual.set_capacity(parse_bytes(options.memory, "memory") + FOR_LIBRARIES, SMALL)
+    torch_virtual.set_capacity(parse_bytes(options.memory, "memory") + LIBRARY_BYTES, SMALL_DEVICE)
     options, run = new_run(options)
     windows = open_corpus(options, parse_model(options.model), run).training
-    batches = [windows.batch(options.batch) for _ in range(COMPARED)]
+    batches = [windows.batch(options.batch) for _ in range(COMPARED_STEPS)]
 
     console.rule(f"1. Plain PyTorch, on a device of {options.memory}", align="left")
     parameters = sum(parameter.numel() for parameter in parse_model(options.model).on_meta().parameters())
     console.print(
         f"{parameters / 1e6:.1f} M parameters: {show_bytes(4 * parameters)} of weights, {show_bytes(16 * parameters)} "
-        "with gradients and the optimizer's state; activations come on top",
+        "with gradients and the optimizer's state, without activations",
         soft_wrap=True,
     )
     where = run_out_of_memory(options, batches[0], console)
 
-    console.rule("2. Both, step by step, plain PyTorch on a larger device", align="left")
+    console.rule("2. Both, in turn, with plain PyTorch on a larger device", align="left")
     compared = compare(options, batches)
-    console.print(f"the losses of {COMPARED} steps differ by at most {compared.difference:.0e}")
+    console.print(f"the losses of {COMPARED_STEPS} steps differ by at most {compared.difference:.0e}")
 
     console.rule(f"3. Ferryman, on the device of {options.memory}", align="left")
-    steps = given.steps or min(500, max(80, int(SECONDS / compared.ferryman_seconds)))
+    steps = given.steps or min(500, max(80, int(TRAINING_SECONDS / compared.ferryman_seconds)))
     options = dataclasses.replace(options, steps=steps, eval_every=-(-steps // 3))
     events: list[dict] = []
     with open_display(console=console) as display:

@@ -18,7 +18,7 @@ sigjmp_buf escape;
 
 void on_fault(int signal_number) {
   if (trying) siglongjmp(escape, 1);
-  signal(signal_number, SIG_DFL);  // another thread's fault: it happens again on return, and ends the process
+  signal(signal_number, SIG_DFL);  // a fault of another thread occurs again when this returns, and ends the process
 }
 
 // The layout that LDTILECFG reads.
@@ -53,8 +53,8 @@ FERRYMAN_EXPORT int ferryman_amx_permitted() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-// Does CPUID say how large tiles are? Code generators such as oneDNN's size their tiles by what it says. Some virtual
-// machines run tile instructions but hide these leaves; a tile of no rows is then a fault.
+// Whether CPUID reports the size of tiles, which code generators such as oneDNN's use. Some virtual machines run tile
+// instructions but hide these leaves; a tile without rows then causes a fault.
 FERRYMAN_EXPORT int ferryman_amx_described() {
   constexpr unsigned kTileLeaf = 0x1d, kMultiplyLeaf = 0x1e;
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -63,7 +63,7 @@ FERRYMAN_EXPORT int ferryman_amx_described() {
   return __get_cpuid_count(kMultiplyLeaf, 0, &a, &b, &c, &d) && b != 0;
 }
 
-// Runs tile instructions and reports whether they came through without a fault. Not reentrant.
+// Runs tile instructions and returns whether they caused no fault. Not reentrant.
 FERRYMAN_EXPORT int ferryman_amx_executes() {
   constexpr int kFaults[] = {SIGILL, SIGSEGV};
   struct sigaction probe = {}, saved[2];

@@ -1,17 +1,17 @@
 // The codes of moments in eight bits. Part of update.inl.
 //
 // Note [Eight bits]
-// One byte for each moment, relative to the largest of its block of 256, which is exact. A code is some bits of float32:
-// the lowest of its exponents stands for 2^-16, and rounding is to the nearest.
+// A moment takes one byte, relative to the largest of its block of 256, which is exact. A code consists of some of the
+// bits of a float32. Its lowest exponent stands for 2^-16. Values are rounded to nearest.
 // - A moment with a sign: sign, 4 bits of exponent, 3 of mantissa. The lowest code is zero.
-// - The second moment of Adam: its root, 4 bits of exponent and 4 of mantissa, which covers a range of 2^32. No code is
-//   zero, so nothing is divided by zero beside others that are not.
-// A block whose largest is too small to be scaled is zero as a whole.
+// - The second moment of Adam: its square root, 4 bits of exponent and 4 of mantissa, which cover a range of 2^32. No
+//   code is zero, so an update never divides by zero where other moments of the block are not zero.
+// A block whose largest value is too small for a scale is all zeros.
 constexpr float kTopSigned = 0.9375f, kTopRoot = 0.96875f;  // the highest codes
 constexpr float kNoneSigned = 0x1p-90f, kNoneRoot = 0x1p-110f;
 
-// All bits of a code are in a float's upper half.
-constexpr int kLowest = 111 << 7;  // there, the bits of 2^-16
+// All bits of a code are in the upper half of a float.
+constexpr int kLowest = 111 << 7;  // the upper half of 2^-16
 
 #if defined(FERRYMAN_AVX2)
 
@@ -58,7 +58,7 @@ static inline Pair decode_root(const uint8_t* from) {
   return {from_high((codes.a << 3) + static_cast<uint32_t>(kLowest)),
           from_high((codes.b << 3) + static_cast<uint32_t>(kLowest))};
 }
-static inline Words above(Words bits, uint32_t least) {  // how far, or zero
+static inline Words above(Words bits, uint32_t least) {  // the difference, or zero if it is negative
   return (bits - least) & reinterpret_cast<Words>(bits > least);
 }
 static inline Words encoded_signed(Floats values) {

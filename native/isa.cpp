@@ -8,7 +8,7 @@ namespace ferryman {
 
 Isa best_isa() {
 #if defined(__x86_64__)
-  // The builtin also asks whether the system saves the wide registers; only F16C is unknown to older compilers.
+  // The builtin also checks whether the system saves the wide registers. Older compilers do not know F16C.
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
   if (!f16c || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return kBaseline;

@@ -1,7 +1,7 @@
 // The sum of squares of one block. No #include here: see Note [One source, several instruction sets].
 //
-// Sixteen sums side by side, whatever the width of a register, and added up in a fixed order at the end: with squares
-// that are exact in double, every instruction set gives the same bits.
+// There are sixteen partial sums, whatever the width of a register, and they are added in a fixed order at the end.
+// Squares of floats are exact in double. So every instruction set gives the same bits.
 
 constexpr int kSums = 16;
 constexpr int kRegisters = kSums / kWidth;

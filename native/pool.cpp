@@ -16,8 +16,8 @@
 namespace ferryman {
 namespace {
 
-// The calling thread may flush subnormals to zero (torch.set_flush_denormal) while the workers do not. Which thread takes
-// which block depends on timing, so all must compute in the same mode.
+// The calling thread may flush subnormals to zero (torch.set_flush_denormal) while the workers do not. Which thread
+// computes which block depends on timing, so all must compute in the same mode.
 class PlainFloats {
 #if defined(__x86_64__)
  public:
@@ -52,7 +52,7 @@ class Pool {
   }
 
  private:
-  // Returns how many of the wanted workers there are: the system may refuse to start more.
+  // Returns how many of the requested workers exist: the system may refuse to start more.
   int grow(int wanted) {
     while (workers_ < wanted) {
       try {
@@ -101,7 +101,7 @@ class Pool {
 // Never destroyed: the workers wait on it until the process ends.
 std::atomic<Pool*> current{nullptr};
 
-// A forked child has no workers, and perhaps a mutex that nobody will unlock. It starts with a new pool.
+// A forked child has no workers, and a mutex may be locked for ever. So it gets a new pool.
 void forget() { current = nullptr; }
 
 Pool& pool() {

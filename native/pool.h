@@ -1,5 +1,5 @@
-// Threads of our own. OpenMP would take its number from OMP_NUM_THREADS, which torchrun sets to 1, and does not
-// survive a fork.
+// A thread pool. OpenMP would take the number of threads from OMP_NUM_THREADS, which torchrun sets to 1, and it does
+// not survive a fork.
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,11 @@
-// A register of floats, in the width of the instruction set: how to fill one from any dtype and to store it, its halves
-// as doubles, and the arithmetic that has no operator. `split` takes two registers, which AVX2 packs as cheaply as one.
-// Arithmetic is the compiler's own operators, which work on all of these types.
+// A register of floats, as wide as the instruction set allows: loading it from any dtype, storing it, its halves as
+// doubles, and arithmetic for which there is no operator. All other arithmetic uses the compiler's own operators, which
+// work on all of these types. `split` takes two registers, because AVX2 packs two as cheaply as one.
 // No #include here: see Note [One source, several instruction sets].
 //
-// What ends in `_mixed` fills a pair of registers with neighbours in an order of its own, which `lanes_mixed` tells: AVX2
-// unpacks and packs narrow numbers in half the instructions if none of them changes its half of a register.
+// Functions that end in `_mixed` fill a pair of registers with neighbouring elements in another order, which
+// `lanes_mixed` returns. In that order no element crosses to the other half of a register, so AVX2 needs half as many
+// instructions to unpack and pack narrow numbers.
 
 #if defined(FERRYMAN_AVX512)
 
@@ -39,7 +40,7 @@ static inline Floats join(const Bfloat16* high, const int16_t* low) {
   const __m512i rest = _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low)));
   return _mm512_castsi512_ps(_mm512_add_epi32(top, rest));
 }
-// One more where the lower half is at least half of it; 0x7fff and 0xffff stay, which are NaNs.
+// Adds one where the lower 16 bits are at least 0x8000, to round. 0x7fff and 0xffff, which are NaNs, do not change.
 static inline __m256i round_up(__m256i high, __m256i low) {
   return _mm256_max_epu16(high, _mm256_adds_epi16(high, _mm256_srli_epi16(low, 15)));
 }
@@ -109,9 +110,9 @@ static inline void store(float* to, Floats floats) { _mm256_storeu_ps(to, floats
 static inline void store(Float16* to, Floats floats) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(floats, _MM_FROUND_TO_NEAREST_INT));
 }
-// Sixteen words as half words: none may be greater than 0xffff.
+// Packs sixteen 32-bit words into 16 bits each. No word may be greater than 0xffff.
 static inline __m256i pack(__m256i words, __m256i next) {
-  return _mm256_permute4x64_epi64(_mm256_packus_epi32(words, next), 0xd8);  // packing interleaves the registers' halves
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(words, next), 0xd8);  // packing interleaves halves
 }
 static inline Floats join(const Bfloat16* high, const int16_t* low) {
   const __m256i top =
@@ -119,7 +120,7 @@ static inline Floats join(const Bfloat16* high, const int16_t* low) {
   const __m256i rest = _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(low)));
   return _mm256_castsi256_ps(_mm256_add_epi32(top, rest));
 }
-// One more where the lower half is at least half of it; 0x7fff and 0xffff stay, which are NaNs.
+// Adds one where the lower 16 bits are at least 0x8000, to round. 0x7fff and 0xffff, which are NaNs, do not change.
 static inline __m256i round_up(__m256i high, __m256i low) {
   return _mm256_max_epu16(high, _mm256_adds_epi16(high, _mm256_srli_epi16(low, 15)));
 }
@@ -144,14 +145,14 @@ static inline Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 static inline __m256i load_half_words(const void* from) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }
-// Sixteen floats, from their higher and lower halves.
+// Joins the higher and lower halves of sixteen floats.
 static inline Pair unpack(__m256i high, __m256i low) {
   return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(low, high)), _mm256_castsi256_ps(_mm256_unpackhi_epi16(low, high))};
 }
 static inline __m256i high_half_words(__m256i words, __m256i next) {
   return _mm256_packus_epi32(_mm256_srli_epi32(words, 16), _mm256_srli_epi32(next, 16));
 }
-static inline Pair mix(Floats a, Floats b) {  // its own opposite
+static inline Pair mix(Floats a, Floats b) {  // is its own inverse
   return {_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)};
 }
 static inline Pair load_mixed(const Bfloat16* from) { return unpack(load_half_words(from), _mm256_setzero_si256()); }
@@ -200,10 +201,10 @@ static inline Floats load(const Float16* from) {
   const Words half = load_words(from);
   const Words magnitude = (half & 0x7fffu) << 13;
   const Words exponent = magnitude & 0x0f800000u;
-  // A normal number moves to the wider exponent's bias; infinity and NaN move on to its top.
+  // A normal number gets the bias of the wider exponent; infinity and NaN get its highest exponent.
   const Words at_top = reinterpret_cast<Words>(exponent == 0x0f800000u);
   const Words normal = magnitude + (112u << 23) + (at_top & (112u << 23));
-  // A subnormal is placed below a 2^-14 that is then taken away, which leaves it normalised and exact.
+  // A subnormal becomes the mantissa of 2^-14, which is then subtracted. The result is exact and normalized.
   const Words smallest = Words{} + (113u << 23);
   const Words subnormal = reinterpret_cast<Words>(reinterpret_cast<Floats>(magnitude + smallest) -
                                                   reinterpret_cast<Floats>(smallest));
@@ -214,7 +215,7 @@ static inline Floats load(const Float16* from) {
 static inline Doubles low_half(Floats floats) { return Doubles{floats[0], floats[1]}; }
 static inline Doubles high_half(Floats floats) { return Doubles{floats[2], floats[3]}; }
 static inline Floats all(float value) { return Floats{value, value, value, value}; }
-static inline Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }  // rounded twice: no instruction
+static inline Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }  // rounds twice: not fused
 static inline Floats square_root(Floats floats) {
   for (int i = 0; i < 4; ++i) floats[i] = __builtin_sqrtf(floats[i]);
   return floats;
@@ -231,14 +232,14 @@ static inline void store_half_words(void* to, Words words) {
 }
 static inline void store(Float16* to, Floats floats) {
   const Words bits = reinterpret_cast<Words>(floats), magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
-  // Normal: rebias, and round to even by adding just under half and the lowest bit that stays.
+  // Normal: change the bias, and round to even by adding just less than half and the lowest bit that is kept.
   const Words normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  // Subnormal: added to a half, whose last place is that of the smallest float16, it is rounded to even by the addition.
+  // Subnormal: add 0.5, whose last place is that of the smallest float16, so the addition rounds to even.
   const Words half = Words{} + (126u << 23);
   const Words subnormal =
       reinterpret_cast<Words>(reinterpret_cast<Floats>(magnitude) + reinterpret_cast<Floats>(half)) - half;
   const Words is_subnormal = reinterpret_cast<Words>(magnitude < (113u << 23));
-  const Words is_large = reinterpret_cast<Words>(magnitude >= 0x477ff000u);  // rounds to infinity, or is one
+  const Words is_large = reinterpret_cast<Words>(magnitude >= 0x477ff000u);  // rounds to infinity, or is infinite
   const Words is_nan = reinterpret_cast<Words>(magnitude > 0x7f800000u);
   const Words large = 0x7c00u | (is_nan & (0x200u | ((magnitude >> 13) & 0x3ffu)));
   const Words finite = (is_subnormal & subnormal) | (~is_subnormal & normal);
@@ -250,7 +251,7 @@ static inline Floats join(const Bfloat16* high, const int16_t* low) {
 }
 static inline void split(Bfloat16* high, int16_t* low, Floats floats) {
   const Words bits = reinterpret_cast<Words>(floats), top = bits >> 16;
-  const Words may_carry = reinterpret_cast<Words>((top & 0x7fffu) != 0x7fffu);  // else it is a NaN, and stays
+  const Words may_carry = reinterpret_cast<Words>((top & 0x7fffu) != 0x7fffu);  // otherwise a NaN: unchanged
   store_half_words(high, top + ((bits >> 15) & 1u & may_carry));
   store_half_words(low, bits);
 }
@@ -287,7 +288,7 @@ static inline void store_high_mixed(Bfloat16* to, Words words, Words next) {
 
 constexpr int kWidth = sizeof(Floats) / sizeof(float);
 
-#if !defined(FERRYMAN_AVX2)  // whose own are above
+#if !defined(FERRYMAN_AVX2)  // AVX2 has its own versions above
 
 static inline Pair load_mixed(const float* from) { return {load(from), load(from + kWidth)}; }
 static inline Pair load_mixed(const Bfloat16* from) { return {load(from), load(from + kWidth)}; }

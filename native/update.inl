@@ -1,11 +1,11 @@
 // The optimizers' rules, one pass over a piece of a unit: the gradient comes in, state and weights change.
 // No #include of a library here: see Note [One source, several instruction sets].
 //
-// Each rule does what torch's own does, operation by operation, with a fused multiply-add where torch's vector code has
-// one: so states equal torch's to the last bit, and weights but for torch's square root, which is not rounded exactly.
+// Each rule performs the same operations as torch's own, with a fused multiply-add where torch's vector code has one.
+// So states equal torch's bitwise. Weights can differ, because torch's square root is not correctly rounded.
 
-// A pair is two registers side by side. Each operation waits for the one before it, square root and divisions the longest:
-// with two at a time a core has something to do in between.
+// A pair is two registers. Each operation waits for the result of the one before it, longest for square roots and
+// divisions. With two registers at a time, a core can work on one while it waits for the other.
 constexpr int kPair = 2 * kWidth;
 
 static inline Pair operator+(Pair x, Pair y) { return {x.a + y.a, x.b + y.b}; }
@@ -28,7 +28,7 @@ static inline void store(Number* to, Pair x) {
   store(to + kWidth, x.b);
 }
 
-// What the weights are: float32 themselves, or a narrow working copy beside the float32 master.
+// The weights: float32, or a narrow working copy with a float32 master.
 struct Plain {
   static constexpr bool kHasMaster = false;
   typedef float Weight;
@@ -94,7 +94,7 @@ struct AdamRule {
   }
 };
 
-// Adam and AdamW for moments that are rounded: the same in fewer operations, since torch's bits are out of reach anyway.
+// Adam and AdamW for moments that are rounded: fewer operations, since the result cannot equal torch's bitwise anyway.
 struct ShortAdamRule {
   static constexpr int kStates = 2, kRoot = 1;  // kRoot: the state whose root is kept, if any
   Pair decay, coupled, beta1, beta1_rest, beta2, beta2_rest, step_size, epsilon;
@@ -112,7 +112,7 @@ struct ShortAdamRule {
   }
 };
 
-// With momentum; `fresh` where there is none yet.
+// With momentum; `fresh` if there is none yet.
 struct MomentumRule {
   static constexpr int kStates = 1, kRoot = -1;
   Pair coupled, momentum, undamped, step_size;
@@ -167,7 +167,7 @@ struct AdagradRule {
   }
 };
 
-// Where a piece's arrays are, from some element on.
+// Pointers to the arrays of a piece, from some element on.
 template <class Rule, class Number, class Form, class Code>
 struct Stretch {
   const Number* gradient = nullptr;
@@ -198,7 +198,7 @@ struct Stretch {
   }
 };
 
-// The end of a piece, in memory of its own: nothing beyond the piece is read or written.
+// A copy of the end of a piece, so that nothing beyond the piece is read or written.
 template <class Rule, class Number, class Form, class Code, int kLength>
 struct Rest {
   Number gradient[kLength] = {};
@@ -224,8 +224,8 @@ struct Rest {
   }
 };
 
-// How many elements ahead memory is asked for what comes next: with up to five streams, each in pages of its own, the
-// processor does not foresee it all. Nothing beyond a piece is read: to ask is not to read.
+// How many elements ahead memory is prefetched. With up to five streams in different pages, the processor's own
+// prefetcher does not follow all of them. Prefetching beyond the end of a piece is harmless, since it does not read.
 constexpr int kAhead = 128;
 constexpr int kLine = 32;  // numbers of 16 bits in a cache line
 
@@ -257,9 +257,9 @@ __attribute__((flatten)) static void update(const Piece& piece) {
   }
 }
 
-// States in bfloat16, rounded up with the probability that keeps the mean. The noise is a function of the step, which the
-// keys stand for, and of the element's index in its tensor: neither threads nor cuts change it, and torch code has the
-// same (src/ferryman/server/moments.py). One word serves both states, with half of its bits each.
+// States in bfloat16, rounded up with the probability that preserves the mean. The noise is a function of the step
+// (through the keys) and of the element's index in its tensor, so it depends neither on threads nor on how tensors are
+// cut. torch code computes the same (src/ferryman/server/moments.py). Each state uses half of the bits of one word.
 struct Noise {
   Words a, b;
   uint32_t key;
@@ -279,7 +279,7 @@ struct Noise {
   }
 };
 
-// Infinity, and what arithmetic makes where there is no number, have zeros in their lower half: nothing is carried on.
+// Infinity, and the NaNs that arithmetic produces, have zeros in their lower half, so rounding does not change them.
 static inline Words rounded(Floats values, Words noise) { return reinterpret_cast<Words>(values) + noise; }
 
 template <class Rule, class Number, class Form>
@@ -321,7 +321,7 @@ __attribute__((flatten)) static void update_noisy(const Piece& piece) {
 // States in eight bits.
 #include "codes.inl"
 
-// The new moments of a block, until its codes can be made: when its largest are known. The codes are made beside the next
+// The new moments of a block. They can be encoded only when the largest of them are known. That is done during the next
 // block's square roots and divisions, for which a core has to wait anyway.
 template <class Rule>
 struct Pending {

@@ -94,8 +94,8 @@ def _loss(name: str, value: Any) -> None:
 def _split(name: str, value: Any) -> None:
     if not callable(value):
         raise ValueError(
-            f"{name}= must be a function of a batch and a count that returns a list of at most so many "
-            f"micro-batches; this is a {type(value).__name__}"
+            f"{name}= must be a function of a batch and a count that returns a list of at most that "
+            f"many micro-batches; this is a {type(value).__name__}"
         )
 
 
@@ -202,7 +202,7 @@ class PlainOptions:
         int | None,
         Setting(
             help="Number of parameters in a subgroup, which is updated as a whole.",
-            default="chosen to fit the budget",
+            default="chosen by the rate of the link and the budget",
             check=_whole_number(GRAIN, " of parameters"),
             needs_optimizer=True,
         ),

@@ -143,7 +143,7 @@ def test_what_can_be_saved_can_be_loaded(tmp_path):
 def test_a_key_is_there_once(run, crafted):
     file = crafted / directory.MANIFEST
     file.write_text(file.read_text().replace('"step":', '"step": 1, "step":', 1))
-    assert_refused(run, crafted, r"each key of an object must be unique, but 'step' is there twice")
+    assert_refused(run, crafted, r"each key of an object must be unique, but 'step' occurs twice")
 
 
 def test_what_is_not_known_is_not_ignored(run, crafted):

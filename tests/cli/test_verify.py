@@ -97,7 +97,7 @@ def test_a_step_that_is_mostly_python_fails(monkeypatch, accelerator):
     monkeypatch.setattr(MicroBatch, "resume", slow_resume)
     monkeypatch.setattr(process, "_LENGTH", 8)
     monkeypatch.setattr(process, "_ROUNDS", 1)
-    monkeypatch.setattr(process, "_WARM", 1)
+    monkeypatch.setattr(process, "_WARM_UP_ROUNDS", 1)
     verdict = check(accelerator, "python")
     assert verdict.outcome == "FAILED"
     assert verdict.figures.keys() == {"plain", "ours", "per call", "share"}
@@ -175,15 +175,15 @@ def test_copies_that_wait_for_one_another_are_found(monkeypatch, accelerator):
     def one_by_one(self, names):
         begin = time.perf_counter()
         for name in names:
-            self._ways[name]()
+            self._work[name]()
             self._lanes.wait()
         return time.perf_counter() - begin
 
-    monkeypatch.setattr(overlap._Bare, "_run", one_by_one)
+    monkeypatch.setattr(overlap._BareLanes, "_run", one_by_one)
     monkeypatch.setattr(overlap, "_TRIES", 1)
     context = CheckContext(accelerator, quick=True)
     link, beside, _ = overlap.checks(context)
-    assert link.run().outcome == "inconclusive"  # the link may be such
+    assert link.run().outcome == "inconclusive"  # the link itself may carry one direction at a time
     # On a busy machine kernels may take so long that copies hardly count.
     assert any(beside.run().outcome == "FAILED" for _ in range(10))
 

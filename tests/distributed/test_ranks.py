@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ferryman.distributed.ranks import RankError
-from ferryman.forecast.estimate import Machine, Training, estimate
+from ferryman.forecast.estimate import Machine, Training, estimate_step
 from ferryman.plan.network import Cluster
 from ferryman.plan.rates import Rates
 from support import rank_jobs
@@ -227,7 +227,7 @@ def planned_for(cluster, **options):
     length = CASES["llama"].batch(1)["input_ids"].shape[1]
     optimizer, _ = adamw(model)
     training = Training(2 * cluster.size, length, **options)
-    return estimate(
+    return estimate_step(
         model,
         optimizer,
         training,
@@ -248,28 +248,28 @@ def planned_for(cluster, **options):
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_what_ranks_take_and_move_is_what_was_planned(cluster, options, request, accelerator):
     ranks, cluster = request.getfixturevalue(cluster), CLUSTERS[cluster]
-    outlook = planned_for(cluster, **options)
+    estimate = planned_for(cluster, **options)
     found = ranks.run(rank_jobs.what_is_taken, **options)
     node = found[-cluster.devices :]
     taken = node[0][2]["common"] + sum(of[2]["own"] for of in node)
-    planned = {part: outlook.host[part] for part in found[0][0]}
+    planned = {part: estimate.host[part] for part in found[0][0]}
     assert sum(planned.values()) == pytest.approx(taken, rel=0.02)
     for account, plan, *_ in found:
         plan.pop("allocator", None)  # what this device's allocator adds; a plan for any device does not know it
-        assert plan == {part: outlook.device[part] for part in plan}
-        account["weights"] += (cluster.devices - 1) * outlook.plan.residents.nbytes  # of each rank's own
+        assert plan == {part: estimate.device[part] for part in plan}
+        account["weights"] += (cluster.devices - 1) * estimate.plan.residents.nbytes  # of each rank's own
         for part, nbytes in account.items():
             share = planned[part] if part == "weights" else planned[part] / cluster.devices
             assert nbytes == pytest.approx(share, rel=0.02), part
-    forward, backward = outlook.forecast.forward.named, outlook.forecast.backward.named
+    forward, backward = estimate.forecast.forward.named, estimate.forecast.backward.named
     for _, _, _, moved in found:
         link_in, link_out = (
             sum(moved.get(lane, 0) for lane in lanes) for lanes in (("h2d", "state in"), ("d2h", "state out"))
         )
         assert forward["link in"] + backward["link in"] == pytest.approx(link_in, rel=0.1)
         assert forward["link out"] + backward["link out"] == pytest.approx(link_out, rel=0.1)
-    weights = [unit.trained_elements * unit.weight_itemsize for unit in outlook.plan.in_forward_order]
-    gone_round = 0 if outlook.plan.staging.deferred else weights[0] if cluster.nodes == 1 else sum(weights)
+    weights = [unit.trained_elements * unit.weight_itemsize for unit in estimate.plan.in_forward_order]
+    gone_round = 0 if estimate.plan.staging.deferred else weights[0] if cluster.nodes == 1 else sum(weights)
     crossed = backward["exchange"] if cluster.nodes == 1 else 2 * backward["network"]
     assert crossed - gone_round == pytest.approx(found[0][3]["exchange"], rel=0.05)
 
@@ -277,8 +277,8 @@ def test_what_ranks_take_and_move_is_what_was_planned(cluster, options, request,
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_ranks_look_at_a_nodes_memory_together(cluster, request, accelerator):
     """Each would fit by itself, but not all of them: all refuse, or none."""
-    ranks, outlook = request.getfixturevalue(cluster), planned_for(CLUSTERS[cluster], precision="fp32")
-    needed = sum(outlook.host[part] for part in ("weights", "optimizer state"))
+    ranks, estimate = request.getfixturevalue(cluster), planned_for(CLUSTERS[cluster], precision="fp32")
+    needed = sum(estimate.host[part] for part in ("weights", "optimizer state"))
     for refused in ranks.run(rank_jobs.with_host_memory, needed - 1, precision="fp32"):
         assert "the host cannot hold this" in refused
     assert ranks.run(rank_jobs.with_host_memory, needed, precision="fp32") == [None] * 2

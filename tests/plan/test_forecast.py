@@ -12,7 +12,7 @@ from torch import nn
 from ferryman.cli.model_argument import parse_model
 from ferryman.engine import Engine
 from ferryman.forecast.dry_run import DryRunError, dry_run
-from ferryman.forecast.estimate import Machine, Training, estimate
+from ferryman.forecast.estimate import Machine, Training, estimate_step
 from ferryman.model.loss import model_loss
 from ferryman.model.unit_discovery import find_units
 from ferryman.plan.batch import portion
@@ -136,7 +136,7 @@ def test_ranks_have_all_samples_between_them(micro_batches, size):
 
 def test_a_last_micro_batch_that_is_smaller_counts_for_what_it_has():
     training = Training(samples=8, length=LENGTH, precision="fp32", updates="host", stash="host")
-    uneven, even = (outlook_of("llama", replace(training, micro_batches=count)) for count in (3, 4))
+    uneven, even = (estimate_of("llama", replace(training, micro_batches=count)) for count in (3, 4))
     assert (uneven.samples, uneven.sample_size) == (8, 3)
     assert uneven.forecast.backward.compute == pytest.approx(even.forecast.backward.compute)
     assert uneven.backward_operations == pytest.approx(even.backward_operations)
@@ -147,7 +147,7 @@ def test_a_last_micro_batch_that_is_smaller_counts_for_what_it_has():
 
 def test_ranks_share_the_hosts_cores_and_what_it_keeps():
     training = Training(samples=4, length=LENGTH, precision="fp32", updates="host")
-    one, two = (outlook_of("llama", training, cluster=Cluster(devices)) for devices in (1, 2))
+    one, two = (estimate_of("llama", training, cluster=Cluster(devices)) for devices in (1, 2))
     assert one.one_device is None
     assert two.one_device.forecast.seconds == one.forecast.seconds
     once = one.forecast.backward
@@ -166,10 +166,10 @@ def on_meta(name):
         return hf.AutoModelForCausalLM.from_config(MODELS[name]()).train()
 
 
-def outlook_of(name, training, memory=None, cluster=Cluster()):  # noqa: B008 - frozen
+def estimate_of(name, training, memory=None, cluster=Cluster()):  # noqa: B008 - frozen
     model = on_meta(name)
     machine = Machine(RATES, memory, None, 1e12, cluster)
-    return estimate(model, torch.optim.AdamW(model.parameters()), training, machine, whole(chosen_accelerator()))
+    return estimate_step(model, torch.optim.AdamW(model.parameters()), training, machine, whole(chosen_accelerator()))
 
 
 def tokens(samples):
@@ -190,23 +190,23 @@ def tokens(samples):
     ],
 )
 def test_accounts_are_those_of_an_engine(name, options, memory, virtual):
-    outlook = outlook_of(name, Training(samples=4, length=LENGTH, **options), memory)
+    estimate = estimate_of(name, Training(samples=4, length=LENGTH, **options), memory)
     model = hf.AutoModelForCausalLM.from_config(MODELS[name]()).train()
     optimizer = torch.optim.AdamW(model.parameters())
     with Engine(model, optimizer, device=virtual, memory=memory, **options) as engine:
-        always = {part: outlook.device[part] for part in engine.plan.account}
+        always = {part: estimate.device[part] for part in engine.plan.account}
         assert always == engine.plan.account
-        assert {part: outlook.host[part] for part in engine.host_account} == engine.host_account
-        assert outlook.plan.held == engine.plan.held
+        assert {part: estimate.host[part] for part in engine.host_account} == engine.host_account
+        assert estimate.plan.held == engine.plan.held
         engine.step(tokens(4))
         if memory is not None:
-            assert engine.choice.micro_batches == outlook.choice.micro_batches
+            assert engine.choice.micro_batches == estimate.choice.micro_batches
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", ["bf16", *slow("fp32")])
 def test_activations_are_near_what_a_step_takes(name, precision, virtual):
-    outlook = outlook_of(name, Training(samples=4, length=LENGTH, micro_batches=2, precision=precision, stash="host"))
+    estimate = estimate_of(name, Training(samples=4, length=LENGTH, micro_batches=2, precision=precision, stash="host"))
     model = hf.AutoModelForCausalLM.from_config(MODELS[name]()).train()
     with Engine(
         model, torch.optim.AdamW(model.parameters()), device=virtual, precision=precision, stash="host"
@@ -218,8 +218,8 @@ def test_activations_are_near_what_a_step_takes(name, precision, virtual):
         with torch_virtual.watch(virtual) as seen:
             engine.step(tokens(4), 2)
         peak = seen.counters.peak_memory - others
-    assert outlook.device["one call's activations"] == pytest.approx(peak - engine.plan.fixed, rel=0.25)
-    assert sum(outlook.device.values()) == pytest.approx(peak, rel=0.15)
+    assert estimate.device["one call's activations"] == pytest.approx(peak - engine.plan.fixed, rel=0.25)
+    assert sum(estimate.device.values()) == pytest.approx(peak, rel=0.15)
 
 
 # The dry run.
@@ -293,9 +293,9 @@ def test_the_bytes_that_cross_are_those_of_a_step(stash, memory, virtual):
         with torch_virtual.watch(virtual) as seen:
             engine.step(tokens(4), 4)
             engine.wait()
-        outlook = outlook_of("llama", training, memory)
-        assert outlook.choice == engine.choice
-    found = outlook.forecast
+        estimate = estimate_of("llama", training, memory)
+        assert estimate.choice == engine.choice
+    found = estimate.forecast
     into, out = (getattr(found.forward, lane) + getattr(found.backward, lane) for lane in ("link_in", "link_out"))
     assert into * RATES.link_in == pytest.approx(seen.counters.h2d_bytes, rel=0.1)
     assert out * RATES.link_out == pytest.approx(seen.counters.d2h_bytes, rel=0.1)

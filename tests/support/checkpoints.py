@@ -28,7 +28,7 @@ def one_group(name: str = "AdamW") -> Callable[[nn.Module], torch.optim.Optimize
 
 @dataclass
 class Run:
-    """A model, its optimizer and its engine, within `with`."""
+    """A context manager with a model, its optimizer and its engine."""
 
     name: str = "toy"
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = two_groups

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody has edited, with checksums that match."""
+"""Edits checkpoints as somebody else might, and corrects their checksums."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ def copy_of(saved, target):
 
 
 def change_manifest(path, edit):
-    """Has `edit` change the manifest, and gives it the right checksum."""
+    """Changes the manifest with `edit`, and corrects its checksum."""
     file = path / directory.MANIFEST
     content = json.loads(file.read_text())["content"]
     edit(content)
@@ -23,14 +23,14 @@ def change_manifest(path, edit):
 
 
 def change_bytes(path, name, content):
-    """Replaces a file, and what the manifest says of it."""
+    """Replaces a file, and corrects its size and checksum in the manifest."""
     (path / name).write_bytes(content)
     facts = {"bytes": len(content), "crc32": zlib.crc32(content)}
     change_manifest(path, lambda manifest: manifest["files"].update({str(name): facts}))
 
 
 def change_file(path, name, tensors):
-    """Replaces the tensors of a file, and what the manifest says of it."""
+    """Replaces the tensors of a file, and corrects its size and checksum in the manifest."""
     new = path / "new"
     tensor_file.write(new, [(key, tensor.contiguous()) for key, tensor in tensors.items()])
     content = new.read_bytes()

@@ -19,7 +19,7 @@ _VARIABLE = "FERRYMAN_TEST_DEVICES"  # in the environment, so that processes whi
 
 
 def choose(names):
-    """The tests run on these devices: "cpu", and one accelerator at most, since PyTorch has one in a process."""
+    """Sets the devices of the tests: "cpu", and at most one accelerator, since PyTorch has one per process."""
     if sum(name != "cpu" for name in names) > 1:
         raise pytest.UsageError(f"--device: one accelerator in a run, besides cpu; given: {', '.join(names)}")
     os.environ[_VARIABLE] = ",".join(names)
@@ -45,13 +45,13 @@ def whole(name):
 
 
 def delay_copies(device, seconds=None):
-    """Each copy over the link begins so much later, where the device can be told to do that; by default COPY_DELAY."""
+    """Context in which each copy over the link starts later, if the device supports that; by default by COPY_DELAY."""
     if device.type == "virtual":
         importlib.import_module("torch_virtual").set_link(device, delay=COPY_DELAY if seconds is None else seconds)
 
 
 def exact(device):
-    """Context in which the virtual device allocates what tensors have, to the byte: for formulas of allocated bytes."""
+    """Context in which the virtual device allocates exactly the bytes of tensors, for tests of memory formulas."""
     virtual = importlib.import_module("torch_virtual")
     stack = contextlib.ExitStack()
     stack.enter_context(virtual.caching(virtual.EXACT, device))
@@ -60,7 +60,7 @@ def exact(device):
 
 
 class _NotChosen:
-    """Stands for torch_virtual: a test that uses it is skipped."""
+    """Replaces torch_virtual where it is not installed: a test that uses it is skipped."""
 
     def __getattr__(self, name):
         pytest.skip(f"needs torch_virtual.{name}: run it with --device virtual")

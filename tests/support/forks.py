@@ -1,4 +1,4 @@
-"""Code in a forked child, and how it ended there."""
+"""Runs code in a forked child, and reports how it ended."""
 
 import os
 import pickle

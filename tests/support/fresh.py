@@ -1,6 +1,6 @@
-"""Scripts in a process of their own, without the seconds that imports take: the process is forked from one that has
-imported torch, with what the first optimizer imports, and ferryman, and done nothing else. It ends as any other does,
-through the end of the interpreter."""
+"""Runs scripts in processes of their own without the seconds that imports take: each is forked from a process that has
+only imported torch, with what the first optimizer imports, and ferryman. It ends like any other, with the shutdown of
+the interpreter."""
 
 import atexit
 import functools

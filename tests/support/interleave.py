@@ -24,7 +24,7 @@ SUBGROUPS = {1: 1024, 2: 400, 3: 272, 7: 112}  # how many a block of Odd has, an
 
 
 class Odd(Toy):
-    """A model of odd sizes: tensors end within a vector register, and subgroups within tensors."""
+    """A model whose tensors end within a vector register, and whose subgroups end within tensors."""
 
     def __init__(self, layers=3, width=13):
         super().__init__(0)
@@ -45,7 +45,7 @@ ODD, BROAD = Case(Odd), Case(Broad)
 
 
 def plain_optimizer(name):
-    """An optimizer of `support.updates` by name, with a scheduler that leaves the learning rate as it is."""
+    """An optimizer of `support.updates` by name, with a scheduler that does not change the learning rate."""
 
     def make(model):
         optimizer = OPTIMIZERS[name](model.parameters())
@@ -113,7 +113,7 @@ class Pair:
         assert_near(self.model, self.plain, limit)
 
     def check_state(self):
-        """Asserts that `optimizer.state` is near that of plain PyTorch's optimizer."""
+        """Asserts that `optimizer.state` is close to that of plain PyTorch's optimizer."""
         ours, theirs = self.optimizer.state_dict()["state"], self.theirs.state_dict()["state"]
         for key, values in theirs.items():
             for name, value in values.items():

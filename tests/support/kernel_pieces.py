@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]  # of gradients, and of 
 
 
 class Case(NamedTuple):
-    """An optimizer of torch's (or ours), and the rule that stands for it."""
+    """An optimizer of torch or of Ferryman, and the rule that implements it."""
 
     optimizer: type[torch.optim.Optimizer]
     rule: Rule
@@ -24,7 +24,7 @@ class Case(NamedTuple):
 
     @property
     def has_root(self) -> bool:
-        """Torch's square root is not always the nearest number, ours is."""
+        """torch's square root is not always correctly rounded; that of the kernels is."""
         return self.rule in (rules.ADAM, rules.ADAGRAD)
 
 

@@ -1,4 +1,4 @@
-"""Processes that train and save, and are killed: campaigns of so many points, as a command that prints what it saw.
+"""Kills processes while they train and save, at many points in time. Also a command, which prints what it saw.
 
     python tests/support/killed_saves.py DIRECTORY SEED '{"MODE": POINTS}'
 
@@ -51,7 +51,7 @@ def digest(engine: Engine) -> str:
 
 
 class Record:
-    """Lines in a file: what there was at each step, and which were saved. A line is written whole or not at all."""
+    """A record in a file: a digest for each step, and which steps were saved. Each line is written atomically."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -117,7 +117,7 @@ def fork(child, *args) -> tuple[int, int]:
 
 
 def hear(listen: int) -> str:
-    """Everything that the child has reported."""
+    """All reports of the child."""
     with os.fdopen(listen) as pipe:
         return pipe.read()
 
@@ -190,7 +190,7 @@ def between(place: Path, mode: str, say: int) -> None:
 
 
 def saving(place: Path, number: int, say: int) -> None:
-    """One of two that save to the same place at the same time, until each has saved twice and one was refused."""
+    """One of two processes that save to the same place at once, until each has saved twice and one was refused."""
     torch.set_num_threads(1)
     engine, refused, done = make_engine(), 0, 0
     for _ in range(number):

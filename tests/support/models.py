@@ -120,7 +120,7 @@ class Reused(Toy):
 
 
 class Skipping(Toy):
-    """The first token of a micro-batch decides which blocks it passes over."""
+    """The first token of a micro-batch decides which blocks it skips."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -181,7 +181,7 @@ def images(samples: int, seed: int = 1) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and where its gradients may differ in the last bits: their terms are added up in another order."""
+    """A model, and which of its gradients may differ in the last bits: their terms are summed in another order."""
 
     make: Callable[[], nn.Module]
     batch: Callable[..., dict[str, torch.Tensor]] = text

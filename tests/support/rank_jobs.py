@@ -222,7 +222,7 @@ def the_same_data():
 
 
 def for_ever(sign):
-    """Makes steps; the file `sign` is there after three."""
+    """Makes steps, and creates the file `sign` after three."""
     model = build(CASES["llama"])
     with Engine(model, adamw(model)[0], device=chosen_accelerator()) as engine:
         while True:
@@ -350,7 +350,7 @@ def fit(model, directory, *, device=None, resume=None, **arguments):
 
 
 def rmsprop_again(directory):
-    """Saves, loads, trains and saves again with an optimizer whose updates are left to torch. Returns the weights."""
+    """Saves, loads, trains and saves again with an optimizer that runs torch's own code. Returns the weights."""
     batches = [CASES["llama"].batch(2, seed=seed) for seed in range(8)]
     found = []
     for turn in range(3):
@@ -378,7 +378,7 @@ def other_rates():
 
 
 def no_rows(device):
-    """Two steps, of which the second has fewer samples than there are ranks."""
+    """Makes two steps; the second has fewer samples than there are ranks."""
     model = build(CASES["llama"])
     with Engine(model, adamw(model)[0], device=device) as engine:
         rank, size = engine.share
@@ -405,7 +405,7 @@ def by_tokens(rows, counted_alone=False):
 
 
 def totals(pairs):
-    """Adds up one number of each rank, for each of the pairs."""
+    """Sums one number of each rank, for each of the pairs."""
     model = build(CASES["llama"])
     with Engine(model, device="cpu") as engine:
         return [engine.total(pair[engine.share.rank]) for pair in pairs]

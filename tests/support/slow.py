@@ -1,4 +1,4 @@
-"""Cases that `make test-all` runs, and `make test` does not."""
+"""Marks test cases that only `make test-all` runs."""
 
 import inspect
 import itertools
@@ -26,8 +26,8 @@ def cpu_is_slow():
 
 
 def covering(test):
-    """A decorator above all `pytest.mark.parametrize` of a test. Of the combinations of their values and the devices,
-    `make test` runs a few in which each value occurs, though not each pair of values; the others are slow."""
+    """A decorator, to be placed above all `pytest.mark.parametrize` of a test. `make test` runs a few combinations
+    of their values and the devices, so that each value occurs, but not each pair of values. The others are slow."""
     marks = [mark for mark in test.pytestmark if mark.name == "parametrize"]
     axes = [_Axis(*mark.args, **mark.kwargs) for mark in marks]
     if "device" in inspect.signature(test).parameters and not any("device" in axis.names for axis in axes):

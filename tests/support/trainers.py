@@ -32,7 +32,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Spy(TrainerCallback):
-    """Records every callback event, also those between backward and update."""
+    """Records every callback event, including those between backward and update."""
 
     def __init__(self):
         self.seen = []
@@ -53,7 +53,7 @@ for name in EVENTS:
 
 
 class Seeded(Trainer):
-    """A plain Trainer whose micro-batches draw the random numbers that the engine's draw."""
+    """A plain Trainer whose micro-batches draw the same random numbers as those of the engine."""
 
     def get_batch_samples(self, *args):
         found = super().get_batch_samples(*args)

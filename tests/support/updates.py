@@ -28,7 +28,7 @@ def assert_near(model, plain, limit=2e-6):
 
 
 def slow_kernels(monkeypatch, seconds=0.02):
-    """Makes each host update late by `seconds`."""
+    """Delays each host update by `seconds`."""
     real = kernels.update
 
     def late(*args, **kwargs):

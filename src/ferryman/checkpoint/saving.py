@@ -154,7 +154,7 @@ def _seal(contents: Contents, directory: Path, partial: Path, files: Sequence[Fi
     for path in sorted(partial.rglob("*")):
         name = str(path.relative_to(partial))
         if path.is_file() and name not in manifest["files"]:
-            manifest["files"][name] = _facts(_sealed(path))
+            manifest["files"][name] = _facts(_sync_and_checksum(path))
     manifest["saved"] = max(time.time(), directories.last_saved(directory.parent) + 1e-3)
     _write_json(partial / directories.MANIFEST, {"crc32": crc_of(manifest), "content": manifest})
     old = directories.current(directory)
@@ -245,7 +245,7 @@ def _save_configuration(contents: Contents, directory: Path) -> None:
         model.generation_config.save_pretrained(directory)
 
 
-def _sealed(path: Path) -> FileChecksum:
+def _sync_and_checksum(path: Path) -> FileChecksum:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return tensor_file.check_sum(path)

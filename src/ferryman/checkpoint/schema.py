@@ -302,7 +302,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"each key of an object must be unique, but {twice!r} is there twice")
+        raise ValueError(f"each key of an object must be unique, but {twice!r} occurs twice")
     return found
 
 

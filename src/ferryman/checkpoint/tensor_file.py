@@ -108,7 +108,9 @@ def read_header(path: Path) -> dict[str, Entry]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(size, _MAX_HEADER_BYTES):
-            raise DamagedError(f"{path} is damaged or truncated: it has {size} bytes, but its header alone {length}")
+            raise DamagedError(
+                f"{path} is damaged or truncated: it has {size} bytes, but its header alone takes {length}"
+            )
         text = file.read(length)
     header = schema.parse(text, _HEADER, path)
     header.pop("__metadata__", None)
@@ -120,7 +122,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     end = 8 + length
     for entry in entries:
         if math.prod(size or 1 for size in entry.shape) > schema.MAX_COUNT // entry.dtype.itemsize:
-            raise DamagedError(f"{path} is damaged: the shape of {entry.name!r} must be one of a tensor")
+            raise DamagedError(f"{path} is damaged: the shape of {entry.name!r} is too large for a tensor")
         if entry.start != end or entry.stop - entry.start != math.prod(entry.shape) * entry.dtype.itemsize:
             raise DamagedError(f"{path} is damaged: the offsets of {entry.name!r} do not match its shape")
         end = entry.stop

@@ -10,82 +10,86 @@ from ferryman.model.units import landing_dtype
 from ferryman.runtime.sizes import show_rate
 
 
-def assumptions(given: MachineDescription, training: Training, outlook: Estimate) -> list[str]:
-    said = [
+def assumptions(given: MachineDescription, training: Training, estimate: Estimate) -> list[str]:
+    lines = [
         "Times are estimates: only matrix products and attention are counted as work of the device.",
         "A step takes as long as the busiest lane of each sweep; measured steps take a few percent longer.",
         "The compute time of updates on the device is ignored: moving their state over the link takes longer.",
         "Attention is assumed not to store its score matrix; the internal workspace of kernels is not counted.",
     ]
     if given.machine.operations is None:
-        said.append("Compute time is unknown and ignored: give --device-flops, the rate reached in practice.")
+        lines.append("Compute time is unknown and ignored: give --device-flops, the rate reached in practice.")
     if given.known["device FLOP/s"] == "measured here":
-        said.append(
+        lines.append(
             "Compute runs at the rate of one large matrix product here; narrow blocks are slower (--device-flops)."
         )
     if given.known["host updates"] == "measured here":
-        said.append("The host updates weights as fast as this machine does.")
-    said += _assumed_of_ranks(given)
-    if outlook.forecast is not None and outlook.plan.staging.policy.kind == "auto":
-        said.append("'auto' divides updates by observed rates; the division shown here follows from the rates above.")
-    return said
+        lines.append("The host updates weights as fast as this machine does.")
+    lines += _assumed_of_ranks(given)
+    if estimate.forecast is not None and estimate.plan.staging.policy.kind == "auto":
+        lines.append("'auto' divides updates by observed rates; the division shown here follows from the rates above.")
+    return lines
 
 
 def _assumed_of_ranks(given: MachineDescription) -> list[str]:
-    cluster, said = given.machine.cluster, list[str]()
+    cluster, lines = given.machine.cluster, list[str]()
     if cluster.size == 1:
-        return said
-    said.append("All devices are alike, and each has a link of its own; contention between links is not counted.")
+        return lines
+    lines.append("All devices are alike, and each has a link of its own; contention between links is not counted.")
     if cluster.devices > 1:
-        said.append("The ranks of a node share its cores: together they update as fast as the host does.")
-        said.append("Gradients are exchanged over loopback, one rank after the other; adding them up is not counted.")
+        lines.append("The ranks of a node share its cores: together they update as fast as the host does.")
+        lines.append("Gradients are exchanged over loopback, one rank after the other; adding them up is not counted.")
     if given.known.get("loopback") == "measured here":
-        said.append("The ranks of a node exchange gradients at the rate measured between two ranks here (--loopback).")
+        lines.append("The ranks of a node exchange gradients at the rate measured between two ranks here (--loopback).")
     if given.device.type == "cpu":
-        said.append("On CPUs the ranks of a node share the compute of one.")
+        lines.append("On CPUs the ranks of a node share the compute of one.")
     if cluster.nodes > 1:
-        said.append(
+        lines.append(
             "All nodes are alike; every rank sends its own gradients, and the ranks of a node share its network."
         )
-    said.append("The time that ranks wait for one another at every unit and step is not counted.")
-    return said
+    lines.append("The time that ranks wait for one another at every unit and step is not counted.")
+    return lines
 
 
-def advice(outlook: Estimate, training: Training, given: MachineDescription) -> list[str]:
-    found = outlook.forecast
+def advice(estimate: Estimate, training: Training, given: MachineDescription) -> list[str]:
+    found = estimate.forecast
     if found is None:
         return []
-    said, count, cluster = [], outlook.samples / outlook.sample_size, given.machine.cluster
+    lines, count, cluster = [], estimate.samples / estimate.sample_size, given.machine.cluster
     bounds = {found.forward.bound, found.backward.bound}
     if given.machine.operations is None:
         if math.isinf(found.needed_operations):
-            said.append("One of the sweeps consists only of compute, so compute bounds it, however fast the device is.")
+            lines.append(
+                "One of the sweeps consists only of compute, so compute bounds it, however fast the device is."
+            )
         else:
             needed = show_rate(found.needed_operations, "operations")
-            said.append(f"A device that reaches {needed} does not bound the step; a slower one does.")
+            lines.append(f"A device that reaches {needed} does not bound the step; a slower one does.")
     elif bounds - {"compute"} and found.break_even is not None and found.break_even > count:
-        samples = found.break_even * outlook.sample_size * cluster.size
-        said.append(
+        samples = found.break_even * estimate.sample_size * cluster.size
+        lines.append(
             f"Use more samples per step: with {found.break_even} or more micro-batches (--batch {samples} with "
-            f"micro-batches of {outlook.sample_size}) compute bounds the step, and "
+            f"micro-batches of {estimate.sample_size}) compute bounds the step, and "
             f"{'the link' if cluster.size == 1 else 'everything else'} costs no time."
         )
-    elif bounds & {"link in", "link out"} and found.break_even is None and outlook.choice.stash_on_host:
-        said.append("The stash crosses the link for every micro-batch: more device memory or a shorter sequence helps.")
+    elif bounds & {"link in", "link out"} and found.break_even is None and estimate.choice.stash_on_host:
+        lines.append(
+            "The stash crosses the link for every micro-batch: more device memory or a shorter sequence helps."
+        )
     if found.forward.bound == "update" and training.max_grad_norm is not None:
-        said.append(
+        lines.append(
             "The update waits for the norm of all gradients; without --max-grad-norm it overlaps with the backward."
         )
     if "update" in bounds:
-        said.append(
+        lines.append(
             "Updates on the host bound a sweep: more host cores or memory bandwidth, or fewer trained parameters, help."
         )
     if bounds & {"exchange", "network"}:
-        wide = any(landing_dtype(unit).itemsize > 2 for unit in outlook.plan.units if unit.trained_elements)
-        said.append(
+        wide = any(landing_dtype(unit).itemsize > 2 for unit in estimate.plan.units if unit.trained_elements)
+        lines.append(
             "The exchange of gradients between ranks bounds a sweep. Gradients cross once per step, however many "
             f"samples it has{'; in bf16 they take half as many bytes' if wide else ''}."
         )
-    if not said:
-        said.append("Compute bounds the step: only a faster device or less work makes it shorter.")
-    return said
+    if not lines:
+        lines.append("Compute bounds the step: only a faster device or less work makes it shorter.")
+    return lines

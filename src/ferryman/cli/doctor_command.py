@@ -255,13 +255,14 @@ def _pinned(report: Report, device: torch.device) -> None:
         report.find("pinned memory", "ok", f"not needed without an accelerator (ulimit -l: {shown})")
         return
     memory = PinnedMemory(_PINNED_BYTES, device)
-    if not memory.is_pinned:
+    is_pinned = memory.is_pinned
+    memory.close()
+    if not is_pinned:
         report.find(
             "pinned memory", "problem", f"{show_bytes(_PINNED_BYTES)} cannot be pinned (ulimit -l: {shown})",
             "raise the limit: ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1",
         )  # fmt: skip
         return
-    memory.close()
     report.find("pinned memory", "ok", f"{show_bytes(_PINNED_BYTES)} pinned as a test (ulimit -l: {shown})")
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import importlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,7 @@ def parse_model(model: str) -> ModelSpec:
         return _gpt(model)
     path = Path(model).expanduser()
     if not path.exists():
-        near = difflib.get_close_matches(model.removeprefix("gpt"), SIZES, n=1)
-        meant = f" (did you mean 'gpt:{near[0]}'?)" if near else ""
+        meant = _meant(model.removeprefix("gpt"), SIZES, "gpt:")
         raise ValueError(
             f"there is no model {model!r}{meant}: MODEL must be a transformers directory or config.json on this "
             f"machine, or a built-in GPT: {_known_sizes()}"
@@ -119,16 +119,14 @@ def _gpt(model: str) -> ModelSpec:
 
 def _free_form(model: str, text: str) -> GptSize:
     if "=" not in text:
-        near = difflib.get_close_matches(text, SIZES, n=1)
-        meant = f" (did you mean 'gpt:{near[0]}'?)" if near else ""
+        meant = _meant(text, SIZES, "gpt:")
         raise ValueError(f"{model!r} is not a size of the built-in GPT{meant}; there are {_known_sizes()}")
     names = [field.name for field in dataclasses.fields(GptSize)]
     given: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            meant = _meant(name, names)
             raise ValueError(f"{model!r}: {name!r} is not one of {', '.join(names)}{meant}; the form is {_FORM}")
         if name in given:
             raise ValueError(f"{model!r}: {name!r} is given twice")
@@ -146,10 +144,19 @@ def _free_form(model: str, text: str) -> GptSize:
     return gpt
 
 
-def sizes() -> str:
-    """The sizes of the built-in GPT, for help texts."""
-    told = ", ".join(f"{name} {gpt.parameters / 1e6:.1f}" for name, gpt in SIZES.items())
-    return f"{told} (million parameters), or any other as {_FORM}"
+def model_help() -> str:
+    """The help text of the MODEL argument."""
+    sizes = ", ".join(f"{name} {gpt.parameters / 1e6:.1f}" for name, gpt in SIZES.items())
+    return (
+        "A transformers directory or config.json, or gpt:SIZE, the built-in byte-level GPT. "
+        f"SIZE is {sizes} (million parameters), or any other as {_FORM}."
+    )
+
+
+def _meant(given: str, names: Iterable[str], prefix: str = "") -> str:
+    """A suggestion of the closest name, for error messages; empty if none is close."""
+    near = difflib.get_close_matches(given, list(names), n=1)
+    return f" (did you mean {prefix + near[0]!r}?)" if near else ""
 
 
 def _known_sizes() -> str:
@@ -167,8 +174,7 @@ def _read(file: Path) -> Any:
     kinds: dict[str, Any] = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
     kind = content["model_type"]
     if kind not in kinds:
-        near = difflib.get_close_matches(str(kind), kinds, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
+        meant = _meant(str(kind), kinds)
         own = ". It comes with its own code, which is not run" if "auto_map" in content else ""
         raise ValueError(
             f"{str(file)!r} has the model_type {kind!r}, which transformers {transformers.__version__} does not "

@@ -20,10 +20,10 @@ from ferryman.cli.advice import advice, assumptions
 from ferryman.cli.defaults import DEFAULT_TEXTS, MAX_SEQUENCE, chunked_loss, window
 from ferryman.cli.engine_flags import values_of
 from ferryman.cli.machine import MachineDescription, describe_machine
-from ferryman.cli.model_argument import ModelSpec, parse_model, sizes
+from ferryman.cli.model_argument import ModelSpec, model_help, parse_model
 from ferryman.cli.optimizer import OPTIMIZERS
 from ferryman.cli.train_options import TrainOptions
-from ferryman.forecast.estimate import Estimate, Training, estimate
+from ferryman.forecast.estimate import Estimate, Training, estimate_step
 from ferryman.model.unit_discovery import hint
 from ferryman.plan.fit import Choice
 from ferryman.plan.network import Cluster
@@ -61,10 +61,7 @@ _SETTINGS = [name for name in engine_flags.SETTINGS if name not in ("device", "m
 def plan(
     model: Annotated[
         str,
-        typer.Argument(
-            help="A transformers directory or config.json, or gpt:SIZE, the built-in byte-level GPT. "
-            f"SIZE is {sizes()}."
-        ),
+        typer.Argument(help=model_help()),
     ],
     device: Annotated[
         str | None, typer.Option(help="The device of this machine to plan for, such as cuda or virtual.")
@@ -127,18 +124,20 @@ def plan(
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its hints are about running the model
     built = description.on_meta()
     training = replace(training, chunked_loss=chunked_loss(training.chunked_loss, built))
-    outlook = estimate(built, OPTIMIZERS[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device)
+    estimate = estimate_step(
+        built, OPTIMIZERS[optimizer](built.parameters(), lr=1e-4), training, given.machine, given.device
+    )
     if as_json:
-        typer.echo(json.dumps(_document(description, built, training, given, outlook), indent=2))
+        typer.echo(json.dumps(_document(description, built, training, given, estimate), indent=2))
     else:
-        _show(Console(), description, built, training, given, outlook)
+        _show(Console(), description, built, training, given, estimate)
         asked = TrainOptions(
             model, device=None if given.device.type == "meta" else device, memory=device_memory, batch=batch,
             sequence=sequence, micro_batches=micro_batches, optimizer=optimizer, **settings,  # type: ignore[arg-type]
         )  # fmt: skip
-        if outlook.fits:
+        if estimate.fits:
             typer.echo(f"train with: {_launcher(given.machine.cluster)}{asked.new_command()}")
-    if not outlook.fits:
+    if not estimate.fits:
         raise typer.Exit(1)
 
 
@@ -176,13 +175,13 @@ def _check(training: Training, optimizer: str) -> None:
 
 
 def _document(
-    description: ModelSpec, model: nn.Module, training: Training, given: MachineDescription, outlook: Estimate
+    description: ModelSpec, model: nn.Module, training: Training, given: MachineDescription, estimate: Estimate
 ) -> dict[str, Any]:
-    machine, found = given.machine, outlook.forecast
+    machine, found = given.machine, estimate.forecast
     return {
-        "fits": outlook.fits,
-        "problems": outlook.problems,
-        "notes": [*given.notes, *outlook.notes],
+        "fits": estimate.fits,
+        "problems": estimate.problems,
+        "notes": [*given.notes, *estimate.notes],
         "model": {"name": description.name, "kind": type(model).__name__, "parameters": _parameters(model)},
         "training": {name: getattr(training, name) for name in ("samples", "length", "micro_batches", *_SETTINGS)},
         "machine": {
@@ -199,40 +198,40 @@ def _document(
             "known": given.known,
         },
         "plan": {
-            "units": len(outlook.plan.units),
-            "held": outlook.plan.held,
-            "weight_slots": outlook.plan.weight_slots,
-            "gradient_slots": outlook.plan.gradient_slots,
-            "updates": str(outlook.plan.staging.policy),
-            "deferred": outlook.plan.staging.deferred,
-            "samples": outlook.samples,
-            "micro_batches": outlook.choice.micro_batches,
-            "stash": "host" if outlook.choice.stash_on_host else "device",
-            "boundaries_that_stay": outlook.choice.staying,
+            "units": len(estimate.plan.units),
+            "held": estimate.plan.held,
+            "weight_slots": estimate.plan.weight_slots,
+            "gradient_slots": estimate.plan.gradient_slots,
+            "updates": str(estimate.plan.staging.policy),
+            "deferred": estimate.plan.staging.deferred,
+            "samples": estimate.samples,
+            "micro_batches": estimate.choice.micro_batches,
+            "stash": "host" if estimate.choice.stash_on_host else "device",
+            "boundaries_that_stay": estimate.choice.staying,
         },
-        "device": outlook.device,
-        "host": outlook.host,
+        "device": estimate.device,
+        "host": estimate.host,
         "step": None
         if found is None
         else {
             "seconds": found.seconds,
             "tokens_per_second": _tokens(training) / found.seconds if found.seconds else None,
             "hours_per_billion_tokens": found.seconds * 1e9 / _tokens(training) / 3600,
-            "operations": outlook.forward_operations + outlook.backward_operations,
+            "operations": estimate.forward_operations + estimate.backward_operations,
             "forward": {**found.forward.named, "bound": found.forward.bound},
             "backward": {**found.backward.named, "bound": found.backward.bound},
             "device_share_of_updates": found.share,
             "break_even_micro_batches": found.break_even,
             "operations_needed": _finite(found.needed_operations),
-            "one_device": _against_one(outlook, training, machine.cluster),
+            "one_device": _against_one(estimate, training, machine.cluster),
         },
-        "advice": advice(outlook, training, given),
-        "assumptions": assumptions(given, training, outlook),
+        "advice": advice(estimate, training, given),
+        "assumptions": assumptions(given, training, estimate),
     }
 
 
-def _against_one(outlook: Estimate, training: Training, cluster: Cluster) -> dict[str, Any] | None:
-    one, found = outlook.one_device, outlook.forecast
+def _against_one(estimate: Estimate, training: Training, cluster: Cluster) -> dict[str, Any] | None:
+    one, found = estimate.one_device, estimate.forecast
     if one is None or one.forecast is None or found is None or not found.seconds:
         return None
     speedup = one.forecast.seconds / found.seconds
@@ -251,35 +250,35 @@ def _show(
     model: nn.Module,
     training: Training,
     given: MachineDescription,
-    outlook: Estimate,
+    estimate: Estimate,
 ) -> None:
     name, parameters = escape(description.name), _count(_parameters(model))
-    if outlook.fits:
+    if estimate.fits:
         console.print(f"[bold green]fits[/bold green]: {name}, {parameters} parameters")
-    for problem in outlook.problems:
+    for problem in estimate.problems:
         console.print(f"[bold red]does not fit[/bold red]: {name}, {parameters} parameters: {escape(problem)}")
-    for note in (*given.notes, *outlook.notes):
+    for note in (*given.notes, *estimate.notes):
         console.print(f"[yellow]note[/yellow]: {escape(note)}")
-    plan, choice = outlook.plan, outlook.choice
+    plan, choice = estimate.plan, estimate.choice
     machine = given.machine
     console.print(
         f"{len(plan.units)} units, {_way(plan, given)}; {_many(training.samples, 'sample')} of "
-        f"{_many(training.length, 'token')}{_shared_out(training, machine.cluster, outlook)} in "
+        f"{_many(training.length, 'token')}{_shared_out(training, machine.cluster, estimate)} in "
         f"{_many(choice.micro_batches, 'micro-batch')}; stash on the {_place(choice)}; updates: {plan.staging.policy}, "
         f"{'deferred' if plan.staging.deferred else 'eager'}"
     )
     several, nodes = machine.cluster.size > 1, machine.cluster.nodes > 1
-    if outlook.device:
-        console.print(_account(f"on {'each' if several else 'the'} device", outlook.device, machine.device_memory))
-    console.print(_account("on each node" if nodes else "on the host", outlook.host, machine.host_memory))
-    if outlook.forecast is not None:
-        console.print(_times(outlook.forecast))
-        _show_step(console, outlook.forecast, training, outlook)
-        _show_speedup(console, training, machine.cluster, outlook)
-    for said in advice(outlook, training, given):
+    if estimate.device:
+        console.print(_account(f"on {'each' if several else 'the'} device", estimate.device, machine.device_memory))
+    console.print(_account("on each node" if nodes else "on the host", estimate.host, machine.host_memory))
+    if estimate.forecast is not None:
+        console.print(_times(estimate.forecast))
+        _show_step(console, estimate.forecast, training, estimate)
+        _show_speedup(console, training, machine.cluster, estimate)
+    for said in advice(estimate, training, given):
         console.print(f"[bold]advice[/bold]: {said}")
     console.print(f"[dim]{_figures(given)}[/dim]")
-    for assumption in assumptions(given, training, outlook):
+    for assumption in assumptions(given, training, estimate):
         console.print(f"[dim]- {assumption}[/dim]")
 
 
@@ -291,13 +290,13 @@ def _place(choice: Choice) -> str:
     return f"host, boundaries of {choice.staying} on the device" if choice.staying else "host"
 
 
-def _shared_out(training: Training, cluster: Cluster, outlook: Estimate) -> str:
+def _shared_out(training: Training, cluster: Cluster, estimate: Estimate) -> str:
     if cluster.size == 1:
         return ""
     devices = _many(cluster.devices, "device")
     where = devices if cluster.nodes == 1 else f"{cluster.nodes} nodes with {devices} each"
-    most = "" if outlook.samples * cluster.size == training.samples else "at most "
-    return f" on {where}, {most}{outlook.samples} per device,"
+    most = "" if estimate.samples * cluster.size == training.samples else "at most "
+    return f" on {where}, {most}{estimate.samples} per device,"
 
 
 def _way(plan: Plan, given: MachineDescription) -> str:
@@ -332,19 +331,19 @@ def _times(found: Forecast) -> Table:
     return table
 
 
-def _show_step(console: Console, found: Forecast, training: Training, outlook: Estimate) -> None:
+def _show_step(console: Console, found: Forecast, training: Training, estimate: Estimate) -> None:
     tokens = _tokens(training)
     rate = f"{tokens / found.seconds:,.0f} tokens/s, {_span(found.seconds * 1e9 / tokens)} per billion tokens"
     console.print(
         f"[bold]step time at least {_seconds(found.seconds)}[/bold]{f' ({rate})' if found.seconds else ''}. The "
         f"forward is bound by [red]{found.forward.bound}[/red], the backward by [red]{found.backward.bound}[/red]. "
         f"{found.share:.0%} of the updates run on the device; "
-        f"{outlook.forward_operations + outlook.backward_operations:.2e} floating-point operations per step"
+        f"{estimate.forward_operations + estimate.backward_operations:.2e} floating-point operations per step"
     )
 
 
-def _show_speedup(console: Console, training: Training, cluster: Cluster, outlook: Estimate) -> None:
-    if (against := _against_one(outlook, training, cluster)) is not None:
+def _show_speedup(console: Console, training: Training, cluster: Cluster, estimate: Estimate) -> None:
+    if (against := _against_one(estimate, training, cluster)) is not None:
         console.print(
             f"[bold]{against['speedup']:.2f} times as fast as one device[/bold], which would take "
             f"{_seconds(against['seconds'])} for the same batch ({against['tokens_per_second']:,.0f} tokens/s)"

@@ -135,7 +135,7 @@ def _start_time(process: int) -> str:
 
 
 def restarted(given: TrainOptions, explicit: set[str], agents: Sequence[str]) -> tuple[TrainOptions, set[str]]:
-    """TrainOptions to resume with, if torchrun has restarted this job; otherwise the options as given.
+    """The options to resume with, if torchrun has restarted this job; otherwise the options as given.
 
     After a restart, --from-step is ignored once the job has saved a later checkpoint.
     """

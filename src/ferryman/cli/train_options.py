@@ -13,7 +13,7 @@ import typer
 from ferryman.cli import engine_flags
 from ferryman.cli.defaults import DEFAULT_TEXTS, MAX_SEQUENCE
 from ferryman.cli.engine_flags import NONE, flag, number_or_none, opposite
-from ferryman.cli.model_argument import sizes
+from ferryman.cli.model_argument import model_help
 from ferryman.data.text import SUFFIXES
 from ferryman.options import PlainOptions, alternatives
 
@@ -81,8 +81,7 @@ class TrainOptions(PlainOptions):
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A transformers directory or config.json, or gpt:SIZE, the built-in byte-level GPT. "
-            f"SIZE is {sizes()}.",
+            help=model_help(),
         ),
     ] = None
 

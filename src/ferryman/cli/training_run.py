@@ -46,13 +46,13 @@ class DivergedError(ValueError):
 class TrainingRun:
     """One run of `ferryman train`, from its options to its last checkpoint."""
 
-    def __init__(self, options: TrainOptions, run: RunDirectory, tell: EventHandler, ranks: Ranks) -> None:
+    def __init__(self, options: TrainOptions, run: RunDirectory, on_event: EventHandler, ranks: Ranks) -> None:
         assert options.model is not None
         self._ranks = ranks
         self._leads = self._ranks.rank == 0  # the first rank shows progress and writes the files of the run
         self.options = options
         self.run = run
-        self._tell = tell
+        self._on_event = on_event
         self._stop = StopRequest()
         self.description = parse_model(options.model)
         # Cheap checks come first: tokenizing text may take long.
@@ -102,7 +102,7 @@ class TrainingRun:
                 engine.load_weights(self.description.weights)
             self.steps = _last_step(options, self.corpus.training, self.corpus.sequence, engine.steps)
             engine.agree(steps=self.steps, seen=self.corpus.training.seen)
-            self._say_start(engine, model)
+            self._emit_start(engine, model)
             is_over = engine.steps >= self.steps
             if engine.steps == 0 and options.eval_every is not None:
                 self._evaluate(engine, model)
@@ -119,7 +119,7 @@ class TrainingRun:
                     self._check_finite(engine, self._loss, "loss")
             if self._asked is None:
                 self._ranks.first("writing a sample", lambda: self._sample(model))
-            self._say_end(engine, self._asked or "done", time.monotonic() - began)
+            self._emit_end(engine, self._asked or "done", time.monotonic() - began)
 
     def _step(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         options = self.options
@@ -137,7 +137,7 @@ class TrainingRun:
         tokens = options.batch * self.corpus.sequence
         self._tokens += tokens
         self._step_seconds = seconds if self._step_seconds is None else 0.8 * self._step_seconds + 0.2 * seconds
-        self._say_step(engine, rate, seconds, tokens)
+        self._emit_step(engine, rate, seconds, tokens)
 
     def _accept(self, step: int) -> None:
         """Records the settings in the run's directory, once a step has run with them or the run is already complete.
@@ -184,7 +184,7 @@ class TrainingRun:
             self._agree(engine)
             return
         bits = loss / math.log(2) if self.corpus.is_bytes else None
-        self._say({"event": "eval", "step": engine.steps, "loss": loss, "bits_per_byte": bits})
+        self._emit({"event": "eval", "step": engine.steps, "loss": loss, "bits_per_byte": bits})
         self._check_finite(engine, loss, "validation loss")
         self._last_finite_step = engine.steps
 
@@ -227,7 +227,7 @@ class TrainingRun:
             objects["tokenizer"] = self.corpus.tokenizer
         self.last_checkpoint = engine.save(self.run.checkpoints, objects=objects, keep=self.options.keep)
         seconds = time.monotonic() - start
-        self._say({"event": "save", "step": engine.steps, "path": str(self.last_checkpoint), "seconds": seconds})
+        self._emit({"event": "save", "step": engine.steps, "path": str(self.last_checkpoint), "seconds": seconds})
 
     def _sample(self, model: nn.Module) -> None:
         if self.options.sample == 0:
@@ -237,23 +237,23 @@ class TrainingRun:
         room = (self.description.context or math.inf) - prompt.shape[1]
         new = generate(model, prompt, int(min(self.options.sample, room)), seed=self.options.seed)
         texts = [self.corpus.decode(ids) or " ".join(map(str, ids)) for ids in (prompt[0].tolist(), new)]
-        self._say({"event": "sample", "prompt": texts[0], "text": texts[1]})
+        self._emit({"event": "sample", "prompt": texts[0], "text": texts[1]})
 
     # Events.
 
-    def _say(self, event: Mapping[str, Any]) -> None:
+    def _emit(self, event: Mapping[str, Any]) -> None:
         if not self._leads:
             return
         self.run.add_metrics(event)
         try:
-            self._tell(event)
+            self._on_event(event)
         except OSError:  # the output is closed, for example the terminal: save and stop
-            self._tell = lambda event: None
+            self._on_event = lambda event: None
             self._stop.asked = self._stop.asked or OUTPUT_CLOSED
 
-    def _say_start(self, engine: Engine, model: nn.Module) -> None:
+    def _emit_start(self, engine: Engine, model: nn.Module) -> None:
         options = self.options
-        self._say(
+        self._emit(
             {
                 "event": "start",
                 "model": self.description.name,
@@ -270,17 +270,17 @@ class TrainingRun:
             }
         )
         if self.corpus.note is not None:
-            self._say({"event": "note", "text": self.corpus.note})
+            self._emit({"event": "note", "text": self.corpus.note})
         if (why := engine.plan.staging.note) is not None:
-            self._say({"event": "note", "text": why})
+            self._emit({"event": "note", "text": why})
         if engine.steps >= self.steps:
             text = f"the run is already complete at step {engine.steps}; train longer with --steps"
-            self._say({"event": "note", "text": text})
+            self._emit({"event": "note", "text": text})
 
-    def _say_step(self, engine: Engine, rate: float, seconds: float, tokens: int) -> None:
+    def _emit_step(self, engine: Engine, rate: float, seconds: float, tokens: int) -> None:
         assert self._step_seconds is not None
         last = None if self.trace is None else self.trace.last_step
-        self._say(
+        self._emit(
             {
                 "event": "step",
                 "step": engine.steps,
@@ -299,14 +299,14 @@ class TrainingRun:
             }
         )
 
-    def _say_end(self, engine: Engine, reason: str, seconds: float) -> None:
+    def _emit_end(self, engine: Engine, reason: str, seconds: float) -> None:
         if self.trace is not None and self._tokens:
             engine.wait()  # the last updates belong to the trace
             self.trace.save(trace_path(self.run.trace, self._ranks.rank))
             self._ranks.tell("saving traces")
             if self._leads:
                 write_report(self.run.trace, self.run.report, overwrite=True)
-        self._say(
+        self._emit(
             {
                 "event": "end",
                 "reason": reason,

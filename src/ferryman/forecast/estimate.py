@@ -92,7 +92,7 @@ class Estimate:
         return not self.problems
 
 
-def estimate(
+def estimate_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, training: Training, machine: Machine, device: torch.device
 ) -> Estimate:
     """Estimates a step. `model` is on meta; `device` only says whether the device is the host itself.
@@ -150,7 +150,7 @@ def estimate(
     _check_host(result, machine)
     if cluster.size > 1:
         one = replace(machine, cluster=Cluster())
-        result.one_device = estimate(model, optimizer, replace(whole, micro_batches=None), one, device)
+        result.one_device = estimate_step(model, optimizer, replace(whole, micro_batches=None), one, device)
     return result
 
 

@@ -146,7 +146,7 @@ class Trace:
         self._unread: deque[_DeviceSpan] = deque()
         self._devices: dict[str, torch.device] = {}  # of lanes that are streams
         self._anchors: dict[torch.device, tuple[Event, float]] = {}
-        self._next_look = 0.0
+        self._next_sample = 0.0
         # The newest step that has ended still waits for its last spans; it counts as one of the kept steps.
         self._keep = math.inf if keep_steps is None else keep_steps - 1
         self._kept: deque[_Chapter] = deque()
@@ -219,13 +219,13 @@ class Trace:
 
     def sample_memory(self) -> None:
         """Samples device memory, if the device is an accelerator and the last sample is old enough."""
-        if self._anchors and (now := self.now()) >= self._next_look:
+        if self._anchors and (now := self.now()) >= self._next_sample:
             # CPU time: a sample that was merely interrupted must not delay the next for long.
             began = time.thread_time()
             allocated, _ = self._memory()
             with self._lock:
                 self._recent.samples.append(Sample(now, allocated))
-                self._next_look = now + (time.thread_time() - began) / _MAX_SAMPLING_SHARE
+                self._next_sample = now + (time.thread_time() - began) / _MAX_SAMPLING_SHARE
 
     # Steps.
 

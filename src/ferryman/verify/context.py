@@ -13,7 +13,7 @@ from ferryman.verify.accelerator import Accelerator
 from ferryman.verify.reference import MixedPrecisionTraining, PlainTraining, Tensors, Trained
 from ferryman.verify.small_models import Batch, batch, build, untied
 
-SUBGROUP = 16384  # parameters; a block of the small models has three or four subgroups
+SUBGROUP = 16384  # parameters in a subgroup; a block of the small models has three or four subgroups
 
 
 class CheckContext:
@@ -40,7 +40,7 @@ class CheckContext:
         with self.accelerator.stream():
             second = again.train(self.batches)
             self.accelerator.synchronize()
-        return first.losses == second.losses and apart(first.gradients, second.gradients) == 0
+        return first.losses == second.losses and max_difference(first.gradients, second.gradients) == 0
 
     def _plain(self, make: Callable[[], nn.Module], precision: str, limit: float | None) -> PlainTraining:
         model = build(make)
@@ -49,7 +49,7 @@ class CheckContext:
         return MixedPrecisionTraining(model, self.device, precision, limit)
 
 
-def apart(ours: Tensors, theirs: Tensors) -> float:
+def max_difference(ours: Tensors, theirs: Tensors) -> float:
     """The largest difference of any element; inf if a tensor is missing or a value is not finite."""
     if ours.keys() != theirs.keys():
         return math.inf
@@ -62,7 +62,8 @@ def exceeded(found: Iterable[tuple[str, float, float]]) -> list[str]:
     return [f"{what} off by {off:.1e}, {limit:g} allowed" for what, off, limit in found if not off <= limit]
 
 
-def largest(tensors: Tensors) -> float:
+def max_magnitude(tensors: Tensors) -> float:
+    """The largest absolute value of any element."""
     return max(float(value.abs().max()) for value in tensors.values())
 
 

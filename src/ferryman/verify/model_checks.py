@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -15,11 +13,10 @@ from ferryman.engine import Engine
 from ferryman.exactness.survey import Survey
 from ferryman.exactness.user_state import VariablePolicy
 from ferryman.plan.batch import parts_of, samples_in
-from ferryman.training.user_code import to_device
-from ferryman.verify.context import CheckContext, apart, distance, exceeded, largest
-from ferryman.verify.reference import Tensors, adamw, gradients_of, values_of
+from ferryman.verify.context import CheckContext, distance, exceeded, max_difference, max_magnitude
+from ferryman.verify.reference import Tensors, Trained, accumulate, adamw, gradients_of, seed_all, values_of
 from ferryman.verify.result import Check, Measurements, Verdict
-from ferryman.verify.user_model import ModelAndBatch, UserModel, micro_batches, seed_all
+from ferryman.verify.user_model import ModelAndBatch, UserModel, micro_batches
 
 _STEPS = 3
 _MAX_GRAD_NORM = 1.0
@@ -38,24 +35,15 @@ _NARROW_CUT_TOLERANCE = 2e-2  # the same where parameters are narrower than floa
 
 def checks(context: CheckContext, user: UserModel) -> Iterator[Check]:
     """The checks, in order: where the engine refuses the model in one check, later ones are skipped."""
-    rows = _ModelChecks(context, user)
+    model = _ModelChecks(context, user)
     compared = "outputs of units that are recomputed in the backward against those of the forward: same checksums"
-    yield Check("model", "second runs", compared, rows.second_runs)
+    yield Check("model", "second runs", compared, model.second_runs)
     compared = "losses, gradients and state of interleaved micro-batches against one micro-batch after the other"
-    yield Check("model", "taking turns", compared, rows.taking_turns)
+    yield Check("model", "taking turns", compared, model.taking_turns)
     compared = "the loss of two samples together against the mean of their own losses, in evaluation mode"
-    yield Check("model", "cutting", compared, rows.cutting)
+    yield Check("model", "cutting", compared, model.cutting)
     compared = f"losses, gradients, weights and buffers of {_STEPS} steps against plain PyTorch"
-    yield Check("model", "parity", compared, rows.parity)
-
-
-class _Trained(NamedTuple):
-    """The results of training, on the host."""
-
-    losses: list[float]
-    gradients: Tensors  # of the first step, before clipping
-    weights: Tensors
-    buffers: Tensors
+    yield Check("model", "parity", compared, model.parity)
 
 
 class _ModelChecks:
@@ -211,7 +199,7 @@ def _cut_tolerance(model: nn.Module) -> float:
 # Parity.
 
 
-def _train(engine: Engine, made: ModelAndBatch) -> _Trained:
+def _train(engine: Engine, made: ModelAndBatch) -> Trained:
     losses, gradients, count = [], Tensors(), micro_batches(made.batch)
     for step in range(_STEPS):
         seed_all(step)
@@ -221,40 +209,31 @@ def _train(engine: Engine, made: ModelAndBatch) -> _Trained:
         losses.append(float(engine.forward_backward(made.batch, count)))
         gradients = gradients_of(made.model)
         engine.update()
-    return _Trained(losses, gradients, values_of(made.model.named_parameters()), values_of(made.model.named_buffers()))
+    return _trained(made.model, losses, gradients)
 
 
-def _train_plainly(made: ModelAndBatch, device: torch.device) -> _Trained:
-    """Plain gradient accumulation, with each micro-batch seeded as the engine does."""
+def _train_plainly(made: ModelAndBatch, device: torch.device) -> Trained:
     model, losses, gradients = made.model.to(device), list[float](), Tensors()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = adamw(trained)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = adamw(parameters)
     parts = parts_of(made.batch, micro_batches(made.batch))
     for step in range(_STEPS):
-        seed_all(step)
-        seed = int(torch.randint(0, 2**62, ()).item())
-        before = random.getstate(), np.random.get_state()
-        total = torch.zeros((), device=device)
-        with torch.random.fork_rng(devices=[]):
-            for number, part in enumerate(parts):
-                seed_all(seed + number)
-                loss = made.loss(model, to_device(part.content, device)).float() * part.weight
-                loss.backward()
-                total += loss.detach()
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        losses.append(float(total))
+        losses.append(accumulate(model, made.loss, parts, device, seed=step))
         if not step:
             gradients = gradients_of(model)
-        nn.utils.clip_grad_norm_(trained, _MAX_GRAD_NORM)
+        nn.utils.clip_grad_norm_(parameters, _MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
-    return _Trained(losses, gradients, values_of(model.named_parameters()), values_of(model.named_buffers()))
+    return _trained(model, losses, gradients)
 
 
-def _judge(ours: _Trained, theirs: _Trained, start: Tensors) -> Verdict:
+def _trained(model: nn.Module, losses: list[float], gradients: Tensors) -> Trained:
+    return Trained(losses, gradients, values_of(model.named_parameters()), values_of(model.named_buffers()))
+
+
+def _judge(ours: Trained, theirs: Trained, start: Tensors) -> Verdict:
     losses = max(abs(a - b) / max(abs(b), 1e-6) for a, b in zip(ours.losses, theirs.losses, strict=True))
-    gradients = apart(ours.gradients, theirs.gradients) / (largest(theirs.gradients) or 1.0)
+    gradients = max_difference(ours.gradients, theirs.gradients) / (max_magnitude(theirs.gradients) or 1.0)
     weights = distance(ours.weights, theirs.weights) / (distance(start, theirs.weights) or 1.0)
     buffers = max((_off(ours.buffers[name], value) for name, value in theirs.buffers.items()), default=0.0)
     found = [

@@ -24,23 +24,29 @@ from ferryman.verify.context import CheckContext
 from ferryman.verify.result import Check, Measurements, Outcome, Verdict
 from ferryman.verify.small_models import Batch, Transformer, batch, build
 
-# Time at once relative to the sum of the times alone: 0.5 is perfect overlap of two equally long lanes, 1 is none.
+# The time of lanes that run at once, divided by the sum of their times alone: 1 is no overlap; with two lanes of equal
+# length, 0.5 is perfect overlap.
 _MAX_RATIO = 0.85
-_MIN_DUPLEX = 0.1  # of the time of the less busy direction
-_DOMINANT = 0.75  # of the sum: if one lane takes this long, overlap cannot be shown
+_MIN_DUPLEX = 0.1  # the smallest part of the less busy direction's time in which the other is busy, too
+_DOMINANT_SHARE = 0.75  # of the sum of all lanes: if one lane takes more, overlap cannot be shown
 _TRIES = 3
 
-_SECONDS = 0.04  # of a bare copy, and of kernels beside it, on a simulated device
+_COPY_SECONDS = 0.04  # of a bare copy, and of kernels beside it, on a simulated device
 _SIMULATED_BYTES = 2**20  # small, so that simulated copies need little CPU time
-_BYTES = 2**27  # of a bare copy, on a real link
-_MICRO_BATCHES, _LENGTH = 4, 64
+_LINK_BYTES = 2**27  # of a bare copy, on a real link
+_MICRO_BATCHES = 4
+_LENGTH = 64  # tokens per sample
 
 
 def checks(context: CheckContext) -> Iterator[Check]:
     rounds = 3 if context.quick else 7
     for name, compared, measure in (
         ("link", f"copies in and out at once against one after the other: at most {_MAX_RATIO}", _link),
-        ("link and compute", f"copies and kernels at once against one after the other: at most {_MAX_RATIO}", _beside),
+        (
+            "link and compute",
+            f"copies and kernels at once against one after the other: at most {_MAX_RATIO}",
+            _link_and_compute,
+        ),
         (
             "step",
             f"a step against the sum of its lanes, each alone: at most {_MAX_RATIO}; fetches and flushes at once: at "
@@ -48,10 +54,10 @@ def checks(context: CheckContext) -> Iterator[Check]:
             lambda context, rounds: _Steps(context, rounds).judge(),
         ),
     ):
-        yield Check("overlap", name, compared, functools.partial(_at_last, measure, context, rounds))
+        yield Check("overlap", name, compared, functools.partial(_best_verdict, measure, context, rounds))
 
 
-def _at_last(measure: Callable[[CheckContext, int], Verdict], context: CheckContext, rounds: int) -> Verdict:
+def _best_verdict(measure: Callable[[CheckContext, int], Verdict], context: CheckContext, rounds: int) -> Verdict:
     """Tries a measurement several times. Returns the first verdict that is OK, else one that has failed."""
     if context.accelerator.is_host:
         return Verdict.skipped("the device is the CPU, and units are used in place")
@@ -67,7 +73,7 @@ def _at_last(measure: Callable[[CheckContext, int], Verdict], context: CheckCont
 
 
 def _link(context: CheckContext, rounds: int) -> Verdict:
-    with _Bare(context) as bare:
+    with _BareLanes(context) as bare:
         seconds = bare.best([("in",), ("out",), ("in", "out")], rounds)
     ratio = seconds[2] / (seconds[0] + seconds[1])
     figures: Measurements = dict(zip(("in", "out", "at once"), map(_ms, seconds), strict=True))
@@ -77,33 +83,33 @@ def _link(context: CheckContext, rounds: int) -> Verdict:
     return Verdict.ok(figures)
 
 
-def _beside(context: CheckContext, rounds: int) -> Verdict:
-    with _Bare(context) as bare:
+def _link_and_compute(context: CheckContext, rounds: int) -> Verdict:
+    with _BareLanes(context) as bare:
         bare.calibrate()
         seconds = bare.best([("in", "out"), ("compute",), ("compute", "in", "out")], rounds)
     ratio = seconds[2] / (seconds[0] + seconds[1])
     figures: Measurements = dict(zip(("copies", "kernels", "at once"), map(_ms, seconds), strict=True))
     figures["of the sum"] = round(ratio, 2)
-    if max(seconds[:2]) > _DOMINANT * sum(seconds[:2]):
+    if max(seconds[:2]) > _DOMINANT_SHARE * sum(seconds[:2]):
         return Verdict.inconclusive("one takes so much longer than the other that overlap cannot be shown", figures)
     if ratio > _MAX_RATIO:
         return Verdict.failed("copies do not overlap with kernels on this device", figures)
     return Verdict.ok(figures)
 
 
-class _Bare:
+class _BareLanes:
     """Copies in both directions and kernels, each on a lane of its own, without an engine."""
 
     def __init__(self, context: CheckContext) -> None:
         self._accelerator = context.accelerator
-        self.nbytes = _SIMULATED_BYTES if self._accelerator.is_simulated else _BYTES
+        self.nbytes = _SIMULATED_BYTES if self._accelerator.is_simulated else _LINK_BYTES
         self._times = 1  # matrix products per piece of work
 
-    def __enter__(self) -> _Bare:
+    def __enter__(self) -> _BareLanes:
         device = self._accelerator.device
         self._stack = contextlib.ExitStack()
         if self._accelerator.is_simulated:
-            rate = self.nbytes / _SECONDS
+            rate = self.nbytes / _COPY_SECONDS
             self._stack.enter_context(self._accelerator.link(h2d=rate, d2h=rate))
         source, target = (PinnedMemory(self.nbytes, device) for _ in range(2))
         for memory in (source, target):
@@ -115,7 +121,7 @@ class _Bare:
         self._lanes = self._stack.enter_context(Lanes(device))
         h2d, d2h = self._lanes.device("in"), self._lanes.device("out")
         compute = self._lanes.device("compute", apart=True)
-        self._ways: dict[str, Callable[[], object]] = {
+        self._work: dict[str, Callable[[], object]] = {
             "in": lambda: h2d.copy([(there[0], source.bytes)], label="in"),
             "out": lambda: d2h.copy([(target.bytes, there[1])], label="out"),
             "compute": lambda: compute.submit(self._multiply),
@@ -142,12 +148,12 @@ class _Bare:
     def _run(self, names: tuple[str, ...]) -> float:
         begin = time.perf_counter()
         for name in names:
-            self._ways[name]()
+            self._work[name]()
         self._lanes.wait()
         return time.perf_counter() - begin
 
     def _multiply(self) -> None:
-        end = time.perf_counter() + (_SECONDS if self._accelerator.is_simulated else 0.0)
+        end = time.perf_counter() + (_COPY_SECONDS if self._accelerator.is_simulated else 0.0)
         for number in itertools.count(1):
             torch.mm(self._square, self._square, out=self._product)
             if number >= self._times and time.perf_counter() >= end:
@@ -188,7 +194,7 @@ class _Steps:
         figures: Measurements = dict(zip(("compute", "in", "out"), map(_ms, lanes), strict=True))
         figures |= {"step": _ms(took), "of the longest": round(took / max(lanes), 2), "of the sum": round(ratio, 2)}
         figures["both ways"] = round(duplex, 2)
-        if max(lanes) > _DOMINANT * sum(lanes):
+        if max(lanes) > _DOMINANT_SHARE * sum(lanes):
             return Verdict.inconclusive(
                 "one lane takes so much longer than the others that overlap cannot be shown", figures
             )
@@ -240,7 +246,7 @@ class _Steps:
         if self._accelerator.is_simulated:
             rate = bytes_in / compute()
             return rate, rate
-        with _Bare(self._context) as bare:
+        with _BareLanes(self._context) as bare:
             seconds = bare.best([("in",), ("out",)], self._rounds)
         rates = bare.nbytes / seconds[0], bare.nbytes / seconds[1]
         for _ in range(4):

@@ -13,8 +13,8 @@ from torch import nn
 
 from ferryman.engine import Engine
 from ferryman.verify import small_models
-from ferryman.verify.context import SUBGROUP, CheckContext, apart, distance, exceeded, largest
-from ferryman.verify.reference import MICRO_BATCHES, Tensors, Trained, adamw, gradients_of
+from ferryman.verify.context import SUBGROUP, CheckContext, distance, exceeded, max_difference, max_magnitude
+from ferryman.verify.reference import MICRO_BATCHES, Tensors, Trained, adamw, gradients_of, values_of
 from ferryman.verify.result import Check, Measurements, Verdict
 
 # The terms of a tied tensor's gradient are summed in another order.
@@ -95,14 +95,14 @@ def _compare(context: CheckContext, case: ParityCase) -> Verdict:
     if case.make in (small_models.gpt2, small_models.llama) and not small_models.has_transformers():
         return Verdict.skipped("transformers is not installed")
     model = small_models.build(case.make)
-    tied, start = small_models.tied_names(model), _values(model)
+    tied, start = small_models.tied_names(model), values_of(model.named_parameters())
     with Engine(model, adamw(model), device=context.device, **case.options) as engine:
         scale = engine.loss_scale
         ours = train(engine, model, context)
         stats = engine.stats()
         if engine.loss_scale != scale:
             return Verdict.inconclusive(f"gradients overflowed in {case.precision}, and steps were skipped", {})
-    ours = replace(ours, weights=_values(model))  # closing the engine restored the float32 masters
+    ours = replace(ours, weights=values_of(model.named_parameters()))  # closing the engine restored the float32 masters
     theirs = context.reference(case.make, case.precision, case.options.get("max_grad_norm"), scale)
     figures, wrong = _judge(ours, theirs, start, tied, _LIMITS[case.precision], repeats=context.repeats)
     policy = case.options.get("updates", "auto")
@@ -132,9 +132,9 @@ def _resume(context: CheckContext) -> Verdict:
                     for batch in before:
                         engine.step(batch, MICRO_BATCHES)
                     engine.save(Path(directory, "checkpoint"))
-                    saved = _values(model)
+                    saved = values_of(model.named_parameters())
                 engine.step(last, MICRO_BATCHES)
-            found.append(_values(model))
+            found.append(values_of(model.named_parameters()))
     off = distance(*found) / distance(saved, found[0])
     figures: Measurements = {"weights": "bitwise" if off == 0 else off}
     if off > (0 if context.repeats else _LIMITS["fp32"].unsteady_weights):
@@ -153,21 +153,19 @@ def train(engine: Engine, model: nn.Module, context: CheckContext) -> Trained:
         torch.manual_seed(seed)
         losses.append(float(engine.step(batch, MICRO_BATCHES)))
     engine.wait()
-    return Trained(losses, gradients, _values(model))
-
-
-def _values(model: nn.Module) -> Tensors:
-    return {name: p.detach().float().clone() for name, p in model.named_parameters()}
+    return Trained(losses, gradients, values_of(model.named_parameters()))
 
 
 def _judge(
     ours: Trained, theirs: Trained, start: Tensors, tied: set[str], limits: _Limits, *, repeats: bool
 ) -> tuple[Measurements, list[str]]:
     """The measured differences, and a message for each that exceeds its tolerance."""
-    whole = largest(theirs.gradients)
+    whole = max_magnitude(theirs.gradients)
     alike = {name: value for name, value in theirs.gradients.items() if name not in tied}
-    gradients = apart({name: value for name, value in ours.gradients.items() if name not in tied}, alike) / whole
-    shared = apart(
+    gradients = (
+        max_difference({name: value for name, value in ours.gradients.items() if name not in tied}, alike) / whole
+    )
+    shared = max_difference(
         {name: value for name, value in ours.gradients.items() if name in tied},
         {name: value for name, value in theirs.gradients.items() if name in tied},
     ) / whole  # fmt: skip

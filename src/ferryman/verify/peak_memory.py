@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,21 +13,28 @@ from ferryman.verify.reference import PlainTraining, adamw
 from ferryman.verify.result import Check, Measurements, Verdict
 from ferryman.verify.small_models import Transformer, batch, build
 
-_DEPTHS = 4, 16
-_LENGTHS = 16, 5, 11, 16, 3, 8, 13, 16  # of the steps' samples; the first is not shorter than any
+_DEPTHS = 4, 16  # blocks
+_LENGTHS = 16, 5, 11, 16, 3, 8, 13, 16  # tokens per sample, in each step; no later one is longer than the first
 _TOLERANCE = 0.05  # a late copy may free its memory late
 
 
 def checks(context: CheckContext) -> Iterator[Check]:
     lacking = context.accelerator.lacks_memory_figures()
-    compared = "reserved peak of steps against memory=, half of what plain PyTorch reserves: not above"
-    yield Check("memory", "budget", compared, lambda: _budget(context) if lacking is None else Verdict.skipped(lacking))
-    compared = f"reserved memory over {len(_LENGTHS)} steps of varying length against memory=: not above"
-    yield Check(
-        "memory", "lengths", compared, lambda: _lengths(context) if lacking is None else Verdict.skipped(lacking)
-    )
-    compared = f"peaks with {_DEPTHS[0]} and {_DEPTHS[1]} blocks, stash='host': within {_TOLERANCE:.0%}"
-    yield Check("memory", "depth", compared, lambda: _depth(context) if lacking is None else Verdict.skipped(lacking))
+    for name, compared, check in (
+        ("budget", "reserved peak of steps against memory=, half of what plain PyTorch reserves: not above", _budget),
+        (
+            "lengths",
+            f"reserved memory over {len(_LENGTHS)} steps of varying length against memory=: not above",
+            _lengths,
+        ),
+        (
+            "depth",
+            f"peaks with {_DEPTHS[0]} and {_DEPTHS[1]} blocks, stash='host': within {_TOLERANCE:.0%}",
+            _depth,
+        ),
+    ):
+        run = functools.partial(check, context) if lacking is None else functools.partial(Verdict.skipped, lacking)
+        yield Check("memory", name, compared, run)
 
 
 def _model(context: CheckContext, blocks: int) -> Transformer:

@@ -27,8 +27,9 @@ from ferryman.verify.small_models import Batch, Transformer, batch, build
 _SMAPS = Path("/proc/self/smaps")
 _CHILD_SECONDS = 30  # far more than a forked child needs to refuse
 _MAX_PYTHON_SHARE = 0.5
-_MICRO_BATCHES, _LENGTH = 4, 64
-_WARM, _ROUNDS = 3, 5
+_MICRO_BATCHES = 4
+_LENGTH = 64  # tokens per sample
+_WARM_UP_ROUNDS, _ROUNDS = 3, 5
 
 
 def checks(context: CheckContext) -> Iterator[Check]:
@@ -171,9 +172,9 @@ def _python(context: CheckContext) -> Verdict:
 
         ways: list[Callable[[], None]] = [lambda: plain.run(whole), ours]
         # The first rounds have trials and checksums. The best of the others counts, as for overlap.
-        taken = [[_seconds(way) for way in ways] for _ in range(_WARM + _ROUNDS)]
+        taken = [[_seconds(way) for way in ways] for _ in range(_WARM_UP_ROUNDS + _ROUNDS)]
         calls = 2 * _MICRO_BATCHES * len(engine.units)
-    theirs, own = (min(column) for column in zip(*taken[_WARM:], strict=True))
+    theirs, own = (min(column) for column in zip(*taken[_WARM_UP_ROUNDS:], strict=True))
     more = max(0.0, own - theirs)
     share = more / own
     figures: Measurements = {

@@ -17,7 +17,7 @@ from ferryman.server.gradient_checks import NonFiniteError
 from ferryman.verify import small_models
 from ferryman.verify.context import SUBGROUP, CheckContext, distance
 from ferryman.verify.delays import Delays, replaced
-from ferryman.verify.reference import MICRO_BATCHES, PlainTraining, Tensors, adamw
+from ferryman.verify.reference import MICRO_BATCHES, PlainTraining, Tensors, adamw, values_of
 from ferryman.verify.result import Check, Measurements, Outcome, Verdict
 
 _BATCHES = [small_models.features(seed) for seed in range(2)]
@@ -137,7 +137,7 @@ class _Runs:
             torch.manual_seed(seed)
             engine.step(batch, MICRO_BATCHES)
         engine.wait()
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return values_of(model.named_parameters())
 
     def _off(self, case: RaceCase, weights: Tensors) -> float:
         return _relative(weights, self._undelayed[case.held])

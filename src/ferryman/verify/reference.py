@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import nn
 
+from ferryman.model.loss import Loss, model_loss
 from ferryman.model.precision import PRECISIONS
+from ferryman.plan.batch import Part, parts_of
+from ferryman.training.user_code import to_device
 from ferryman.verify.small_models import Batch
 
 LEARNING_RATE = 1e-3
@@ -24,7 +29,8 @@ class Trained:
 
     losses: list[float]
     gradients: Tensors  # of the first batch, before the first update
-    weights: Tensors  # after the last update, in float32
+    weights: Tensors  # after the last update
+    buffers: Tensors = field(default_factory=Tensors)  # compared for the user's own model only
 
 
 def adamw(model: nn.Module | Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -41,6 +47,44 @@ def values_of(named: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
 def gradients_of(model: nn.Module) -> Tensors:
     """Copies of the gradients on the host."""
     return values_of((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+
+
+def seed_all(seed: int) -> None:
+    """Seeds the global random generators as the engine does for a micro-batch."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def accumulate(
+    model: nn.Module,
+    loss: Loss,
+    parts: Sequence[Part],
+    device: torch.device,
+    *,
+    seed: int,
+    scale: float = 1.0,
+    after_backward: Callable[[], None] = lambda: None,
+) -> float:
+    """Runs forward and backward of all micro-batches, each seeded as the engine does. Returns the loss of the batch.
+
+    `scale` is the loss scale, for precisions that need one. The global random generators advance by as much as in a
+    step of the engine.
+    """
+    seed_all(seed)
+    first = int(torch.randint(0, 2**62, ()).item())
+    python, numpy = random.getstate(), np.random.get_state()
+    total = torch.zeros((), device=device)
+    with torch.random.fork_rng(devices=[]):
+        for number, part in enumerate(parts):
+            seed_all(first + number)
+            value = loss(model, to_device(part.content, device)).float() * (part.weight * scale)
+            value.backward()
+            total += value.detach()
+            after_backward()
+    random.setstate(python)
+    np.random.set_state(numpy)
+    return float(total) / scale
 
 
 class PlainTraining:
@@ -68,19 +112,10 @@ class PlainTraining:
         return Trained(losses, gradients, self._weights())
 
     def _backward(self, batch: Batch, seed: int, scale: float) -> float:
-        """Runs all micro-batches, each seeded as the engine does; returns the loss."""
-        torch.manual_seed(seed)
-        first = int(torch.randint(0, 2**62, ()).item())
-        total = torch.zeros((), device=self._device)
-        parts = zip(*(value.chunk(MICRO_BATCHES) for value in batch.values()), strict=True)
-        for number, part in enumerate(parts):
-            torch.manual_seed(first + number)
-            content = {name: value.to(self._device) for name, value in zip(batch, part, strict=True)}
-            loss = self._model(**content).loss.float() * (scale / MICRO_BATCHES)
-            loss.backward()
-            total += loss.detach()
-            self._after_backward(scale)
-        return float(total) / scale
+        return accumulate(
+            self._model, model_loss, parts_of(batch, MICRO_BATCHES), self._device, seed=seed, scale=scale,
+            after_backward=lambda: self._after_backward(scale),
+        )  # fmt: skip
 
     def _after_backward(self, scale: float) -> None:
         """Called after each micro-batch; here autograd accumulates the gradients."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
 from ferryman.model.loss import Loss, model_loss
 from ferryman.model.unit_discovery import hint
 from ferryman.plan.batch import samples_in
+from ferryman.verify.reference import seed_all
 
 _MAX_MICRO_BATCHES = 4
 _CONTRACT = "it must return (model, batch) or (model, batch, loss)"
@@ -63,13 +62,6 @@ class UserModel:
                 f"{type(loss).__name__}"
             )
         return ModelAndBatch(model, batch, loss)
-
-
-def seed_all(seed: int) -> None:
-    """Seeds the global random generators as the engine does for a micro-batch."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 def micro_batches(batch: Any) -> int:
