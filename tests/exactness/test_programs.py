@@ -14,7 +14,7 @@ from support.programs.results import differences
 
 CPU = torch.device("cpu")
 QUICK, MANY = 60, 500  # half of the quick ones on each device; `make test-all` runs all of the many on both
-REFUSED = 0.1  # the share of programs that may be refused
+REFUSED = 0.1  # the share of programs that may be refused; as many may run one micro-batch after the other
 
 
 @pytest.mark.parametrize("seed", range(0, QUICK, 2))
@@ -43,7 +43,8 @@ def test_hundreds_of_programs_are_right_or_refused_and_few_are_refused(device):
             assert torch_virtual.races() == [], program
     table = show_table(outcomes, time.monotonic() - start)
     assert all(outcome.is_good for outcome in outcomes.values()), table
-    assert sum(outcome.kind == "refused" for outcome in outcomes.values()) <= REFUSED * MANY, table
+    for kind in ("refused", "one by one"):
+        assert sum(outcome.kind == kind for outcome in outcomes.values()) <= REFUSED * MANY, table
 
 
 # The net itself.
