@@ -372,6 +372,23 @@ class Later(Model):
         return self.head(x + (self.residual if self.steps >= 2 else first))
 
 
+class LaterBackward(Later):
+    """Keeps a penalty with its graph from the third step on, and runs its backward when others have kept theirs."""
+
+    def prepare(self):
+        self.scale = torch.nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        x = self.blocks[0](x * self.scale)
+        if self.steps >= 2:
+            self.penalty = torch.tanh(x.detach() * self.scale).square().mean()
+        for block in self.blocks[1:]:
+            x = block(x)
+        if self.steps >= 2:
+            self.penalty.backward()
+        return self.head(x)
+
+
 class LaterAndCheckpointed(Later):
     """No unit is finished before the step is: reentrant checkpointing may call any once more in a backward."""
 
@@ -388,7 +405,7 @@ class LaterAndCheckpointed(Later):
         return checkpoint(self.head, x + (self.residual if self.steps >= 2 else first), use_reentrant=True)
 
 
-@pytest.mark.parametrize("make", [Later, LaterAndCheckpointed], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [Later, LaterBackward, LaterAndCheckpointed], ids=lambda make: make.__name__)
 def test_state_that_appears_after_the_first_steps_is_followed(make, device):
     model, plain = made(make, None), made(make, None)
     plain.to(device)

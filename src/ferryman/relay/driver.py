@@ -265,9 +265,12 @@ class Relay(CallHost):
                 yield
             except BaseException as error:
                 with self.compute.current():  # after the kernels that the step has launched
+                    new_state = step.new_state_behind(error)
                     self.state.end(undo=True)
                     self.buffers.undo()
-                    step.undo(error)
+                    step.undo(new_state or error)
+                if new_state is not None:
+                    raise new_state from error
                 raise
             with self.compute.current():
                 self.state.end(bring=functools.partial(step.stash.use, step.micro_batches[-1]))

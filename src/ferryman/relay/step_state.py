@@ -202,6 +202,10 @@ class StepState:
             self._guard.check(self.losses)
             self.resident_edits.check()
 
+    def new_state_behind(self, error: BaseException) -> NewStateError | None:
+        """See `Guard.new_state_behind`."""
+        return None if self._guard is None else self._guard.new_state_behind(error)
+
     def undo(self, error: BaseException | None = None) -> None:
         """Undoes the recorded changes that the step has made outside the model.
 
