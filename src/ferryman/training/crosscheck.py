@@ -178,7 +178,8 @@ class CrossCheck:
                     "or loss depends on something that the engine cannot restore, such as an iterator, a file, a clock "
                     "or the state of a library. Read such values before engine.step(), and pass them in with the batch"
                 )
-            names = dict.fromkeys(variable.name for variable in wrong or relay.state.variables)
+            changing = [variable.name for variable in (*wrong, *relay.state.variables)]
+            names = dict.fromkeys([*changing, *(item.name for item in relay.buffers.edited)])
             self.differs = _describe_difference(difference, [*names])
             discovery.teach()  # as in the trial in turn
         return losses
