@@ -107,6 +107,37 @@ def test_code_that_looks_whether_there_is_a_graph(device):
     assert_equal_to_plain(KeptIfItHasAGraph, loss, None, 2, device)
 
 
+class UsedIfItHasAGraph(Model):
+    """What blocks keep only if there is a graph is used outside them."""
+
+    detaches = False
+
+    class block(Block):  # noqa: N801
+        def forward(self, x):
+            y = torch.tanh(self.linear(x))
+            if y.requires_grad:
+                self.kept = y.detach() if self.detaches else y
+            return x + y
+
+    def prepare(self):
+        for block in self.blocks:
+            block.detaches = self.detaches
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + sum(getattr(block, "kept", 0) for block in self.blocks))
+
+
+class UsedDetached(UsedIfItHasAGraph):
+    detaches = True
+
+
+@pytest.mark.parametrize("make", [UsedIfItHasAGraph, UsedDetached])
+def test_what_is_kept_if_it_has_a_graph_is_used(make, device):
+    assert_equal_to_plain(make, loss, None, 3, device)
+
+
 def test_sparse_outputs():
     assert_equal_to_plain(Sparse, loss, None, 2, torch.device("cpu"))
 

@@ -9,6 +9,7 @@ import torch
 
 import ferryman
 from support.devices import torch_virtual
+from support.programs import between
 from support.programs.program import FEATURES, Program, make_program, plain_results, run_engine, run_plain, show_table
 from support.programs.results import differences
 
@@ -56,7 +57,7 @@ def test_two_builds_of_a_program_give_the_same(seed):
     assert differences(run_plain(program, CPU), run_plain(program, CPU), tolerance=0.0) == []
 
 
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
+@pytest.mark.parametrize("feature", [*FEATURES, *between.FEATURES], ids=lambda feature: feature.__name__)
 def test_every_feature_is_drawn_and_runs_in_plain_pytorch(feature):
     """Of the programs that have it; one that plain PyTorch cannot run would be replaced by another, without it."""
     seeds = [seed for seed, drawn in first_draws().items() if feature in drawn]

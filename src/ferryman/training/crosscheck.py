@@ -111,10 +111,20 @@ class CrossCheck:
                 relay.recover()
                 discovery.teach()
         discovery.teach()
-        in_own_thread = _Trial(relay, self._roots)
-        with relay.escapes.tracing():
-            trial(works[:1], in_own_thread, in_turn=True, forward_only=True)
-        self._note_units_that_look_for_a_graph(discovery, in_own_thread)
+        while True:  # each attempt finds more variables
+            in_own_thread = _Trial(relay, self._roots)
+            try:
+                with relay.escapes.tracing():
+                    trial(works[:1], in_own_thread, in_turn=True, forward_only=True)
+            except ValueError:
+                # Of a tensor with a graph that a unit has stored where it would not store one without.
+                if not self._note_units_that_look_for_a_graph(discovery, in_own_thread):
+                    raise
+                relay.lanes.drain()
+                relay.recover()
+            else:
+                self._note_units_that_look_for_a_graph(discovery, in_own_thread)
+                break
         for _ in range(_MAX_ATTEMPTS):
             known = set(discovery.found)
             discovery.teach()
@@ -184,13 +194,15 @@ class CrossCheck:
             discovery.teach()  # as in the trial in turn
         return losses
 
-    def _note_units_that_look_for_a_graph(self, without: Discovery, traced: _Trial) -> None:
-        """Finds units that change variables only if there is a graph, as in the traced trial (`if x.requires_grad`)."""
+    def _note_units_that_look_for_a_graph(self, without: Discovery, traced: _Trial) -> bool:
+        """Finds units that change variables only if there is a graph, as in the traced trial (`if x.requires_grad`).
+        Returns whether there are such variables."""
         if only := traced.found.keys() - without.found.keys():
-            without.found |= traced.found
+            without.learn({key: traced.found[key] for key in only})
             without.teach()
             reached = {unit: {v.key for found in self._relay.state.of(unit) for v in found} for unit in self._units}
             self._relay.graph_needed.update(unit for unit, keys in reached.items() if keys & only)
+        return bool(only)
 
     def _share_logs(self, logs: Sequence[Variable], is_right: Callable[[dict[Any, VariablePolicy]], bool]) -> bool:
         """Shares lists that only grew, if results are then still those of running in turn. Returns whether all are.

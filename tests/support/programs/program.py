@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import ferryman
-from support.programs import flow, gradients, losses, state, weights
+from support.programs import between, flow, gradients, losses, state, weights
 from support.programs.model import LENGTH, Feature, Net, Sizes, make_loss, make_net
 from support.programs.results import TOLERANCE, Result, attributes, differences, frozen, left_on, state_of
 
@@ -35,6 +35,7 @@ FEATURES: tuple[type[Feature], ...] = (
     *weights.FEATURES,
 )
 
+BETWEEN = 0.2  # the share of programs that have a feature of `between.py`, in which the loop changes the model
 STEPS = 3
 MAXIMISING = "sgd, maximising"
 HANGS = 60.0  # seconds after which a run is taken to hang
@@ -91,7 +92,17 @@ class Program:
         )
         if not tokens:
             sizes = dataclasses.replace(sizes, classes=sizes.width)  # so that the head can be tied to the inlet
-        return rng, sizes, _draw_features(rng, sizes)
+        return rng, sizes, self._with_one_between(sizes, _draw_features(rng, sizes))
+
+    def _with_one_between(self, sizes: Sizes, chosen: tuple[Feature, ...]) -> tuple[Feature, ...]:
+        """With one more in some programs. It is drawn from another generator: the rest of a program does not change
+        when features are added to these."""
+        rng = random.Random(f"between {self.seed} {self.attempt}")
+        if rng.random() > BETWEEN:
+            return chosen
+        feature = rng.choice(between.FEATURES)(rng, sizes)
+        fits = all(not (a.traits & b.conflicts or b.traits & a.conflicts) for a, b in _pairs(feature, [*chosen]))
+        return (*chosen, feature) if fits else chosen
 
     def draw(self) -> Draft:
         """The same each time."""
