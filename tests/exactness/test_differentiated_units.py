@@ -217,6 +217,22 @@ def _apply(x, linear, *, half):
     return x + torch.tanh(linear(half))
 
 
+class LocalClass(Closures):
+    """The method of a local class has closures over a tensor with a graph, and over one without."""
+
+    def forward(self, x):
+        scale = 1 + x.detach().abs()
+        for block in self.blocks:
+            held = types.SimpleNamespace(x=x)
+
+            class Step:
+                def __call__(self, linear, held=held):
+                    return held.x + torch.tanh(linear(held.x)) / scale
+
+            x = block(Step())
+        return self.head(x)
+
+
 class Methods(Closures):
     """The function is in an object."""
 
@@ -240,7 +256,7 @@ class _Step:
 
 @covering
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("make", [Closures, Partials, Methods])
+@pytest.mark.parametrize("make", [Closures, Partials, LocalClass, Methods])
 def test_functions_that_hold_tensors(make, micro_batches, device):
     assert_equal_to_plain(make, loss, None, micro_batches, device)
 
