@@ -129,9 +129,10 @@ def test_a_good_model_passes_and_its_variables_are_named(verify, device):
     [
         (OWN_DRAWS, "second runs", "the unit 'blocks.2' gives other outputs", {"taking turns", "cutting", "parity"}),
         (ACROSS_THE_BATCH, "cutting", "the loss of samples 0 and 1 together", set()),
-        (QUEUE, "taking turns", "model.earlier", {"parity"}),
+        (QUEUE, "taking turns", "model.earlier", set()),
     ],
 )
+@pytest.mark.filterwarnings("ignore:micro-batches give other results")
 def test_what_is_broken_shows_in_its_row(verify, source, row, said, skipped):
     ran = verify(GOOD, source)
     assert ran.exit_code == 1, ran.output

@@ -107,6 +107,37 @@ def test_code_that_looks_whether_there_is_a_graph(device):
     assert_equal_to_plain(KeptIfItHasAGraph, loss, None, 2, device)
 
 
+class UsedIfItHasAGraph(Model):
+    """What blocks keep only if there is a graph is used outside them."""
+
+    detaches = False
+
+    class block(Block):  # noqa: N801
+        def forward(self, x):
+            y = torch.tanh(self.linear(x))
+            if y.requires_grad:
+                self.kept = y.detach() if self.detaches else y
+            return x + y
+
+    def prepare(self):
+        for block in self.blocks:
+            block.detaches = self.detaches
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + sum(getattr(block, "kept", 0) for block in self.blocks))
+
+
+class UsedDetached(UsedIfItHasAGraph):
+    detaches = True
+
+
+@pytest.mark.parametrize("make", [UsedIfItHasAGraph, UsedDetached])
+def test_what_is_kept_if_it_has_a_graph_is_used(make, device):
+    assert_equal_to_plain(make, loss, None, 3, device)
+
+
 def test_sparse_outputs():
     assert_equal_to_plain(Sparse, loss, None, 2, torch.device("cpu"))
 
@@ -186,6 +217,22 @@ def _apply(x, linear, *, half):
     return x + torch.tanh(linear(half))
 
 
+class LocalClass(Closures):
+    """The method of a local class has closures over a tensor with a graph, and over one without."""
+
+    def forward(self, x):
+        scale = 1 + x.detach().abs()
+        for block in self.blocks:
+            held = types.SimpleNamespace(x=x)
+
+            class Step:
+                def __call__(self, linear, held=held):
+                    return held.x + torch.tanh(linear(held.x)) / scale
+
+            x = block(Step())
+        return self.head(x)
+
+
 class Methods(Closures):
     """The function is in an object."""
 
@@ -209,7 +256,7 @@ class _Step:
 
 @covering
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("make", [Closures, Partials, Methods])
+@pytest.mark.parametrize("make", [Closures, Partials, LocalClass, Methods])
 def test_functions_that_hold_tensors(make, micro_batches, device):
     assert_equal_to_plain(make, loss, None, micro_batches, device)
 

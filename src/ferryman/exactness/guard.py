@@ -32,6 +32,15 @@ class NotRepeatableError(ValueError):
     """A step cannot be run again with the same result."""
 
 
+# Parts of errors that code raises if it keeps a tensor with its graph where another micro-batch can read it.
+_OF_SHARED_GRAPHS = (
+    "through the graph a second time",
+    "modified by an inplace operation",
+    "runs a second time",
+    "keeps tensors with their graph",
+)
+
+
 class Guard:
     """Compares the user's variables at the start of one step with those before the first weight changes.
 
@@ -54,6 +63,15 @@ class Guard:
         if new := self._state.edited_logs() or self._new():
             raise NewStateError(new)
         self._before = None
+
+    def new_state_behind(self, error: BaseException) -> NewStateError | None:
+        """The error of variables that have changed for the first time, if they may be the reason for `error`: before
+        they are known, all micro-batches see the value that the last one has stored."""
+        if self._before is None or not isinstance(error, RuntimeError | ValueError):
+            return None
+        if not any(words in str(error) for words in _OF_SHARED_GRAPHS):
+            return None
+        return NewStateError(new) if (new := self._new()) else None
 
     def _new(self) -> list[str]:
         assert self._before is not None

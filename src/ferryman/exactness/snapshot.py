@@ -226,6 +226,8 @@ class Snapshot:
             node.contents = [(name, self._take_attribute(member, depth + 1)) for name, member in found]
         if node.kind != "leaf":
             self.mutables.append(value)
+        if "<locals>" in (kind := type(value)).__qualname__:  # its methods may have closures
+            self.functions += [m for m in vars(kind).values() if isinstance(m, types.FunctionType)]
 
     def _prefix_of(self, value: list[Any] | deque[Any]) -> Prefix | None:
         if self._prefixes is None or not isinstance(value, list):

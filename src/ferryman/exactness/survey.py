@@ -45,6 +45,7 @@ from ferryman.exactness.variables import (
 from ferryman.model.placeholder import Placeholder
 
 _PLAIN = frozenset(ATOMS)  # types of values that refer to nothing
+_COMMON = (None, True, False, *range(256))  # objects of which there is only one, and which are never freed
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _DEPTH = 10
@@ -102,7 +103,8 @@ class Survey:
         self._queue.clear()
         self._functions = [value for value in self._kept if isinstance(value, FUNCTIONS)]
         self._kept.clear()
-        self._beyond = {id(value) for _, value in self._not_surveyed()}
+        self._met = {*map(id, _COMMON), *self.owners}  # ids
+        self._met |= {id(value) for holder in self._holders for value in self._not_met(holder)}
 
     def capture(self) -> list[Any]:
         return [holder.capture() for holder in self._holders]
@@ -117,15 +119,16 @@ class Survey:
         """Whether something that was found refers to an object that did not exist, or was not referred to, at the time
         of the survey. `known`: keys of variables whose values are expected to be new."""
         return any(
-            id(value) not in self._beyond and holder.key_of(value) not in known
-            for holder, value in self._not_surveyed()
+            holder.key_of(value) not in known
+            for holder in self._holders
+            if not self._met.issuperset(map(id, holder.referred()))  # fast: every step does this for every module
+            for value in self._not_met(holder)
         )
 
-    def _not_surveyed(self) -> Iterator[tuple[Holder, Any]]:
-        for holder in self._holders:
-            for value in holder.referred():
-                if type(value) not in _PLAIN and id(value) not in self.owners and not isinstance(value, torch.Tensor):
-                    yield holder, value
+    def _not_met(self, holder: Holder) -> Iterator[Any]:
+        for value in holder.referred():
+            if type(value) not in _PLAIN and id(value) not in self._met and not isinstance(value, torch.Tensor):
+                yield value
 
     def names(self) -> set[str]:
         return {holder.name for holder in self._holders}

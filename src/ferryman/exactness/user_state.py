@@ -21,7 +21,7 @@ The cross-check of the first step finds the policy of each variable (`crosscheck
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from ferryman.exactness.variables import Array, Elements, Generator, Variable
 from ferryman.model.units import Unit
 
 _Saved = Snapshot | PlainSnapshot
+Bring = Callable[[torch.Tensor], None]  # brings the elements of a tensor back that may be stowed
 
 _NONE: tuple[list[Variable], list[Variable]] = ([], [])
 
@@ -196,14 +197,14 @@ class UserState:
         self._originals = [v.get() for v in self._edited]
         self._renews = exchange
 
-    def enter(self, number: int) -> None:
+    def enter(self, number: int, bring: Bring) -> None:
         """Called before this micro-batch continues: swaps in its values."""
         if number == self._current or not self._variables:
             return
         self._leave()
         if number in self._views:
             self._put(self._views[number])
-            self._renew(everything=False)
+            self._renew(bring, everything=False)
         else:
             if number - 1 in self._views:
                 self._put(self._views[number - 1])
@@ -213,13 +214,13 @@ class UserState:
                 elif self._policies[variable.key] is VariablePolicy.SEEDED:
                     assert isinstance(variable, Generator)
                     seed_generator(variable.generator, self._seed + number)
-            self._renew(everything=True)
+            self._renew(bring, everything=True)
             self._bases[number] = self._take()
             held = Snapshot([variable.get() for variable in self.variables], prefixes=self._prefixes).tensors
             self._inherited[number] = {id(tensor): tensor for tensor in held}
         self._current = number
 
-    def end(self, *, undo: bool = False) -> None:
+    def end(self, *, bring: Bring = lambda _: None, undo: bool = False) -> None:
         """Ends the step: sets the values that plain accumulation would leave or, with `undo`, those before the step."""
         if self._apart:
             self._leave()
@@ -227,6 +228,7 @@ class UserState:
         for variable, original in zip(self._edited, self._originals, strict=True):
             if variable.place is not None and (left := variable.get()) is not original:
                 if not undo and isinstance(left, torch.Tensor):
+                    bring(left)
                     with torch.no_grad():
                         original.copy_(left.detach())
                 variable.place.put(original)
@@ -258,15 +260,18 @@ class UserState:
             return Snapshot([log], prefixes=self._prefixes)
         return left
 
-    def _renew(self, *, everything: bool) -> None:
+    def _renew(self, bring: Bring, *, everything: bool) -> None:
         """Gives the micro-batch that continues its own tensors to edit: autograd may have saved those of others.
 
         Shared tensors get a new copy, with the latest values, each time. Others are copied only when a micro-batch
         begins (`everything`).
         """
         for variable in self._edited if self._renews else ():
-            if variable.place is not None and (everything or self._policies[variable.key] is VariablePolicy.SHARED):
-                variable.place.put(variable.get().detach().clone())
+            latest = variable.get()
+            needed = everything or self._policies[variable.key] is VariablePolicy.SHARED
+            if variable.place is not None and needed and isinstance(latest, torch.Tensor):
+                bring(latest)
+                variable.place.put(latest.detach().clone())
 
     def _leave(self) -> None:
         if self._current is not None:

@@ -277,7 +277,7 @@ class Container(Holder):
         return Variable(self.name, container, lambda: container, lambda _: None)
 
     def referred(self) -> Iterable[Any]:
-        if len(self.container) > LARGE:
+        if not self.container or len(self.container) > LARGE:
             return ()
         return self.container.values() if isinstance(self.container, dict) else self.container
 

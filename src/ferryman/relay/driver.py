@@ -100,12 +100,14 @@ class Relay(CallHost):
         skipped: Collection[Unit] = (),
         between_visits: Callable[[], None] = lambda: None,
         guard: Guard | None = None,
+        interleaved: bool = True,
     ) -> StepState:
         """Makes a step; `run` runs it. Each of `works` runs one micro-batch's forward and returns its loss.
 
         `for_update`: the server updates weights with the gradients; otherwise the gradients are left for the user.
         `staying`: see `stash_for`. `skipped`: units that will not be called in this step. `between_visits` may raise
-        an exception to end the step.
+        an exception to end the step. `interleaved`: micro-batches take turns; otherwise each ends before the next one
+        begins, and units are fetched for each.
         """
         return StepState(
             works,
@@ -115,6 +117,7 @@ class Relay(CallHost):
             for_update=for_update,
             guard=guard,
             between_visits=between_visits,
+            interleaved=interleaved,
         )
 
     def run(self, step: StepState) -> torch.Tensor:
@@ -261,12 +264,15 @@ class Relay(CallHost):
                 yield
             except BaseException as error:
                 with self.compute.current():  # after the kernels that the step has launched
+                    new_state = step.new_state_behind(error)
                     self.state.end(undo=True)
                     self.buffers.undo()
-                    step.undo(error)
+                    step.undo(new_state or error)
+                if new_state is not None:
+                    raise new_state from error
                 raise
             with self.compute.current():
-                self.state.end()
+                self.state.end(bring=functools.partial(step.stash.use, step.micro_batches[-1]))
                 step.stash.bring_back()
                 self._model.adopt_assigned_residents()
                 step.succeeded()
@@ -319,7 +325,7 @@ class Relay(CallHost):
         """Lets the micro-batch run until it parks again. The compute lane is current."""
         step = self.step
         step.micro_batch_resumes(batch)
-        self.state.enter(batch.number)
+        self.state.enter(batch.number, functools.partial(step.stash.use, batch))
         step.running = batch
         try:
             batch.resume()

@@ -68,7 +68,6 @@ class Expectation(NamedTuple):
 class StepState:
     """One step. Trials (`trial.py`) override some of its methods."""
 
-    interleaved = True  # micro-batches take turns; otherwise they run one after the other
     runs_backward = True
     takes_effect = True  # changes of buffers and thread-local variables by the user's code stay
 
@@ -82,8 +81,10 @@ class StepState:
         for_update: bool = False,
         guard: Guard | None = None,
         between_visits: Callable[[], None] = lambda: None,
+        interleaved: bool = True,
     ) -> None:
         self.works, self.seed = works, seed
+        self.interleaved = interleaved  # micro-batches take turns; otherwise they run one after the other
         self.stash = stash
         self.for_update = for_update  # gradients are sent to the server; otherwise they are left for the user
         self.between_visits = between_visits  # may raise an exception to end the step
@@ -103,7 +104,8 @@ class StepState:
         self.batch_edits = BatchEdits()
         self._latest_call: Call | None = None  # the last call that ran its forward; it may keep its graph
         self._guard = guard
-        self._expected = [unit for unit in expected.visits if unit not in expected.skipped]
+        once = [unit for unit in expected.visits if unit not in expected.skipped]
+        self._expected = once if interleaved else once * len(works)
 
     # Points of a step that trials override.
 
@@ -144,7 +146,7 @@ class StepState:
 
     def upcoming(self) -> Sequence[Unit]:
         """The visits that are expected after the current one."""
-        return upcoming(self._expected, self.visited) if self.interleaved else ()
+        return upcoming(self._expected, self.visited)
 
     def refuse_other_threads(self, unit: Unit | None = None) -> None:
         """Refuses calls of a unit, or of the model, outside the thread of the current micro-batch: stream, autocast,
@@ -197,6 +199,10 @@ class StepState:
         if self._guard is not None and self.has_turned():
             self._guard.check(self.losses)
             self.resident_edits.check()
+
+    def new_state_behind(self, error: BaseException) -> NewStateError | None:
+        """See `Guard.new_state_behind`."""
+        return None if self._guard is None else self._guard.new_state_behind(error)
 
     def undo(self, error: BaseException | None = None) -> None:
         """Undoes the recorded changes that the step has made outside the model.

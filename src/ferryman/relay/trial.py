@@ -66,8 +66,8 @@ class TrialStep(StepState):
         in_turn: bool,
         forward_only: bool,
     ) -> None:
-        super().__init__(works, seed, stash, expected)
-        self.interleaved, self.runs_backward = not in_turn, not forward_only
+        super().__init__(works, seed, stash, expected, interleaved=not in_turn)
+        self.runs_backward = not forward_only
         self._observer, self._escapes = observer, escapes
 
     @property

@@ -10,7 +10,7 @@ Before any weight changes, the first few micro-batches run, and everything that 
 3. Interleaved, as in the step. Losses, gradients and the final values of variables must equal those of 2. A variable
    whose final value differs gets another policy (`user_state.py`), and 3 runs again.
 
-If there is still a difference, the step is refused with an error that names it.
+If there is still a difference, micro-batches of such steps cannot take turns, and run one after the other.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class CrossCheck:
         self._relay = relay
         self._roots = roots
         self._units = units
+        self.differs = ""  # how results differ when micro-batches take turns
 
     def run(self, works: Sequence[Work], seed: int, *, stash_on_host: bool) -> list[float]:
         """Finds the variables and their policies for steps of these micro-batches. Raises a ValueError if results
@@ -110,10 +111,20 @@ class CrossCheck:
                 relay.recover()
                 discovery.teach()
         discovery.teach()
-        in_own_thread = _Trial(relay, self._roots)
-        with relay.escapes.tracing():
-            trial(works[:1], in_own_thread, in_turn=True, forward_only=True)
-        self._note_units_that_look_for_a_graph(discovery, in_own_thread)
+        while True:  # each attempt finds more variables
+            in_own_thread = _Trial(relay, self._roots)
+            try:
+                with relay.escapes.tracing():
+                    trial(works[:1], in_own_thread, in_turn=True, forward_only=True)
+            except ValueError:
+                # Of a tensor with a graph that a unit has stored where it would not store one without.
+                if not self._note_units_that_look_for_a_graph(discovery, in_own_thread):
+                    raise
+                relay.lanes.drain()
+                relay.recover()
+            else:
+                self._note_units_that_look_for_a_graph(discovery, in_own_thread)
+                break
         for _ in range(_MAX_ATTEMPTS):
             known = set(discovery.found)
             discovery.teach()
@@ -134,16 +145,21 @@ class CrossCheck:
 
         again: _Trial | None = None  # a second trial in turn, which finds variables that differ in every run
 
-        def interleave() -> tuple[_Trial, list[Variable]]:
+        def run_again() -> _Trial:
             nonlocal again
+            if again is None:
+                again = _Trial(relay, self._roots)
+                trial(works, again, in_turn=True)
+                in_turn.noisy = frozenset(variable.name for variable in in_turn.left_otherwise(again))
+            return again
+
+        def interleave() -> tuple[_Trial, list[Variable]]:
             interleaved = _Trial(relay, self._roots)
             trial(works, interleaved, in_turn=False)
             self._check_second_runs()
             wrong = in_turn.left_otherwise(interleaved)
             if wrong and again is None:
-                again = _Trial(relay, self._roots)
-                trial(works, again, in_turn=True)
-                in_turn.noisy = frozenset(variable.name for variable in in_turn.left_otherwise(again))
+                run_again()
                 wrong = in_turn.left_otherwise(interleaved)
             return interleaved, wrong
 
@@ -160,16 +176,33 @@ class CrossCheck:
         if (logs := discovery.logs_of_one_unit()) and self._share_logs(logs, is_right):
             return losses
         interleaved, wrong = self._find_policies(interleave)
-        self._compare(in_turn, interleaved, wrong)
+        difference = in_turn.difference(interleaved)
+        if difference is not None and not wrong and self._separate_counters(is_right):
+            return losses
+        if difference is None and wrong:
+            difference = f"{wrong[0].name} is left behind with another value"
+        if difference is not None:
+            if (found := in_turn.difference(run_again())) is not None:
+                raise ValueError(
+                    f"two runs of the same micro-batches, one after the other, give other results: {found}. Your model "
+                    "or loss depends on something that the engine cannot restore, such as an iterator, a file, a clock "
+                    "or the state of a library. Read such values before engine.step(), and pass them in with the batch"
+                )
+            changing = [variable.name for variable in (*wrong, *relay.state.variables)]
+            names = dict.fromkeys([*changing, *(item.name for item in relay.buffers.edited)])
+            self.differs = _describe_difference(difference, [*names])
+            discovery.teach()  # as in the trial in turn
         return losses
 
-    def _note_units_that_look_for_a_graph(self, without: Discovery, traced: _Trial) -> None:
-        """Finds units that change variables only if there is a graph, as in the traced trial (`if x.requires_grad`)."""
+    def _note_units_that_look_for_a_graph(self, without: Discovery, traced: _Trial) -> bool:
+        """Finds units that change variables only if there is a graph, as in the traced trial (`if x.requires_grad`).
+        Returns whether there are such variables."""
         if only := traced.found.keys() - without.found.keys():
-            without.found |= traced.found
+            without.learn({key: traced.found[key] for key in only})
             without.teach()
             reached = {unit: {v.key for found in self._relay.state.of(unit) for v in found} for unit in self._units}
             self._relay.graph_needed.update(unit for unit, keys in reached.items() if keys & only)
+        return bool(only)
 
     def _share_logs(self, logs: Sequence[Variable], is_right: Callable[[dict[Any, VariablePolicy]], bool]) -> bool:
         """Shares lists that only grew, if results are then still those of running in turn. Returns whether all are.
@@ -203,7 +236,9 @@ class CrossCheck:
         while len(tried) < _MAX_ATTEMPTS and (names := [n for v in wrong if (n := _last_name(v)) not in tried]):
             tried.add(names[0])
             before = {v.key: relay.state.policy(v) for v in relay.state.variables}
-            changed = {v.key: _other(before[v.key]) for v in wrong if _last_name(v) == names[0]}
+            first = next(v for v in wrong if _last_name(v) == names[0])
+            # An attribute and the elements of its tensor have one name, and are treated alike.
+            changed = {v.key: _other(before[first.key]) for v in wrong if _last_name(v) == names[0]}
             relay.state.know(relay.state.variables, before | changed, self._units)
             try:
                 found = interleave()
@@ -223,20 +258,24 @@ class CrossCheck:
             self._relay.graph_needed.update(unit for unit in self._units if unit.name == name)
             raise OtherOutputsError(second_run_differs(name, self._relay.state.variables))
 
-    def _compare(self, in_turn: _Trial, interleaved: _Trial, wrong: Sequence[Variable]) -> None:
-        found = in_turn.difference(interleaved)
-        if found is None and wrong:
-            found = f"{wrong[0].name} is left behind with another value"
-        if found is None:
-            return
-        names = [variable.name for variable in wrong or self._relay.state.variables]
-        changed = f"These change while micro-batches take turns: {', '.join(names[:8])}. " if names else ""
-        raise ValueError(
-            f"micro-batches give other results when they take turns than one after the other: {found}. {changed}"
-            "Each micro-batch has its own copy of such values, taken when it begins, and does not see later changes by "
-            "an earlier micro-batch. Set such state before it is read in the same micro-batch, update it after "
-            "engine.step(), or use micro_batches=1"
-        )
+    def _separate_counters(self, is_right: Callable[[dict[Any, VariablePolicy]], bool]) -> bool:
+        """Gives each micro-batch its own value of counters that it reads again after other micro-batches have counted.
+        Returns whether results are then those of running in turn."""
+        state = self._relay.state
+        before = {v.key: state.policy(v) for v in state.variables}
+        counters = [v for v in state.variables if state.policy(v) is VariablePolicy.SHARED and type(v.get()) is int]
+        names = dict.fromkeys(map(_last_name, counters))
+        for tried in [{name} for name in [*names][:_MAX_ATTEMPTS]] + ([set(names)] if len(names) > 1 else []):
+            private = {v.key: VariablePolicy.PRIVATE for v in counters if _last_name(v) in tried}
+            if is_right(before | private):
+                return True
+        state.know(state.variables, before, self._units)
+        return False
+
+
+def _describe_difference(found: str, names: Sequence[str]) -> str:
+    changed = f" These change while micro-batches take turns: {', '.join(names[:8])}." if names else ""
+    return f"micro-batches give other results when they take turns than one after the other: {found}.{changed}"
 
 
 def second_run_differs(unit: str, variables: Sequence[Variable]) -> str:

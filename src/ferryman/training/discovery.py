@@ -38,6 +38,11 @@ class Watcher(Observer):
         self.found |= {variable.key: variable for variable in changed}
         return changed
 
+    def undo(self) -> None:
+        if self.survey is not None:
+            self.collect_changes()  # a micro-batch that has failed did not park
+        super().undo()
+
 
 class Discovery(Watcher):
     """Compares variables at every park, which also finds those that are changed and restored within a micro-batch."""
@@ -53,10 +58,10 @@ class Discovery(Watcher):
         if not batch.done:
             self._early |= {variable.key for variable in changed}
 
-    def undo(self) -> None:
-        if self.survey is not None:
-            self.collect_changes()  # a micro-batch that has failed did not park
-        super().undo()
+    def learn(self, found: dict[Any, Variable]) -> None:
+        """Adds variables that another run has found, which units change."""
+        self.found |= found
+        self._early |= found.keys()
 
     def teach(self, ends: Sequence[dict[Any, Snapshot]] = ()) -> None:
         """Passes the variables found to the relay. `ends`: their values at the end of each of several micro-batches."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ class FirstSteps:
         self.roots = Roots([(model, "model"), (loss, "the loss")], inside, own)
         self._units = units
         self._checked: dict[Any, Knowledge] = {}  # by kind of step: what the check has found
+        self._one_by_one: dict[Any, str] = {}  # kinds of steps whose micro-batches cannot take turns, and why
         self._context: list[tuple[Any, str]] = []  # values of context variables in the last trial
         self._survey: Survey | None = None
         self._tried: tuple[int, list[float]] | None = None  # the seed and the losses of the last trial
@@ -86,7 +88,16 @@ class FirstSteps:
 
     def check(self, parts: Sequence[Part], works: Sequence[Work], seed: int, *, stash_on_host: bool) -> None:
         """Runs the cross-check for a new kind of step."""
-        losses = CrossCheck(self._relay, self.roots, self._units).run(works, seed, stash_on_host=stash_on_host)
+        crosscheck = CrossCheck(self._relay, self.roots, self._units)
+        losses = crosscheck.run(works, seed, stash_on_host=stash_on_host)
+        if crosscheck.differs:
+            self._one_by_one[_kind_of(parts)] = crosscheck.differs
+            warnings.warn(
+                f"{crosscheck.differs} So micro-batches run one after the other, and each unit is fetched for each of "
+                "them, which takes longer. They take turns if such state is set before it is read in the same "
+                "micro-batch, or updated after engine.step()",
+                stacklevel=8,  # the caller of engine.step or engine.forward_backward
+            )
         self._tried = seed, [loss / part.weight for loss, part in zip(losses, parts, strict=False)]
         self._checked[_kind_of(parts)] = self._relay.state.knowledge
         self._survey, self._context = None, context_roots()
@@ -94,6 +105,16 @@ class FirstSteps:
     def forget(self) -> None:
         """Drops all results, because a variable has changed that no check has seen."""
         self._checked.clear()
+        self._one_by_one.clear()
+
+    def can_interleave(self, parts: Sequence[Part]) -> bool:
+        """Whether micro-batches of a step of this kind can take turns."""
+        return not (parts and _kind_of(parts) in self._one_by_one)
+
+    @property
+    def differences(self) -> list[str]:
+        """How results differ in steps whose micro-batches cannot take turns."""
+        return list(self._one_by_one.values())
 
     def begin(self, parts: Sequence[Part], seed: int, *, skips: bool) -> Guard:
         """Begins a step and returns its guard. `skips`: the step skips blocks, which trials do not."""

@@ -117,6 +117,7 @@ class Preparation:
             skipped=[unit for unit in self._assembly.plan.units if self._blocks.are_skipped(unit.modules)],
             between_visits=interrupts.check,
             guard=self.first_steps.begin(parts, seed, skips=bool(self._blocks.skipped)),
+            interleaved=self.first_steps.can_interleave(parts),
         )
 
     def works(self, parts: Sequence[Part]) -> list[Callable[[], torch.Tensor]]:

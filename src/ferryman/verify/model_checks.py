@@ -77,7 +77,10 @@ class _ModelChecks:
         try:
             with self._engine(made) as engine:
                 engine.forward_backward(made.batch, count)
-                return Verdict.ok({"micro-batches": count, **_variables(engine)})
+                figures = {"micro-batches": count, **_variables(engine)}
+                if differences := engine._preparation.first_steps.differences:
+                    return Verdict.failed(f"{differences[0]} They run one after the other, which is slower", figures)
+                return Verdict.ok(figures)
         except ValueError as error:
             return self._refuse("taking turns", error)
 
