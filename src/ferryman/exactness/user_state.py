@@ -243,7 +243,7 @@ class UserState:
     def _left_behind(self, at: int) -> _Saved:
         """The final value of a variable: that of the last micro-batch that changed it; for a log, all its elements."""
         policy, left = self._policies[self._apart[at].key], self._outside[at]
-        if policy in (VariablePolicy.SEEDED, VariablePolicy.TEMPORARY):
+        if policy is VariablePolicy.SEEDED:
             return left
         added: list[Any] = []
         for number in sorted(self._views):
