@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ferryman.engine import Engine
 from support.models import CASES, build, text
-from support.small_models import WIDTH, Block, Model, batches, loss, made, train_plainly
+from support.small_models import WIDTH, Model, batches, loss, made, train_plainly
 
 
 class Masked(Model):
@@ -244,27 +244,3 @@ def test_an_update_of_a_resident_that_is_early_is_not_taken_for_an_edit(device, 
         for batch in batches(2):
             engine.step(batch, 2)
     assert not torch.equal(model.scale, before)
-
-
-SEEN = set()
-
-
-class Noting(Block):
-    def forward(self, x):
-        SEEN.add("a block")
-        return super().forward(x)
-
-
-class NotingModel(Model):
-    block = Noting
-
-
-def test_a_set_that_the_loop_clears_has_what_the_last_step_added(device):
-    model = made(NotingModel, None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Engine(model, optimizer, device=device, loss=loss) as engine:
-        for batch in batches(4):
-            engine.step(batch, micro_batches=3)
-            assert SEEN == {"a block"}
-
-            SEEN.clear()
