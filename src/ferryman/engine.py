@@ -3,8 +3,7 @@
 - `Engine.forward_backward` cuts a batch into micro-batches (`plan/batch.py`) and passes them to the relay
   (`relay/driver.py`), which runs the user's code. The relay moves units (`model/units.py`) between the server's store
   (`server/store.py`) and slots on the device (`relay/weight_slots.py`), on lanes (`runtime/lanes.py`).
-- `Engine.step` also lets the server (`server/server.py`) update the weights by the rule of the user's optimizer
-  (`server/optimizer_view.py`).
+- `Engine.step` also lets the server (`server/server.py`) update the weights as the user's optimizer would.
 - The plan (`plan/plan.py`) and the size of micro-batches (`training/micro_batching.py`, `plan/fit.py`) keep device
   memory within the budget.
 - A new kind of step is tried out before it runs (`training/first_steps.py`, `training/crosscheck.py`). A batch is cut
@@ -218,8 +217,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return self._parts.relay.weights.fetches
 
     def stats(self) -> Stats | None:
-        """Waits for the updates of the last step and returns statistics about them; None before the first step."""
-        return self._parts.server.stats
+        """Waits for the updates of the last step; returns statistics about it, or None before the first step."""
+        return self._parts.stats
 
     @property
     def host_account(self) -> dict[str, int]:
@@ -383,7 +382,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                         self._preparation.first_steps.end()
                     if for_update:  # also on a rank that has no micro-batches
                         server.send_rest(relay.gradients.on_host)
-                return self._recorder.ran(prepared.parts, self._ranks.add(total if scale == 1 else total / scale))
+                loss = self._ranks.add(total if scale == 1 else total / scale)
+                return self._recorder.ran(prepared.parts, loss, relay.calls)
             except NewStateError as error:
                 found = str(error)
             self._preparation.first_steps.forget()

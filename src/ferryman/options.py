@@ -173,6 +173,13 @@ class PlainOptions:
         Literal["auto", "device", "host"],
         Setting(help="Where activations between units are stored; auto: on the device if the budget allows it."),
     ] = "auto"
+    recompute: Annotated[
+        Literal["auto", "always", "never"],
+        Setting(
+            help="Whether the backward runs forwards again, or activations are kept for it; auto: those are kept for "
+            "which there is room.",
+        ),
+    ] = "always"
     slots: Annotated[
         int | None,
         Setting(

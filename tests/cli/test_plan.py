@@ -195,7 +195,8 @@ SMALL = "gpt:layers=2,width=64,heads=2,context=64"
 
 def test_micro_batches_that_do_not_divide_a_batch_cost_what_their_samples_do():
     slow = ("--device-flops", "1GFLOPS", "--loopback", "2GB/s", "--batch", "16", "--stash", "host")
-    options = (SMALL, *MACHINE, *slow, "--relayed", "--updates", "host", "--device-memory", "3500KiB")
+    options = (SMALL, *MACHINE, *slow, "--relayed", "--updates", "host", "--recompute", "always")
+    options += ("--device-memory", "3500KiB")
     one, two = document(*options), document(*options, "--devices", "2", "--micro-batches", "16")
     assert 16 % one["plan"]["micro_batches"]
     assert one["step"]["forward"]["bound"] == one["step"]["backward"]["bound"] == "compute"

@@ -98,7 +98,7 @@ def expected(micro_batches, staying):
 def engine_with(memory, trace=None):
     torch.manual_seed(0)
     options = {"stash": "host", "held": False, "slots": 2}
-    return Engine(Stack(), device=DEVICE, loss=square_loss, memory=memory, trace=trace, **options)
+    return Engine(Stack(), device=DEVICE, loss=square_loss, memory=memory, trace=trace, recompute="always", **options)
 
 
 def budget_for(micro_batches, staying):

@@ -108,7 +108,7 @@ def test_the_peak_is_the_formula(layers, micro_batches, width, length, virtual):
     leaving = min(2, micro_batches - 2) * boundary  # others', whose copies to the host are in the window
     turn = 5 * boundary  # what the loss and its backward have at the turn
     model = Stack(layers, width)
-    with Engine(model, device=DEVICE, loss=square_loss, stash="host") as engine:
+    with Engine(model, device=DEVICE, loss=square_loss, stash="host", recompute="always") as engine:
         weights = max(unit.nbytes for unit in engine.units)
         numels = sum(p.numel() for p in model.blocks[0].parameters())
         formula = 2 * weights + 2 * 4 * numels + call + held + leaving + turn
@@ -137,7 +137,7 @@ def test_a_slow_link_does_not_change_the_peak(virtual):
 @pytest.mark.parametrize(("layers", "deeper", "count"), [(2, 4, 4), *slow((4, 8, 4), (6, 12, 8), (6, 24, 8))])
 def test_with_the_stash_on_the_device_the_formula_has_one_more_term(layers, deeper, count, stash, virtual):
     def peak(layers, micro_batches):
-        with Engine(Stack(layers), device=DEVICE, loss=square_loss, stash=stash) as engine:
+        with Engine(Stack(layers), device=DEVICE, loss=square_loss, stash=stash, recompute="always") as engine:
             return steady_peak_of(engine, numbers(micro_batches), micro_batches)
 
     boundary = numbers(1)["x"].nbytes
@@ -156,7 +156,7 @@ def test_with_the_stash_on_the_device_the_formula_has_one_more_term(layers, deep
 )
 def test_the_peak_does_not_depend_on_depth_or_on_micro_batches(layers, others, virtual):
     def peak(layers, micro_batches):
-        with Engine(llama(layers), device=DEVICE, stash="host") as engine:
+        with Engine(llama(layers), device=DEVICE, stash="host", recompute="always") as engine:
             return steady_peak_of(engine, tokens(micro_batches), micro_batches)
 
     first = peak(layers, 4)
@@ -167,7 +167,7 @@ def test_the_peak_does_not_depend_on_depth_or_on_micro_batches(layers, others, v
 @pytest.mark.slow
 def test_the_peak_does_not_depend_on_depth_up_to_384_layers(virtual):
     def peak(layers):
-        with Engine(llama(layers), device=DEVICE, stash="host") as engine:
+        with Engine(llama(layers), device=DEVICE, stash="host", recompute="always") as engine:
             return steady_peak_of(engine, tokens(4), 4)
 
     assert [peak(96), peak(384)] == pytest.approx([peak(6)] * 2, rel=0.02)
@@ -297,9 +297,14 @@ def test_small_budgets_are_kept_in_every_step_or_refused(kib, stash, around, vir
 @pytest.mark.parametrize(("layers", "deeper"), [(1, 2), *slow((2, 4), (4, 10), (4, 16))])
 def test_memory_between_fine_units_does_not_grow_with_depth_either(layers, deeper, virtual):
     def peak(layers):
-        options = {"units": ["*.c_attn", "*.c_proj", "*.c_fc", "*.wte", "*.wpe", "lm_head"], "stash": "host"}
+        options = {
+            "units": ["*.c_attn", "*.c_proj", "*.c_fc", "*.wte", "*.wpe", "lm_head"],
+            "stash": "host",
+            "recompute": "always",
+        }
         with Engine(gpt2(layers), device=DEVICE, **options) as engine:
-            return steady_peak_of(engine, few_tokens(4, 64), 4)
+            # Norms are residents, of which there are more in a deeper model.
+            return steady_peak_of(engine, few_tokens(4, 64), 4) - engine.plan.fixed
 
     assert peak(deeper) == pytest.approx(peak(layers), rel=0.05)
 

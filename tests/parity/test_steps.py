@@ -26,10 +26,11 @@ def assert_parity(device, model, batch, *, micro_batches=4, loose=(), steps=2, *
 
 @covering
 @pytest.mark.parametrize("name", CASES)
-def test_every_model(name, device):
+@pytest.mark.parametrize("recompute", ["auto", "always", "never"])
+def test_every_model(name, recompute, device):
     case = CASES[name]
     delay_copies(device)
-    assert_parity(device, build(case), case.batch(8), loose=case.loose)
+    assert_parity(device, build(case), case.batch(8), loose=case.loose, recompute=recompute)
 
 
 @covering

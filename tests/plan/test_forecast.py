@@ -206,10 +206,17 @@ def test_accounts_are_those_of_an_engine(name, options, memory, virtual):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", ["bf16", *slow("fp32")])
 def test_activations_are_near_what_a_step_takes(name, precision, virtual):
-    estimate = estimate_of(name, Training(samples=4, length=LENGTH, micro_batches=2, precision=precision, stash="host"))
+    estimate = estimate_of(
+        name, Training(samples=4, length=LENGTH, micro_batches=2, precision=precision, stash="host", recompute="always")
+    )
     model = hf.AutoModelForCausalLM.from_config(MODELS[name]()).train()
     with Engine(
-        model, torch.optim.AdamW(model.parameters()), device=virtual, precision=precision, stash="host"
+        model,
+        torch.optim.AdamW(model.parameters()),
+        device=virtual,
+        precision=precision,
+        stash="host",
+        recompute="always",
     ) as engine:
         engine.step(tokens(4), 2)
         engine.wait()
@@ -282,7 +289,7 @@ def test_a_model_that_needs_data_says_so():
 
 @pytest.mark.parametrize(("stash", "memory"), [("device", None), ("host", None), ("host", 64 << 20)])
 def test_the_bytes_that_cross_are_those_of_a_step(stash, memory, virtual):
-    options = {"precision": "fp32", "updates": "host", "stash": stash, "held": False}
+    options = {"precision": "fp32", "updates": "host", "stash": stash, "held": False, "recompute": "always"}
     training = Training(samples=4, length=LENGTH, micro_batches=4, **options)
     model = hf.AutoModelForCausalLM.from_config(MODELS["llama"]()).train()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -137,7 +137,7 @@ def test_masks_of_the_second_run_are_those_of_the_first(slots, device):
     def loss(model, part):
         return model(**part)
 
-    with Engine(model, device=device, slots=slots, loss=loss) as engine:
+    with Engine(model, device=device, slots=slots, loss=loss, recompute="always") as engine:
         for number in range(3):
             for block in (*model.blocks, *plain.blocks):
                 block.masks = queue.SimpleQueue()  # the engine cannot see into it: in a list, it undoes second runs
@@ -210,7 +210,7 @@ def test_peak_memory_does_not_grow_with_micro_batches_by_their_logits(virtual):
     model.head = nn.Linear(16, vocabulary)
     logits = 2 * 8 * vocabulary * 4
     peaks = []
-    with Engine(model, device=virtual) as engine:
+    with Engine(model, device=virtual, recompute="always") as engine:
         for micro_batches in (2, 8):
             for _ in range(2):
                 engine.zero_grad()

@@ -36,6 +36,7 @@ FROZEN = [
     ("units", "Sequence[str] | None", None),
     ("resident", "Sequence[str]", ()),
     ("stash", "Literal['auto', 'device', 'host']", "auto"),
+    ("recompute", "Literal['auto', 'always', 'never']", "always"),
     ("slots", "int | None", None),
     ("held", "bool | None", None),
     ("updates", "str", "auto"),
@@ -117,6 +118,7 @@ def test_settings_do_not_change():
 WRONG = {
     "memory": "much", "precision": "fp8", "state": "4bit", "max_grad_norm": -1.0, "on_nonfinite": "ignore",
     "deferred": "yes", "host_threads": 0, "units": [], "resident": "norm", "stash": "disk", "slots": 0, "held": "yes",
+    "recompute": "often",
     "updates": "strid:2", "subgroup": 1, "chunked_loss": "yes", "compile": "yes", "loss": "mse", "reduction": "max",
     "split": 2,
 }  # fmt: skip

@@ -10,6 +10,7 @@ from torch import nn
 
 from ferryman.cli.model_argument import ModelSpec
 from ferryman.model.chunked_loss import find_head
+from ferryman.runtime.device_memory import usual_budget
 from ferryman.runtime.sizes import parse_bytes
 from ferryman.training import checks
 
@@ -20,8 +21,6 @@ DEFAULT_TEXTS = {
     "memory": "90% of the free device memory",
     "chunked_loss": "yes, if the model's head is a linear layer",
 }
-
-_MEMORY_SHARE = 0.9  # of the free device memory; fragmentation and the device's libraries need the rest
 
 
 def window(sequence: int | None, model: ModelSpec) -> int:
@@ -41,12 +40,7 @@ def budget(device: torch.device, memory: int | str | None) -> int | None:
         given = parse_bytes(memory, "memory")
         checks.budget(given, device)
         return given
-    if device.type == "cpu":
-        return None
-    try:
-        return int(_MEMORY_SHARE * torch.accelerator.get_memory_info(device)[0])
-    except (NotImplementedError, RuntimeError):  # not every device reports its memory
-        return None
+    return usual_budget(device)
 
 
 def chunked_loss(given: bool | None, model: nn.Module) -> bool:

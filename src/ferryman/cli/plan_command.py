@@ -208,6 +208,9 @@ def _document(
             "micro_batches": estimate.choice.micro_batches,
             "stash": "host" if estimate.choice.stash_on_host else "device",
             "boundaries_that_stay": estimate.choice.staying,
+            "recompute": training.recompute,
+            "kept_calls": estimate.kept_calls,
+            "recomputed_calls": estimate.recomputed_calls,
         },
         "device": estimate.device,
         "host": estimate.host,
@@ -218,6 +221,7 @@ def _document(
             "tokens_per_second": _tokens(training) / found.seconds if found.seconds else None,
             "hours_per_billion_tokens": found.seconds * 1e9 / _tokens(training) / 3600,
             "operations": estimate.forward_operations + estimate.backward_operations,
+            "operations_saved": estimate.choice.keep.seconds or 0.0,
             "forward": {**found.forward.named, "bound": found.forward.bound},
             "backward": {**found.backward.named, "bound": found.backward.bound},
             "device_share_of_updates": found.share,
@@ -264,7 +268,8 @@ def _show(
     console.print(
         f"{len(plan.units)} units, {_way(plan, given)}; {_many(training.samples, 'sample')} of "
         f"{_many(training.length, 'token')}{_shared_out(training, machine.cluster, estimate)} in "
-        f"{_many(choice.micro_batches, 'micro-batch')}; stash on the {_place(choice)}; updates: {plan.staging.policy}, "
+        f"{_many(choice.micro_batches, 'micro-batch')}; stash on the {_place(choice)}; {_kept(estimate)}"
+        f"updates: {plan.staging.policy}, "
         f"{'deferred' if plan.staging.deferred else 'eager'}"
     )
     several, nodes = machine.cluster.size > 1, machine.cluster.nodes > 1
@@ -288,6 +293,11 @@ def _place(choice: Choice) -> str:
     if choice.staying == choice.micro_batches:
         return "host, boundaries on the device"
     return f"host, boundaries of {choice.staying} on the device" if choice.staying else "host"
+
+
+def _kept(estimate: Estimate) -> str:
+    kept, calls = estimate.kept_calls, estimate.kept_calls + estimate.recomputed_calls
+    return f"activations of {kept} of {_many(calls, 'call')} kept; " if calls else ""
 
 
 def _shared_out(training: Training, cluster: Cluster, estimate: Estimate) -> str:

@@ -44,9 +44,11 @@ from ferryman.model.loss import Loss
 from ferryman.model.patching import ModelPatch
 from ferryman.model.units import Item, Unit
 from ferryman.plan.fit import IN_FLIGHT, Stretch, Trial
+from ferryman.plan.keep import CallCost
 from ferryman.relay.call import Call, Forward
 from ferryman.relay.call_node import SavedInputs
 from ferryman.relay.checksums import Checksums
+from ferryman.relay.kept_graph import SavedTensors
 from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
 from ferryman.relay.stash import DeviceStash, Stashed
 from ferryman.relay.step_state import Expectation, StepState
@@ -76,7 +78,7 @@ class DryRunError(Exception):
 class DryRun:
     """The memory and the arithmetic of one micro-batch."""
 
-    trial: Trial
+    trial: Trial  # its costs of calls are operations, not seconds
     visits: list[Unit]  # in the order of a step with any number of such micro-batches
     forward_visits: int  # the number of visits in the forward; the last of them, at the turn, includes a backward
     forward: float  # floating-point operations
@@ -230,7 +232,7 @@ class _DryCall(Call):
         compute: Callable[[], T],
         recalls: Sequence[Stashed] = (),
     ) -> T:
-        self._driver.parks(self.unit, direction, needs, has_graph=self._graph_at_turn is not None)
+        self._driver.parks(self.unit, direction, needs, has_graph=self.graph is not None)
         return super()._park(direction, needs, compute, recalls)
 
     def _input_gradients(
@@ -239,11 +241,15 @@ class _DryCall(Call):
         def compute() -> list[torch.Tensor | None]:
             return super(_DryCall, self)._input_gradients(stash, gradients, accumulate=accumulate)
 
-        if self._graph_at_turn is not None:
+        if self.graph is not None:
             return compute()
-        self._driver.brings_back(self._recall(stash))
+        inputs = self._recall(stash)
+        self._driver.brings_back(inputs)
         shapes = [None if gradient is None else _Shape.of(gradient) for gradient in gradients]
-        return self._driver.once((self._likeness, repr(shapes), accumulate), compute)
+        likeness = (self._likeness, repr(shapes), accumulate)
+        results = self._driver.once(likeness, compute)
+        self._driver.ran_again(self.module, likeness, inputs)
+        return results
 
 
 def _plain(value: Any) -> Any:
@@ -251,6 +257,24 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _Shape.of(value)
     return value if isinstance(value, bool | int | float | str | None) else type(value)
+
+
+class _DryStep(StepState):
+    """The step of the micro-batch. Measures the graphs of calls that run again."""
+
+    def __init__(self, meter: _Meter) -> None:
+        super().__init__((), 0, DeviceStash(), Expectation(()))
+        self._meter = meter
+        self.graph = 0, 0.0  # bytes and operations of the last one
+
+    def run_again(
+        self, call: Call, inputs: list[torch.Tensor], run: Callable[[], list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        before, operations = self._meter.live, self._meter.operations
+        outputs = run()
+        taken = self._meter.live - before - sum(_storages(outputs).values())
+        self.graph = max(0, taken), self._meter.operations - operations
+        return outputs
 
 
 class _Driver:
@@ -268,11 +292,13 @@ class _Driver:
         self.graph_needed: set[Unit] = set()
         self.computes_in_own_threads = False
         self.inside = {unit: [module for top in unit.modules for module in top.modules()] for unit in units}
-        self.step = StepState((), 0, DeviceStash(), Expectation(()))
+        self._meter = _Meter()
+        self.step = _DryStep(self._meter)
         self._turns = turns
         self._training = {u for u in units if any(p.requires_grad for m in u.modules for p in m.parameters())}
-        self._meter = _Meter()
         self._costs: dict[Any, _Cost] = {}
+        self._graphs: dict[Any, tuple[int, float]] = {}  # by likeness: bytes and operations of a forward with a graph
+        self._calls: dict[nn.Module, CallCost] = {}
         self._forward_visits: int | None = None
         self._forward_operations = 0.0
         self._stretches: list[Stretch] = []
@@ -308,7 +334,7 @@ class _Driver:
     def result(self) -> DryRun:
         visits = self.step.visited
         return DryRun(
-            Trial(self._stretches, self._stash_bytes, self._boundary),
+            Trial(self._stretches, self._stash_bytes, self._boundary, costs=self._calls),
             visits,
             len(visits) if self._forward_visits is None else self._forward_visits,
             self._forward_operations,
@@ -351,6 +377,12 @@ class _Driver:
         if direction is Direction.FORWARD:
             self._stash_bytes = self._meter.live  # at the end of the forward, all that it has left
 
+    def ran_again(self, module: nn.Module, likeness: Any, inputs: Sequence[torch.Tensor]) -> None:
+        """Records that a call's forward has run again, and what its graph would take if it were kept."""
+        nbytes, operations = self._graphs.setdefault(likeness, self.step.graph)
+        cost = CallCost(nbytes, sum(_storages(inputs).values()), operations)
+        self._calls[module] = cost + self._calls.get(module, CallCost(0, 0, 0.0))
+
     def brings_back(self, tensors: Sequence[torch.Tensor]) -> None:
         """Records that the inputs of a call's forward come back for its backward."""
         self._given |= _storages(tensors)
@@ -362,6 +394,15 @@ class _Driver:
 
     def turns_at(self, module: nn.Module) -> bool:
         return module in self._turns
+
+    def keeps(self, call: Call) -> bool:
+        return False
+
+    def cannot_keep(self, unit: Unit) -> None:
+        pass
+
+    def saving(self, unit: Unit) -> SavedTensors | None:
+        return None
 
     @contextlib.contextmanager
     def bound(self, unit: Unit, *, adopt: bool) -> Iterator[None]:

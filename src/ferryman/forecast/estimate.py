@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,7 @@ from ferryman.model.units import Unit, landing_dtype
 from ferryman.options import PlainOptions
 from ferryman.plan.batch import parts_of, portion, take
 from ferryman.plan.fit import Choice, Trial
+from ferryman.plan.keep import HOST_RESERVE, bytes_of, fill, seconds_of
 from ferryman.plan.network import Cluster, exchange_times
 from ferryman.plan.plan import Plan, PlanTooLargeError
 from ferryman.plan.rates import Rates
@@ -85,6 +87,8 @@ class Estimate:
     forecast: Forecast | None = None  # None: the dry run failed
     forward_operations: float = 0.0  # per step
     backward_operations: float = 0.0
+    kept_calls: int = 0  # per step; those at the turn, which are always kept, are in neither count
+    recomputed_calls: int = 0
     one_device: Estimate | None = None  # with several devices: the same step on a single one
 
     @property
@@ -133,15 +137,23 @@ def estimate_step(
             result.device.clear()
             result.host["one call's activations"] = cluster.devices * most
             result.host["stash"] = cluster.devices * stashed
+            result.choice = _keep_on_host(result, found, machine, training.recompute)
+            if result.choice.keep:
+                result.host["kept activations"] = cluster.devices * (result.choice.keep.nbytes or 0)
             operations = None if operations is None else operations / cluster.devices
         else:
             result.device["one call's activations"] = most
+            if result.choice.keep:
+                result.device["kept activations"] = result.choice.keep.nbytes or 0
             if result.choice.stash_on_host:
                 result.host["stash"] = cluster.devices * stashed
                 result.device["boundaries that stay"] = result.choice.staying * found.trial.boundary
             else:
                 result.device["stash"] = stashed
         sweeps = _sweeps(plan, found, result.choice, device)
+        costs = found.trial.costs
+        result.kept_calls = sum((result.choice.keep.counts or {}).get(module, 0) for module in costs)
+        result.recomputed_calls = count * len(costs) - result.kept_calls
         update = _update(plan, units, optimizer_view, shares[-1], cluster)
         result.forecast = forecast(*sweeps, update, result.samples / size, rates, operations)
         result.forward_operations, result.backward_operations = (
@@ -216,6 +228,20 @@ def _fit(planner: Planner, training: Training) -> tuple[Estimate, Callable[[Plan
     return Estimate(plan, dict(plan.account), {}, choice, training.samples, size, problems), of
 
 
+def _keep_on_host(result: Estimate, found: DryRun, machine: Machine, recompute: str) -> Choice:
+    """The calls that keep their graphs where the device is the host, which an engine decides while a step runs: see
+    Note [Without a budget] in `micro_batching.py`."""
+    choice, costs = result.choice, found.trial.costs
+    if recompute == "always":
+        return choice
+    count, free = choice.micro_batches, sys.maxsize
+    if recompute == "auto" and machine.host_memory is not None:
+        free = int((1 - HOST_RESERVE) * machine.host_memory) - sum(result.host.values())
+    keep = fill(costs, count, free // machine.cluster.devices, stash_on_host=False)
+    nbytes = bytes_of(keep, costs, micro_batches=count, stash_on_host=False)
+    return choice._replace(keep=replace(keep, nbytes=nbytes, seconds=seconds_of(keep, costs, micro_batches=count)))
+
+
 def _sweeps(plan: Plan, found: DryRun, choice: Choice, device: torch.device) -> tuple[Sweep, Sweep]:
     fetched = [0.0, 0.0]
     if not plan.held and device.type != "cpu":
@@ -224,10 +250,11 @@ def _sweeps(plan: Plan, found: DryRun, choice: Choice, device: torch.device) -> 
     stashed = found.trial.stash if choice.stash_on_host and device.type != "cpu" else 0
     # Each boundary activation leaves once, and comes back in the backward. If it does not stay, it also comes back in
     # the forward; and in the backward, the gradient leaves when its micro-batch parks and comes back when it resumes.
+    saved = (choice.keep.seconds or 0.0) / choice.micro_batches  # a dry run counts operations
     moving = stashed * (1 - choice.staying / choice.micro_batches)
     return (
         Sweep(found.forward, fetched[0], brought=moving, stowed=stashed),
-        Sweep(found.backward, fetched[1], brought=stashed + moving, stowed=moving),
+        Sweep(found.backward - saved, fetched[1], brought=stashed + moving, stowed=moving),
     )
 
 

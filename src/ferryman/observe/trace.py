@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ferryman.plan.keep import CallCounts
 from ferryman.runtime.files import replacing_file
 from ferryman.runtime.marks import Event, covered, new_event
 
@@ -82,6 +83,9 @@ class Step:
     loss: float | None
     peak: int | None  # highest number of bytes allocated on the device; None if the device is the CPU
     busy: Mapping[str, float]  # seconds in which each lane was busy
+    kept_calls: int | None = None  # calls whose forward ran once
+    recomputed_calls: int | None = None  # calls whose forward ran again in the backward
+    saved_seconds: float | None = None  # of forwards that did not run again; None: not known
 
     @property
     def seconds(self) -> float:
@@ -90,6 +94,11 @@ class Step:
     def share(self, lane: str) -> float:
         """The share of the step's time in which the lane was busy."""
         return self.busy.get(lane, 0.0) / self.seconds if self.seconds else 0.0
+
+
+# The figures of a step in a trace file.
+_CALLS = ("kept_calls", "recomputed_calls", "saved_seconds")
+_FIGURES = ("number", "micro_batches", "samples", "tokens", "loss", "peak", "busy", *_CALLS)
 
 
 class _DeviceSpan(NamedTuple):
@@ -236,13 +245,19 @@ class Trace:
         self._step_began = number, self.now()
 
     def end_step(
-        self, *, loss: float | None, micro_batches: int, samples: int | None = None, tokens: int | None = None
+        self,
+        *,
+        loss: float | None,
+        micro_batches: int,
+        samples: int | None = None,
+        tokens: int | None = None,
+        calls: CallCounts | None = None,
     ) -> None:
         """Ends the current step."""
         number, start = self._step_began
         peak = self._memory()[1] if self._anchors else None
         with self._lock:
-            step = Step(number, start, self.now(), micro_batches, samples, tokens, loss, peak, {})
+            step = Step(number, start, self.now(), micro_batches, samples, tokens, loss, peak, {}, *(calls or ()))
             self._ended.append(_Ended(step, self._issued))
             self._read()
             # The newest step stays open: its last spans end during the next step.
@@ -348,8 +363,7 @@ class Trace:
             events.append({"ph": "M", "name": "thread_name", "tid": row, "args": {"name": name}})
             events.append({"ph": "M", "name": "thread_sort_index", "tid": row, "args": {"sort_index": order}})
         for step, kept in steps:
-            names = ("number", "micro_batches", "samples", "tokens", "loss", "peak", "busy")
-            figures = {**{name: getattr(step, name) for name in names}, "kept": kept}
+            figures = {name: getattr(step, name) for name in _FIGURES} | {"kept": kept}
             events.append(_event(f"step {step.number}", len(rows), step.start, step.end, _json_safe(figures)))
         for span in self.spans():
             args: dict[str, float] = {"bytes": span.nbytes}

@@ -22,6 +22,12 @@ device between any two visits: in a step, the stash would cross twice out and th
 needs only the one copy that the backward reads: once out, once in. So the rest of the room is for boundaries, of as
 many micro-batches as it has room for. Each takes the place of the largest inputs of any call. In the backward, these
 are the gradients of its outputs, and those of its saved inputs that the call before it has brought back already.
+
+Note [Graphs that are kept]
+What is left of the room after that is for graphs that are kept from the forward to the backward, so that their calls do
+not run again. Those that save the most seconds per byte come first (`keep.py`). Trials measure both. A trial of all
+micro-batches, with these graphs, then measures what is reserved; if it is too much, fewer are kept. With the stash on
+the device, that trial takes the place of the one without them.
 """
 
 from __future__ import annotations
@@ -29,16 +35,20 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ferryman.plan.batch import Shape, bytes_in, shape_of, take
+from ferryman.plan.keep import EVERYTHING, NOTHING, Costs, Keep, bytes_of, fill, is_all, line, seconds_of
 from ferryman.plan.plan import Need, Plan
 from ferryman.runtime.sizes import show_bytes
 
 IN_FLIGHT = 2  # copies of the stash to the host that are in flight at a time
 # While one micro-batch runs, another comes back to the device and others leave it.
 TRIAL_MICRO_BATCHES = 2 + IN_FLIGHT
+
+_KEEP_ATTEMPTS = 4  # trials of fewer and fewer kept calls
 
 _ALLOCATOR_SLACK = 0.04  # fraction of memory that an allocator may round up or return late
 
@@ -57,6 +67,7 @@ class Trial(NamedTuple):
     stash: int  # bytes of a micro-batch's stash between its forward and its backward
     boundary: int  # bytes of the largest inputs for which a micro-batch has waited
     reserved: int = 0  # the peak of bytes reserved, in addition to those that are always reserved
+    costs: Costs = MappingProxyType({})  # of the calls whose forward ran again, for one micro-batch
 
     @property
     def added(self) -> int:
@@ -70,9 +81,12 @@ class Choice(NamedTuple):
     micro_batches: int
     stash_on_host: bool
     staying: int = 0  # the micro-batches whose boundary stays on the device, if the stash is on the host
+    keep: Keep = NOTHING  # the calls that keep their graphs
 
 
 _TRIAL = Choice(TRIAL_MICRO_BATCHES, stash_on_host=True)
+
+_NO_TRIAL = Trial([Stretch("", 0)], 0, 0)
 
 # Runs micro-batches with these contents and returns what they needed; raises a TooLargeError as soon as that is more
 # than a number of bytes. Of the choice, the place of the stash and of boundaries counts.
@@ -119,6 +133,9 @@ class Needs:
     def boundary(self, samples: int) -> int:
         return _line(self.one.boundary, self.two.boundary, samples)
 
+    def costs(self, samples: int) -> Costs:
+        return self.one.costs if samples == 1 else line(self.one.costs, self.two.costs, samples)
+
 
 def _highest(stretches: Sequence[Stretch]) -> Stretch:
     return max(stretches, key=lambda stretch: stretch.peak)
@@ -143,23 +160,25 @@ class _Check(NamedTuple):
         return (
             mine.stash_on_host == theirs.stash_on_host
             and theirs.staying <= mine.staying
-            and (theirs.stash_on_host or theirs.micro_batches <= mine.micro_batches)
+            and mine.keep.covers(theirs.keep)
+            and ((theirs.stash_on_host and not theirs.keep) or theirs.micro_batches <= mine.micro_batches)
             and other.samples <= self.samples
             and other.shape.within(self.shape)
         )
 
 
 class Fit:
-    """Chooses the number of micro-batches and the stash's place. `stash` is "auto", "device" or "host"."""
+    """Chooses the number of micro-batches, the stash's place and the calls that keep their graphs. `stash` is "auto",
+    "device" or "host", `recompute` is "auto", "always" or "never"."""
 
-    def __init__(self, budget: int, stash: str, measure: Measure) -> None:
+    def __init__(self, budget: int, stash: str, measure: Measure, recompute: str = "always") -> None:
         self.budget = budget
-        self._stash = stash
+        self._stash, self._recompute = stash, recompute
         self._measure = measure
         self._known: dict[Shape, Needs] = {}
         # For ready-made micro-batches, by their structure: the size in bytes of the largest one measured, with its
-        # trial, and that of the smallest one found too large, with its need.
-        self._measured: dict[Any, tuple[int, Trial]] = {}
+        # needs, and that of the smallest one found too large, with its need.
+        self._measured: dict[Any, tuple[int, Needs]] = {}
         self._refused: dict[Any, tuple[int, Need]] = {}
         self.last = 0  # bytes that the micro-batches of the last choice need
 
@@ -167,6 +186,8 @@ class Fit:
         """Cuts `size` samples into `count` micro-batches, or into as few as fit beside `fixed` bytes on the device."""
         room = self.budget - fixed
         needs = self._needs_of(batch, room)
+        if self._recompute == "never":
+            return self._keep_all(needs, batch, size, count, fixed)
         if count is not None:
             per_part = -(-size // count)
             choice = self._place(needs, batch, per_part, count, room)
@@ -201,14 +222,42 @@ class Fit:
         )
 
     def _place_measured(self, part: Any, nbytes: int, kinds: Any, count: int, room: int) -> Choice:
-        largest, trial = self._measured.get(kinds, (-1, None))
-        if trial is None or nbytes > largest:
+        largest, needs = self._measured.get(kinds, (-1, None))
+        if needs is None or nbytes > largest:
             trial = self._measure([part] * TRIAL_MICRO_BATCHES, room, _TRIAL)
-            self._measured[kinds] = nbytes, trial
-        choice = self._place(Needs(trial, trial), part, None, count, room)
+            needs = Needs(trial, trial)
+            self._measured[kinds] = nbytes, needs
+        choice = self._place(needs, part, None, count, room)
+        if choice is None and self._recompute == "never":
+            raise self._too_large_to_keep(needs, 1, count, self.budget - room)
         if choice is None:
-            raise TooLargeError(self._need_of_one(trial, count))
+            raise TooLargeError(self._need_of_one(needs.one, count))
         return choice
+
+    def _keep_all(self, needs: Needs, batch: Any, size: int, count: int | None, fixed: int) -> Choice:
+        """Like `choose`, where all graphs must be kept."""
+        room, most = self.budget - fixed, count or 1
+        while True:
+            samples = -(-size // most)
+            if (choice := self._place(needs, batch, samples, most, room)) is not None:
+                return choice
+            if samples == 1 or count is not None:
+                raise self._too_large_to_keep(needs, samples, most, fixed)
+            most = -(-size // (samples - 1))
+
+    def _too_large_to_keep(self, needs: Needs, samples: int, count: int, fixed: int) -> TooLargeError:
+        most = needs.most(samples)
+        on_host = self._stash == "host"
+        kept = bytes_of(EVERYTHING, needs.costs(samples), micro_batches=count, stash_on_host=on_host)
+        kept += 0 if on_host else count * needs.stash(samples)
+        whole = _padded(most.peak + kept)
+        return TooLargeError(
+            Need(whole, most.where),
+            f"recompute='never' keeps the activations of all calls until their backward: {show_bytes(kept)} for "
+            f"{count} micro-batches of {samples} samples, in addition to {show_bytes(fixed + most.peak)} for all else, "
+            f"where memory={show_bytes(self.budget)}. memory={show_bytes(fixed + whole)} would do, or fewer "
+            "samples in a step; recompute='auto' keeps those for which there is room",
+        )
 
     def _largest(self, needs: Needs, batch: Any, size: int, room: int) -> Choice:
         """The largest micro-batches that fit, in the smallest number that makes micro-batches of that size."""
@@ -221,6 +270,27 @@ class Fit:
                 break
             count = -(-size // (samples - 1))  # the next that makes them smaller
         raise TooLargeError(self._need_of_one(needs.one, size))
+
+    def keep(self, part: Any, choice: Choice, fixed: int) -> Choice:
+        """Adds to a choice, of which `part` is the largest micro-batch, the graphs for which there is room. For engines
+        without a budget, which run in any case."""
+        room, nbytes, kinds = self.budget - fixed, bytes_in(part), shape_of(part).kinds
+        largest, needs = self._measured.get(kinds, (-1, None))
+        if needs is None or nbytes > largest:
+            needs = Needs(_NO_TRIAL, _NO_TRIAL)
+            self._measured[kinds] = nbytes, needs
+        whole = choice._replace(keep=EVERYTHING)
+        if self._fits(needs, part, None, whole, 0, room):
+            return whole
+        try:
+            if needs.one is _NO_TRIAL:
+                trial = self._measure([part] * TRIAL_MICRO_BATCHES, room, _TRIAL)
+                needs = Needs(trial, trial, needs.checks)
+                self._measured[kinds] = nbytes, needs
+        except TooLargeError:
+            return choice
+        taken = 0 if choice.stash_on_host else choice.micro_batches * needs.stash(1)
+        return self._with_graphs(needs, part, None, choice, taken, room) or choice
 
     def whole_need(self, batch: Any, size: int) -> Need:
         """The need of micro-batches of one sample, measured without a limit; the budget if the device has no more."""
@@ -242,21 +312,53 @@ class Fit:
         size = samples or 1
         self.last = _padded(needs.peak(size))
         on_device, on_host = Choice(count, stash_on_host=False), Choice(count, stash_on_host=True)
-        stashed = count * needs.stash(size)
-        if self._stash != "host" and self._fits(needs, batch, samples, on_device, stashed, room):
-            return on_device
-        if self._stash == "device" or not self._fits(needs, batch, samples, on_host, 0, room):
+        if self._stash != "host":
+            stashed = count * needs.stash(size)
+            if (keeps := self._with_graphs(needs, batch, samples, on_device, stashed, room)) is not None:
+                return keeps
+            if self._recompute != "never" and self._fits(needs, batch, samples, on_device, stashed, room):
+                return on_device
+        if self._stash == "device":
+            return None
+        if self._recompute == "never":
+            return self._with_graphs(needs, batch, samples, on_host, 0, room)
+        if not self._fits(needs, batch, samples, on_host, 0, room):
             return None
         some = staying(count, needs.peak(size), needs.boundary(size), room)
         while some and not self._fits(needs, batch, samples, on_host._replace(staying=some), 0, room):
             some //= 2
-        return on_host._replace(staying=some)
+        choice = on_host._replace(staying=some)
+        stayed = some * needs.boundary(size)
+        return self._with_graphs(needs, batch, samples, choice, stayed, room) or choice
+
+    def _with_graphs(
+        self, needs: Needs, batch: Any, samples: int | None, choice: Choice, taken: int, room: int
+    ) -> Choice | None:
+        """The choice with the calls that keep their graphs. None: there is room for none; or not for all, if all must
+        be kept. `taken`: bytes of the stash."""
+        if self._recompute == "always":
+            return None
+        size, on_host, count = samples or 1, choice.stash_on_host, choice.micro_batches
+        costs, left = needs.costs(size), room - _padded(needs.peak(size) + taken)
+        for _ in range(_KEEP_ATTEMPTS):
+            keep = fill(costs, count, int(left / (1 + _ALLOCATOR_SLACK)), stash_on_host=on_host)
+            whole = is_all(keep, costs, count)
+            if not (keep or whole) or (self._recompute == "never" and not whole):
+                return None
+            kept = bytes_of(keep, costs, micro_batches=count, stash_on_host=on_host)
+            wanted = choice._replace(
+                keep=replace(keep, nbytes=kept, seconds=seconds_of(keep, costs, micro_batches=count))
+            )
+            if self._fits(needs, batch, samples, wanted, taken + kept, room):
+                return wanted
+            left = min(left, kept) * 3 // 4
+        return None
 
     def _fits(self, needs: Needs, batch: Any, samples: int | None, choice: Choice, stashed: int, room: int) -> bool:
         """Whether micro-batches of this size fit, with `stashed` bytes. See Note [What is reserved]."""
         if _padded(needs.peak(samples or 1) + stashed) > room:
             return False
-        moves = choice.stash_on_host and not choice.staying
+        moves = choice.stash_on_host and not choice.staying and not choice.keep
         if moves and samples in (None, 1, 2):
             return True  # they were in the trials of `needs`
         wanted = _Check(shape_of(batch), samples or 1, choice, 0, 0)
@@ -267,7 +369,7 @@ class Fit:
             if check.reserved > room and wanted.covers(check):
                 return False
         content, parts = batch if samples is None else take(batch, samples), choice.micro_batches
-        if choice.stash_on_host:
+        if choice.stash_on_host and not choice.keep:
             parts = min(parts, choice.staying + TRIAL_MICRO_BATCHES) if choice.staying else TRIAL_MICRO_BATCHES
         try:
             trial = self._measure([content] * parts, room, choice)
@@ -283,8 +385,9 @@ class Fit:
         return True
 
     def _remember(self, check: _Check) -> None:
-        """Remembers what a choice needs at least, without boundaries that stay: they could leave the device."""
-        if not check.choice.staying:
+        """Remembers what a choice needs at least, without boundaries that stay and graphs that are kept: there could be
+        fewer of them."""
+        if not check.choice.staying and not check.choice.keep:
             self.last = max(self.last, check.reserved)
 
     def _needs_of(self, batch: Any, room: int) -> Needs:
@@ -319,8 +422,9 @@ def _padded(nbytes: int) -> int:
 def advice(plan: Plan, choice: Choice) -> str:
     """Advice for a user whose device ran out of memory."""
     place = "host" if choice.stash_on_host else "device"
+    fewer = "recompute='always', " if choice.keep else ""
     return (
         f"ferryman always uses {show_bytes(plan.fixed)} on the device, {plan.explain()}; the stash is on the {place}, "
-        f"micro-batches: {choice.micro_batches}. Set a budget with memory='...', or reduce the need with stash='host' "
-        "or more micro_batches"
+        f"micro-batches: {choice.micro_batches}. Set a budget with memory='...', or reduce the need with {fewer}"
+        "stash='host' or more micro_batches"
     )

@@ -17,7 +17,8 @@ from ferryman.model.placeholder import Placeholder
 from ferryman.model.units import Item, Unit
 from ferryman.model.watched_gradients import watching_gradients
 from ferryman.relay.parameter_server import ParameterServer
-from ferryman.relay.weight_slots import Collect, WeightSlots
+from ferryman.relay.unit_tensors import Collect
+from ferryman.relay.weight_slots import WeightSlots
 from ferryman.runtime.marks import Mark
 from ferryman.runtime.streams import Streams
 
@@ -81,8 +82,9 @@ class BoundModel:
         compute = self._streams.compute
         self._weights.forget()
         compute.follow(self._streams.lanes.here())
-        slot, tensors, ready = self._weights.enter(self.residents, ())
+        slot, of_unit, ready = self._weights.enter(self.residents, ())
         compute.follow(*ready)
+        tensors = of_unit.pairs
         self.resident_tensors = dict(tensors)
         versions = [tensor._version for _, tensor in tensors]
         try:

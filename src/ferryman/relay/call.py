@@ -3,9 +3,10 @@
 The node computes neither its forward nor its backward itself. It parks, and the driver computes when the unit is on the
 device. Everything between units is ordinary autograd in the micro-batch's own thread.
 
-Forward runs the module without a graph and saves its inputs (the stash). Backward runs it again with a graph, with the
-same inputs and random numbers, and backpropagates through that graph. Where the backward is expected to follow the
-forward at once (the turn), the graph of the forward is kept and nothing runs twice.
+Forward saves its inputs (the stash). If there is room for what a graph saves, it runs the module with one, which is
+*kept* until the backward, and nothing runs twice (`kept_graph.py`). That is so where the plan says so, and where the
+backward is expected to follow the forward at once (the turn). Otherwise forward runs the module without a graph, and
+backward runs it again with one, with the same inputs and random numbers, and backpropagates through that graph.
 
 Note [What a unit reads and writes]
 The inputs of a call are the tensors in its arguments and in the user's variables that its code can reach
@@ -20,9 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -31,24 +33,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ferryman.exactness.buffers import Copies
 from ferryman.exactness.reach import behind, beyond
 from ferryman.exactness.snapshot import Snapshot
-from ferryman.exactness.variables import Variable
+from ferryman.exactness.variables import Array, Elements, Variable
 from ferryman.model.units import Unit
+from ferryman.relay.call_driver import CallDriver
 from ferryman.relay.call_node import CallNode, Handle, SavedInputs
 from ferryman.relay.hooked_inputs import are_hooked, drop_hooks, move_hooks
 from ferryman.relay.hooked_outputs import HookedOutputs
+from ferryman.relay.kept_graph import KeptGraph, refuses_hooks
 from ferryman.relay.micro_batch import Direction, MicroBatch
 from ferryman.relay.modes import Modes, saving_hooks
 from ferryman.relay.stash import Stashed
 from ferryman.relay.tensor_identity import edited_since, version_of
 from ferryman.relay.unit_arguments import refuse_result, refuse_transforms
-from ferryman.runtime.rng import Randomness, State
+from ferryman.runtime.rng import State
 
 if TYPE_CHECKING:
-    from ferryman.exactness.buffers import Buffers
-    from ferryman.exactness.escapes import Escapes
-    from ferryman.exactness.user_state import UserState
-    from ferryman.relay.checksums import Checksums
-    from ferryman.relay.step_state import StepState
+    pass
 
 Forward = Callable[..., Any]
 T = TypeVar("T")
@@ -61,47 +61,12 @@ _NEEDS_GRAPH = (
 )
 
 
+# Errors of torch where an input, which is a leaf in the unit's graph, is edited in place.
+_EDITS_LEAF = ("a leaf Variable that requires grad", "a view of a leaf Variable that requires grad")
+
+
 class OtherOutputsError(ValueError):
     """The second run of a unit gives other outputs than its first run."""
-
-
-class CallDriver(Protocol):
-    """The interface that a call uses. The relay implements it for steps, and the dry run for `ferryman plan`."""
-
-    state: UserState
-    buffers: Buffers
-    checksums: Checksums
-    escapes: Escapes
-    randomness: Randomness
-    autocast_devices: list[str]  # device types for which autocast may be enabled
-    anchor: torch.Tensor  # a scalar that requires a gradient
-    graph_needed: set[Unit]  # units whose code needs a graph in its first run, too
-    computes_in_own_threads: bool  # micro-batches compute units in their own threads, and not the driver in its thread
-    inside: dict[Unit, list[nn.Module]]  # the modules of each unit
-
-    @property
-    def step(self) -> StepState:
-        """The current step."""
-
-    @property
-    def running(self) -> MicroBatch | None:
-        """The micro-batch whose code is running."""
-
-    def trains(self, unit: Unit) -> bool:
-        """Whether any parameter that the unit's modules use requires a gradient."""
-
-    def turns_at(self, module: nn.Module) -> bool:
-        """Whether the module's backward is expected to follow its forward at once."""
-
-    def bound(self, unit: Unit, *, adopt: bool) -> contextlib.AbstractContextManager[None]:
-        """Context in which the unit's modules have the device's tensors. `adopt`: keep buffers that they assign."""
-
-    def goes_backward(self, call: Call, *, accumulate: bool) -> None:
-        """Called before the call's backward. `accumulate`: the backward adds to the gradients of parameters."""
-
-    def note_leaves(self, unit: Unit, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Called before a backward in the unit, from `outputs` to `inputs`: saves the gradients of leaves outside the
-        model, which it may change."""
 
 
 class _Run(NamedTuple):
@@ -149,8 +114,7 @@ class Call:
         self._first: _Run | None = None  # between the node's forward and its return
         self._random: State | None = None  # at the forward's start, if the forward draws random numbers
         self._buffers: Copies | None = None  # the unit's buffers at the forward's start, if its code edits them
-        # Inputs and outputs of the forward, with its graph, if it is kept for the turn.
-        self._graph_at_turn: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        self.graph: KeptGraph | None = None  # of the forward, from then to the backward
         self.wants: Sequence[bool] = ()
         self.outputs = HookedOutputs(unit.name, ())
         self._autocast = tuple(
@@ -237,13 +201,17 @@ class Call:
         if self._shared:
             self._shared_before = relay.state.snapshot([v.get() for v in self._shared])
         step = relay.step
-        stash = SavedInputs([step.stash.save(self.batch, t) for t in tensors], self.unit, step.open_calls)
+        # A graph may need the values that buffers have now.
+        can_keep = not (self._saves_through_hooks or relay.escapes.traced) and self._buffers is None
+        lasts = can_keep and not self._sees_edits() and relay.keeps(self)
+        save = step.stash.hold if lasts else step.stash.save
+        stash = SavedInputs([save(self.batch, t) for t in tensors], self.unit, step.open_calls)
         self._stash = weakref.ref(stash)
-        # A unit that edits buffers does not keep its graph: the graph may need their earlier values.
-        keeps_graph = relay.turns_at(self.module) and not self._saves_through_hooks and self._buffers is None
+        keeps_graph = lasts or (can_keep and relay.turns_at(self.module))
         needs_graph = relay.escapes.traced or self.unit in relay.graph_needed
         has_graph = keeps_graph or needs_graph
-        first_node = relay.escapes.next_number()
+        saving = relay.saving(self.unit) if lasts else None
+        first_node, start = relay.escapes.next_number(), time.perf_counter()
         inputs = leaves = self._detached(tensors) if has_graph else [t.detach() for t in tensors]
         if needs_graph:
             with torch.enable_grad():
@@ -251,17 +219,23 @@ class Call:
         if relay.escapes.traced:
             relay.escapes.inputs = list(zip(inputs, tensors, strict=True))
         try:
-            with torch.set_grad_enabled(has_graph), self._modes.on():
+            with torch.set_grad_enabled(has_graph), self._modes.on(), saving or contextlib.nullcontext():
                 run = self._first = self._execute(inputs, relay.bound(self.unit, adopt=True))
         except RuntimeError as error:
-            if has_graph or not str(error).startswith(_NEEDS_GRAPH):
+            if lasts and (str(error).startswith(_EDITS_LEAF) or (saving is not None and refuses_hooks(error))):
+                relay.cannot_keep(self.unit)
+            elif not has_graph and str(error).startswith(_NEEDS_GRAPH):
+                relay.graph_needed.add(self.unit)
+            else:
                 raise
-            relay.graph_needed.add(self.unit)
             randomness.restore(before)
             relay.buffers.put(self._buffers)
+            if self._shared_before is not None:
+                put_all(self._shared, self._shared_before.restore())
             return self._compute_forward(tensors)
         self._buffers = relay.buffers.ran(self.unit, self._buffers)
-        relay.checksums.first(self, run.outputs)
+        if not lasts:
+            relay.checksums.first(self, run.outputs)
         outputs = run.outputs
         if has_graph:
             outputs = [t.detach() for t in outputs]
@@ -271,7 +245,11 @@ class Call:
             if are_hooked(inputs):
                 relay.graph_needed.add(self.unit)
         elif keeps_graph:
-            self._graph_at_turn = leaves, run.outputs
+            if saving is not None and saving.leaves_aliases():
+                relay.cannot_keep(self.unit)
+                lasts = False
+            hold = None if saving is None or not lasts else step.stash.hold_saved(saving.storages)
+            self.graph = KeptGraph(leaves, run.outputs, lasts, time.perf_counter() - start, hold)
         if not randomness.state().same_as(before):
             self._random = before
         if [version_of(t) for t in tensors] != versions:
@@ -282,6 +260,10 @@ class Call:
         step.went_forward(self)
         return outputs, stash
 
+    def _sees_edits(self) -> bool:
+        """Whether the unit's code can reach tensors or arrays in variables that are edited in place."""
+        return any(isinstance(variable, Array | Elements) for variable in (*self._private, *self._shared))
+
     def backward(self, gradients: Sequence[torch.Tensor | None], *, accumulate: bool) -> list[torch.Tensor | None]:
         stash = self.stash()
         if stash is None:
@@ -290,7 +272,7 @@ class Call:
                 "first. Specify retain_graph=True in the first backward"
             )
         needs = [g for g in gradients if g is not None]
-        recalls = stash.inputs if self._graph_at_turn is None else ()
+        recalls = stash.inputs if self.graph is None else ()
         return self._park(
             Direction.BACKWARD, needs, lambda: self._compute_backward(stash, gradients, accumulate), recalls
         )
@@ -309,17 +291,20 @@ class Call:
         """Backpropagates through the module, and runs it again first unless the forward's graph was kept."""
         buffers = self._relay.buffers
         now = buffers.values(self._buffers)
-        kept, self._graph_at_turn = self._graph_at_turn, None
-        inputs = self._detached(self._recall(stash)) if kept is None else kept[0]
+        kept, self.graph = self.graph, None
+        if kept is not None and kept.lasts and self._is_edited(stash, kept):
+            kept = None  # the stash may have the values from before the edit
+        inputs = self._detached(self._recall(stash)) if kept is None else kept.inputs
+        self._relay.step.count(kept)
         modes = self._modes.on() if kept is None else contextlib.nullcontext()
         # Weights stay bound: the backward runs user code too (hooks, custom autograd functions, and checkpointing,
         # which runs parts of the unit once more).
         with torch.enable_grad(), modes, self._relay.bound(self.unit, adopt=False):
             if kept is None:
-                outputs = self._replay(inputs)
+                outputs = self._relay.step.run_again(self, inputs, lambda: self._replay(inputs))
                 drop_hooks(self.unit.name, inputs, moved=self.unit in self._relay.graph_needed)
             else:
-                outputs = kept[1]
+                outputs = kept.outputs
             if len(outputs) != len(gradients):
                 self._relay.graph_needed.add(self.unit)
                 raise OtherOutputsError(
@@ -352,9 +337,11 @@ class Call:
         found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True) if wanted else ())
         return [next(found) if t.requires_grad else None for t in inputs]
 
-    def drop_graph(self) -> None:
-        """Drops the graph because the backward did not follow at once. The backward will run the module again."""
-        self._graph_at_turn = None
+    def drop_graph(self, *, lasting: bool = False) -> None:
+        """Drops the graph if the backward did not follow at once; the backward will run the module again. `lasting`:
+        also one that lasts."""
+        if self.graph is not None and (lasting or not self.graph.lasts):
+            self.graph = None
 
     def _park(
         self,
@@ -373,6 +360,12 @@ class Call:
         if own:
             compute = _without_modes(compute)
         return self.batch.park(self.unit, direction, needs, compute, recalls=recalls, in_own_thread=own)
+
+    @staticmethod
+    def _is_edited(stash: SavedInputs, kept: KeptGraph) -> bool:
+        """Whether tensors that the graph may need were edited in place since the forward."""
+        saved = any(stashed.is_edited() for stashed in stash.inputs)
+        return saved or (kept.hold is not None and kept.hold.is_edited())
 
     def _recall(self, stash: SavedInputs) -> list[torch.Tensor]:
         tensors = [stashed.recall() for stashed in stash.inputs]

@@ -18,16 +18,19 @@ from ferryman.exactness.user_state import UserState
 from ferryman.model.binding import bind
 from ferryman.model.units import Item, Unit
 from ferryman.model.watched_gradients import take_gradient
+from ferryman.plan.keep import HOST_RESERVE
 from ferryman.plan.plan import Plan
 from ferryman.relay.bound_model import BoundModel
 from ferryman.relay.call import Call
 from ferryman.relay.checksums import Checksums
 from ferryman.relay.gradient_slots import GradientSlots
 from ferryman.relay.held_weights import HeldWeights
+from ferryman.relay.kept_graph import SavedTensors
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.parameter_server import ParameterServer
 from ferryman.relay.step_state import StepState
 from ferryman.relay.weight_slots import WeightSlots
+from ferryman.runtime import host_memory
 from ferryman.runtime.rng import Randomness
 from ferryman.runtime.streams import Streams
 
@@ -60,6 +63,7 @@ class CallHost:
         self._turning_modules: set[nn.Module] = set()
         self._called_in_backward: set[Unit] = set()  # by reentrant checkpointing
         self._using_leaves: set[Unit] = set()  # units whose backwards reach leaves outside the model
+        self._unkeepable: set[Unit] = set()  # units whose graphs cannot last from one visit to another
         self._edits_batch = False  # whether the user's code has edited a batch in place
 
     @property
@@ -95,6 +99,29 @@ class CallHost:
     def turns_at(self, module: nn.Module) -> bool:
         """Whether the module's backward followed its forward at once in the last step."""
         return module in self._turning_modules
+
+    def keeps(self, call: Call) -> bool:
+        """Whether the call's graph is kept until its backward."""
+        keep, visit = self.step.keep, self.step.visit
+        if call.unit in self._unkeepable or not keep.has(call.module, call.batch.number):
+            return False
+        if not keep.if_free:
+            return True
+        assert visit is not None, "a unit's code runs only during a visit to the unit"
+        if visit.host_has_room is None:
+            visit.host_has_room = _host_has_room()
+        return visit.host_has_room
+
+    def cannot_keep(self, unit: Unit) -> None:
+        """Called when graphs of the unit turn out to be ones that cannot last."""
+        self._unkeepable.add(unit)
+
+    def saving(self, unit: Unit) -> SavedTensors | None:
+        """Hooks for what a lasting graph of the visited unit saves. None: weights and activations stay in place."""
+        step = self.step
+        assert step.visit is not None, "a unit's code runs only during a visit to the unit"
+        of_unit = step.visit.of_unit
+        return SavedTensors(of_unit) if of_unit.moves or step.stash.moves else None
 
     def trains(self, unit: Unit) -> bool:
         """Whether anything that the unit uses requires a gradient: a parameter, residents included, or a leaf outside
@@ -202,3 +229,9 @@ class CallHost:
     def _sample_memory(self) -> None:
         if self.lanes.trace is not None:
             self.lanes.trace.sample_memory()
+
+
+def _host_has_room() -> bool:
+    """Whether the host has memory to spare; see Note [Without a budget] in `micro_batching.py`."""
+    free, total = host_memory.available(), host_memory.total()
+    return free is None or total is None or free > total * HOST_RESERVE

@@ -55,10 +55,18 @@ class Handle:
         self.number = call.batch.number
 
     def end(self) -> None:
-        """Drops the call and its inputs at the end of the step."""
+        """Drops the call, its inputs and its graph at the end of the step."""
         call, self.call = self.call, None
-        if call is not None and (stash := call.stash()) is not None:
+        if call is None:
+            return
+        call.drop_graph(lasting=True)
+        if (stash := call.stash()) is not None:
             stash.give_up()
+
+    def __del__(self) -> None:
+        """The node is gone, so nothing can use the call's graph any more, though others may refer to the call."""
+        if self.call is not None:
+            self.call.drop_graph(lasting=True)
 
     def used(self, where: str) -> ValueError:
         return ValueError(

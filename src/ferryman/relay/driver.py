@@ -22,6 +22,7 @@ from ferryman.exactness.reach import beyond, context_variables, tensors_in
 from ferryman.exactness.user_locks import UserLocks
 from ferryman.exactness.weight_edits import WeightEdits
 from ferryman.model.units import Unit
+from ferryman.plan.keep import CallCounts, Keep
 from ferryman.plan.plan import Plan
 from ferryman.relay.call import Call, Forward
 from ferryman.relay.call_host import CallHost
@@ -35,6 +36,7 @@ from ferryman.relay.step_state import Expectation, StepState, Visit, Work
 from ferryman.relay.unit_arguments import refuse_arguments
 from ferryman.relay.weight_slots import UnitOnDevice
 from ferryman.runtime import shutdown
+from ferryman.runtime.marks import Mark
 from ferryman.runtime.streams import Streams
 
 
@@ -50,7 +52,9 @@ class Relay(CallHost):
         if device.type != "cpu":
             self._host_stash = HostStash(device, streams.compute, streams.stash_in, streams.stash_out)
         self.order: list[Unit] = []  # the visits of the last step
+        self.calls = CallCounts(0, 0, None)  # of the last step
         self._total: torch.Tensor | None = None  # the last step's loss, which may be being copied
+        self._copied: Mark | None = None  # the end of that copy
         self.serve(plan)
 
     def serve(self, plan: Plan) -> None:
@@ -96,6 +100,7 @@ class Relay(CallHost):
         *,
         stash_on_host: bool,
         staying: int,
+        keep: Keep,
         for_update: bool,
         skipped: Collection[Unit] = (),
         between_visits: Callable[[], None] = lambda: None,
@@ -105,15 +110,16 @@ class Relay(CallHost):
         """Makes a step; `run` runs it. Each of `works` runs one micro-batch's forward and returns its loss.
 
         `for_update`: the server updates weights with the gradients; otherwise the gradients are left for the user.
-        `staying`: see `stash_for`. `skipped`: units that will not be called in this step. `between_visits` may raise
-        an exception to end the step. `interleaved`: micro-batches take turns; otherwise each ends before the next one
-        begins, and units are fetched for each.
+        `staying`: see `stash_for`. `keep`: the calls that keep their graphs. `skipped`: units that will not be called
+        in this step. `between_visits` may raise an exception to end the step. `interleaved`: micro-batches take turns;
+        otherwise each ends before the next one begins, and units are fetched for each.
         """
         return StepState(
             works,
             seed,
             self.stash_for(on_host=stash_on_host, staying=staying),
             self.expectation(skipped),
+            keep=keep,
             for_update=for_update,
             guard=guard,
             between_visits=between_visits,
@@ -148,6 +154,9 @@ class Relay(CallHost):
                     shutdown.sleep_at_end()
             total = self._add_up_losses(step)
             visited, turning = step.visited, step.turning_modules
+            # Python's own clock knows nothing of an accelerator.
+            saved = step.kept_seconds if self.device.type == "cpu" else step.keep.seconds
+            self.calls = CallCounts(step.kept_calls, step.recomputed_calls, saved if step.keep else 0.0)
         if step.runs_backward and not step.skips_units:
             self._turning_modules = turning
             if step.interleaved:
@@ -155,9 +164,14 @@ class Relay(CallHost):
         if self.device.type == "cpu":
             return total
         # The caller uses its loss on another stream, and drops it at any time: so it gets a copy in memory of that
-        # stream. `compute` waits for that stream when the next step begins; until then the original is kept.
+        # stream. The original is kept until the next step or trial; then `compute` waits for the copy, which the caller
+        # may have made on another stream than its current one.
+        if self._copied is not None:
+            self.compute.follow(self._copied)
         self._total = total
-        return total.clone()
+        copy = total.clone()
+        self._copied = self.lanes.here()
+        return copy
 
     def stash_for(self, *, on_host: bool, staying: int = 0) -> Stash:
         """The stash for a step. If the device is the CPU, there is only one: its memory has no budget.
@@ -356,7 +370,7 @@ class Relay(CallHost):
             backward = step.has_turned()
             with self.compute.occupy(f"visit {unit.name}", after=on_device.ready) as mark:
                 self._sample_memory()
-                step.visit = Visit(unit, on_device.tensors)
+                step.visit = Visit(unit, on_device.of_unit)
                 self.buffers.visit(self._model.buffers_of(unit, on_device.tensors))
                 edits = WeightEdits(on_device.tensors, by_bytes=self.escapes.traced, can_undo=self._edits_host(step))
                 self._serve_requests(unit, [batch for batch in batches if batch.requests(unit)])

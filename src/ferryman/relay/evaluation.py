@@ -55,7 +55,8 @@ class Evaluation:
         assert self._visited is not None
         lanes = self._streams.lanes
         self._visited.append(unit)
-        slot, tensors, ready = self._weights.enter(unit, upcoming(self._expected, self._visited))
+        slot, of_unit, ready = self._weights.enter(unit, upcoming(self._expected, self._visited))
+        tensors = of_unit.pairs
         for mark in ready:
             mark.precede_caller()
         buffers = [(item, tensor) for item, tensor in tensors if item.is_buffer]

@@ -39,8 +39,10 @@ class HeldWeights(WeightSlots):
     """One slot for each unit, of the unit's size."""
 
     _slots: Sequence[HeldSlot]
+    _moves = False
 
     def make_room_for(self, units: Sequence[Unit]) -> None:
+        self._tensors.clear()
         self._slots = []  # frees the old memory before new memory is allocated
         memories = carve([unit.nbytes for unit in units], self._device)
         self._slots = [HeldSlot(memory, unit) for memory, unit in zip(memories, units, strict=True)]

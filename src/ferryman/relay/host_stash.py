@@ -40,106 +40,34 @@ submitted, which may use the same memory. That is why copies are submitted one m
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from ferryman.plan.fit import IN_FLIGHT
 from ferryman.relay.between_units import BetweenUnits
+from ferryman.relay.kept_graph import Hold
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.stash import OnDevice, Stashed
 from ferryman.relay.tensor_identity import storages_of, version_of
-from ferryman.runtime.arena import Allocation, Arena
+from ferryman.relay.tracked_storage import Fetched, Geometry, HostCopy, Leaving, Level, TrackedStorage
+from ferryman.runtime.arena import Arena
 from ferryman.runtime.lanes import DeviceLane, Lane
 from ferryman.runtime.marks import Mark
 
 _SMALL = 64  # bytes; less is not worth a copy
 
 
-class _Level:
-    """An amount and its peak."""
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-
-    def add(self, amount: int) -> None:
-        self.now += amount
-        self.peak = max(self.peak, self.now)
-
-
-class _Copy:
-    """The host's copy of a storage after a certain number of edits. Returns its memory to the arena when dropped."""
-
-    def __init__(self, piece: Allocation, edits: int, arena: Arena, level: _Level) -> None:
-        self.memory = piece.bytes
-        self.edits = edits
-        self.landed: Mark | None = None
-        self.fetched: Mark | None = None  # the last fetch from it
-        self._piece = piece
-        self._arena = arena
-        self._level = level
-        level.add(self.memory.numel())
-
-    def __del__(self) -> None:
-        self._level.add(-self.memory.numel())
-        last = self.fetched or self.landed
-        self._arena.give(self._piece, () if last is None else (last,))
-
-
-class _TrackedStorage:
-    """One storage of a micro-batch, on the device or emptied."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.alias = tensor.detach()  # shares the storage, but not the version counter
-        self.nbytes = self.storage().nbytes()
-        self.edits = 0  # see Note [Edits in place]
-        self.on_device = True
-        self.copy: _Copy | None = None
-        self.ready: Mark | None = None
-
-    def storage(self) -> torch.UntypedStorage:
-        return self.alias.untyped_storage()
-
-    def is_referenced(self) -> bool:
-        """Whether anything but the stash refers to this storage."""
-        storage = self.storage()
-        count: int = torch._C._storage_Use_Count(storage._cdata)
-        return count > 2  # the alias, and `storage` here
-
-    def flat(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self.alias.device).set_(self.storage())
-
-
-class _Leaving(NamedTuple):
-    """A copy in the window. The reference to the storage keeps its device memory alive until the copy has ended."""
-
-    tracked: _TrackedStorage
-    copy: _Copy
-
-
-class _Geometry(NamedTuple):
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Geometry:
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(self.dtype).as_strided(self.size, self.stride, self.offset)
-
-
 class _OnHost:
     """A saved input of which the host has a copy."""
 
-    def __init__(self, stash: HostStash, batch: MicroBatch, copy: _Copy, geometry: _Geometry) -> None:
+    def __init__(self, stash: HostStash, batch: MicroBatch, copy: HostCopy, geometry: Geometry) -> None:
         self.copy = copy
         self._stash, self._batch, self._geometry = stash, batch, geometry
-        self._fetched: _Fetched | None = None  # on its way to the device, for the next recall
+        self._fetched: Fetched | None = None  # on its way to the device, for the next recall
 
     @property
     def source(self) -> tuple[int, int]:
@@ -149,6 +77,9 @@ class _OnHost:
         if self._fetched is None:
             self._fetched = self._stash.fetch(self._batch, self.copy)
 
+    def is_edited(self) -> bool:
+        return False  # the copy was made before
+
     def recall(self) -> torch.Tensor | None:
         self.prefetch()
         fetched, self._fetched = self._fetched, None
@@ -157,32 +88,52 @@ class _OnHost:
         return self._geometry.view(fetched.use())
 
 
-class _Fetched:
-    """Bytes of a copy on their way to new device memory."""
+class _Held:
+    """Storages that stay on the device while this object exists. `edits`: the count of each one's edits so far."""
 
-    def __init__(self, flat: torch.Tensor, ready: Mark, compute: DeviceLane) -> None:
-        self._flat, self._ready, self._compute = flat, ready, compute
-        self._version = version_of(flat)
-        self._is_used = False
+    def __init__(self, stash: HostStash, edits: dict[int, int]) -> None:
+        self._stash, self._edits = stash, edits
+        stash.held.update(edits.keys())
 
-    @property
     def is_edited(self) -> bool:
-        return version_of(self._flat) != self._version
-
-    def use(self) -> torch.Tensor:
-        """The bytes. Compute waits for them."""
-        if not self._is_used:
-            self._is_used = True
-            self._compute.follow(self._ready)
-        return self._flat
+        return any(self._stash.edits_of(key) != edits for key, edits in self._edits.items())
 
     def __del__(self) -> None:
-        if not self._is_used:  # the backward was not run
-            self._compute.outlast(self._ready)
+        self._stash.held.subtract(self._edits.keys())
+
+
+class _HeldInput:
+    """An input of a call whose graph is kept. It leaves the device only if it is edited: then the call runs again."""
+
+    def __init__(self, on_device: OnDevice, held: _Held) -> None:
+        self._on_device, self._held = on_device, held
+        self._copy: _OnHost | None = None
+
+    @property
+    def source(self) -> tuple[int, int]:
+        return self._on_device.source if self._copy is None else self._copy.source
+
+    def save(self, copy: _OnHost) -> None:
+        """Called before an edit."""
+        self._copy = self._copy or copy
+
+    def prefetch(self) -> None:
+        if self._copy is not None:
+            self._copy.prefetch()
+
+    def is_edited(self) -> bool:
+        return self._held.is_edited() or self._on_device.is_edited()
+
+    def recall(self) -> torch.Tensor | None:
+        if self._copy is not None:
+            return self._copy.recall()
+        return None if self.is_edited() else self._on_device.alias
 
 
 class HostStash:
-    """Keeps the tensors of parked micro-batches on the host."""
+    """Keeps the tensors of parked micro-batches on the host, except for those that kept graphs have saved."""
+
+    moves = True
 
     def __init__(self, device: torch.device, compute: Lane, h2d: Lane, d2h: Lane) -> None:
         assert isinstance(compute, DeviceLane)
@@ -190,16 +141,18 @@ class HostStash:
         assert isinstance(d2h, DeviceLane)
         self._device = device
         self._compute, self._h2d, self._d2h = compute, h2d, d2h
-        self._tracked: dict[MicroBatch, dict[int, _TrackedStorage]] = {}  # by owner and by storage
+        self._tracked: dict[MicroBatch, dict[int, TrackedStorage]] = {}  # by owner and by storage
         self._owners: dict[int, MicroBatch] = {}
-        self._shared: dict[int, _TrackedStorage] = {}  # shared by several micro-batches
+        self._shared: dict[int, TrackedStorage] = {}  # shared by several micro-batches
         self.arena = Arena(device)  # for the copies
-        self._window: deque[_Leaving] = deque()  # see Note [The window]
-        self._copied = _Level()
+        self._window: deque[Leaving] = deque()  # see Note [The window]
+        self._copied = Level()
         self._checks = False  # whether to compare bytes if no edit was seen
+        self.held = Counter[int]()  # storages that kept graphs need on the device, and how many of them
+        self._held_inputs: dict[int, list[tuple[weakref.ref[_HeldInput], Geometry]]] = {}  # by storage
         self.staying = 0  # the first micro-batches of the step, whose calls' inputs stay on the device
         # Of these, saved inputs of the last backward: the next may need the same, such as a mask that all blocks use.
-        self._recalled: dict[MicroBatch, dict[_Copy, _Fetched]] = {}
+        self._recalled: dict[MicroBatch, dict[HostCopy, Fetched]] = {}
 
     @property
     def peak(self) -> int:
@@ -215,7 +168,7 @@ class HostStash:
                 continue
             storage = tensor.untyped_storage()
             if storage.nbytes() >= _SMALL and storage._cdata not in self._owners and storage._cdata not in self._shared:
-                tracked = _TrackedStorage(tensor)  # runs an operator, which the watch sees too
+                tracked = TrackedStorage(tensor)  # runs an operator, which the watch sees too
                 self._tracked.setdefault(batch, {})[storage._cdata] = tracked
                 self._owners[storage._cdata] = batch
 
@@ -238,6 +191,9 @@ class HostStash:
     def edit(self, tensor: torch.Tensor) -> None:
         """Called before the micro-batch edits a tensor in place. A copy to the host may still be reading it."""
         key = tensor.untyped_storage()._cdata
+        for held, geometry in self._held_inputs.get(key, ()):
+            if (saved := held()) is not None and (owner := self._owners.get(key)) is not None:
+                saved.save(_OnHost(self, owner, self._copy_of(self._tracked[owner][key]), geometry))
         self._count_edit(key)
         for tracked, copy in self._window:
             if tracked.storage()._cdata == key and copy.landed is not None:
@@ -250,6 +206,8 @@ class HostStash:
     def _count_edit(self, key: int) -> None:
         if (owner := self._owners.get(key)) is not None:
             self._tracked[owner][key].edits += 1
+        elif key in self._shared:
+            self._shared[key].edits += 1
 
     @contextlib.contextmanager
     def checking(self) -> Iterator[None]:
@@ -264,7 +222,24 @@ class HostStash:
         if tracked is None:  # the tensor is small, or on another device
             alias = tensor.detach()
             return OnDevice(alias, version_of(alias))
-        return _OnHost(self, batch, self._copy_of(tracked), _Geometry.of(tensor))
+        return _OnHost(self, batch, self._copy_of(tracked), Geometry.of(tensor))
+
+    def hold(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
+        alias, key = tensor.detach(), tensor.untyped_storage()._cdata
+        on_device = OnDevice(alias, version_of(alias))
+        if key not in self._owners:
+            return on_device
+        held = _HeldInput(on_device, _Held(self, {key: self.edits_of(key)}))
+        self._held_inputs.setdefault(key, []).append((weakref.ref(held), Geometry.of(tensor)))
+        return held
+
+    def hold_saved(self, storages: Collection[int]) -> Hold | None:
+        return _Held(self, {key: self.edits_of(key) for key in storages})
+
+    def edits_of(self, key: int) -> int:
+        owner = self._owners.get(key)
+        tracked = self._shared.get(key) if owner is None else self._tracked[owner][key]
+        return 0 if tracked is None else tracked.edits
 
     def watch(self, batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         return BetweenUnits(self, batch)
@@ -277,7 +252,7 @@ class HostStash:
         for key, tracked in list(self._tracked.get(batch, {}).items()):
             if not tracked.is_referenced() or (batch.done and tracked.on_device):
                 self._follow(self._drop(batch, key))
-            elif tracked.on_device and key not in stay:
+            elif tracked.on_device and key not in stay and not self.held[key]:
                 tracked.on_device = False
                 if not self._is_leaving(self._copy_of(tracked)):
                     tracked.storage().resize_(0)
@@ -302,7 +277,7 @@ class HostStash:
                 self._fill(tracked)
             self._follow(tracked)
 
-    def _follow(self, tracked: _TrackedStorage) -> None:
+    def _follow(self, tracked: TrackedStorage) -> None:
         """Makes compute wait for a storage that is being restored."""
         if tracked.ready is not None:
             self._compute.follow(tracked.ready)
@@ -321,29 +296,30 @@ class HostStash:
         self._tracked.clear()
         self._owners.clear()
         self._shared.clear()
+        self._held_inputs.clear()
 
     def close(self) -> None:
         self.forget()
         self.arena.close()
 
-    def _drop(self, batch: MicroBatch, key: int) -> _TrackedStorage:
+    def _drop(self, batch: MicroBatch, key: int) -> TrackedStorage:
         del self._owners[key]
         return self._tracked[batch].pop(key)
 
-    def recalled(self, batch: MicroBatch, copy: _Copy, fetched: _Fetched) -> None:
+    def recalled(self, batch: MicroBatch, copy: HostCopy, fetched: Fetched) -> None:
         """Called when a backward uses a saved input."""
         if batch.number < self.staying:
             self._recalled.setdefault(batch, {})[copy] = fetched
 
-    def fetch(self, batch: MicroBatch, copy: _Copy) -> _Fetched:
+    def fetch(self, batch: MicroBatch, copy: HostCopy) -> Fetched:
         """Starts to bring the bytes of a copy to new device memory, if the micro-batch has not kept them there."""
         kept = self._recalled.get(batch, {}).get(copy)
         if kept is not None and not kept.is_edited:
             return kept
         flat = torch.empty(copy.memory.numel(), dtype=torch.uint8, device=self._device)
-        return _Fetched(flat, self._submit_fetch(copy, flat), self._compute)
+        return Fetched(flat, self._submit_fetch(copy, flat), self._compute)
 
-    def _fill(self, tracked: _TrackedStorage) -> None:
+    def _fill(self, tracked: TrackedStorage) -> None:
         copy = tracked.copy
         assert copy is not None, "a stowed storage has a copy"
         tracked.on_device = True
@@ -353,7 +329,7 @@ class HostStash:
         tracked.storage().resize_(tracked.nbytes)
         tracked.ready = self._submit_fetch(copy, tracked.flat())
 
-    def _submit_fetch(self, copy: _Copy, target: torch.Tensor) -> Mark:
+    def _submit_fetch(self, copy: HostCopy, target: torch.Tensor) -> Mark:
         """The stream of compute is current, so that `target` is memory of compute: see the note of that name."""
         assert copy.landed is not None
         copy.fetched = self._h2d.submit(
@@ -364,10 +340,10 @@ class HostStash:
         )
         return copy.fetched
 
-    def _is_leaving(self, copy: _Copy) -> bool:
+    def _is_leaving(self, copy: HostCopy) -> bool:
         return any(leaving.copy is copy for leaving in self._window)
 
-    def _leave_window(self, leaving: _Leaving) -> None:
+    def _leave_window(self, leaving: Leaving) -> None:
         """Waits for a copy that leaves the window, and empties the storage if the micro-batch is still parked."""
         tracked, copy = leaving
         assert copy.landed is not None
@@ -375,7 +351,7 @@ class HostStash:
         if not tracked.on_device and tracked.copy is copy:
             tracked.storage().resize_(0)
 
-    def _copy_of(self, tracked: _TrackedStorage) -> _Copy:
+    def _copy_of(self, tracked: TrackedStorage) -> HostCopy:
         """The host's copy of the storage's current contents, which is made if there is none."""
         if tracked.copy is not None and tracked.copy.edits == tracked.edits:
             if self._checks:
@@ -383,7 +359,7 @@ class HostStash:
             return tracked.copy
         tracked.nbytes = tracked.storage().nbytes()  # an edit may have resized it
         piece = self.arena.take(tracked.nbytes)
-        copy = tracked.copy = _Copy(piece, tracked.edits, self.arena, self._copied)
+        copy = tracked.copy = HostCopy(piece, tracked.edits, self.arena, self._copied)
         memory, flat = piece.bytes, tracked.flat()
         copy.landed = self._d2h.submit(
             lambda: memory.copy_(flat, non_blocking=True),
@@ -391,12 +367,12 @@ class HostStash:
             label="stow stash",
             nbytes=tracked.nbytes,
         )
-        self._window.append(_Leaving(tracked, copy))
+        self._window.append(Leaving(tracked, copy))
         while len(self._window) > IN_FLIGHT:
             self._leave_window(self._window.popleft())
         return copy
 
-    def _check_unedited(self, tracked: _TrackedStorage, copy: _Copy) -> None:
+    def _check_unedited(self, tracked: TrackedStorage, copy: HostCopy) -> None:
         assert copy.landed is not None
         copy.landed.wait()
         with self._compute.current():

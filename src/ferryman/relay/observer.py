@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from ferryman.exactness.reach import context_roots
 from ferryman.exactness.survey import Survey
 from ferryman.model.units import Item
 from ferryman.relay.micro_batch import MicroBatch, ThreadState
+
+if TYPE_CHECKING:
+    from ferryman.relay.call import Call
 
 
 class Roots(NamedTuple):
@@ -46,6 +49,12 @@ class Observer:
 
     def gradient(self, batch: MicroBatch, item: Item, gradient: torch.Tensor) -> None:
         """Called with each call's gradient of a parameter."""
+
+    def run_again(
+        self, call: Call, inputs: list[torch.Tensor], run: Callable[[], list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Runs a call's forward with a graph, in its backward, and returns the outputs."""
+        return run()
 
     def end(self, losses: dict[int, torch.Tensor], left: ThreadState | None) -> None:
         """Called when all micro-batches are done, before their effects are undone.

@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ferryman.relay.kept_graph import Hold
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.tensor_identity import version_of
 
@@ -26,8 +27,11 @@ class Stashed(Protocol):
     def prefetch(self) -> None:
         """Starts to bring it to the device, ahead of `recall`."""
 
+    def is_edited(self) -> bool:
+        """Whether the tensor itself was edited in place since it was saved."""
+
     def recall(self) -> torch.Tensor | None:
-        """The detached tensor on the device; None if it was edited since it was saved."""
+        """The detached tensor on the device; None if it was edited, and there is no copy from before that."""
 
 
 class Stash(Protocol):
@@ -36,8 +40,16 @@ class Stash(Protocol):
     def track(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
         """Registers tensors that belong to the micro-batch."""
 
+    moves: bool  # whether tensors may leave the device
+
     def save(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
         """Saves a call's input with its current value."""
+
+    def hold(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
+        """Leaves a call's input on the device until the result is dropped."""
+
+    def hold_saved(self, storages: Collection[int]) -> Hold | None:
+        """Leaves what a kept graph has saved on the device until the result is dropped."""
 
     def watch(self, batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         """Context in which the micro-batch runs. Tensors that it makes belong to it."""
@@ -82,12 +94,17 @@ class OnDevice(NamedTuple):
     def prefetch(self) -> None:
         pass
 
+    def is_edited(self) -> bool:
+        return version_of(self.alias) != self.version
+
     def recall(self) -> torch.Tensor | None:
-        return self.alias if version_of(self.alias) == self.version else None
+        return None if self.is_edited() else self.alias
 
 
 class DeviceStash:
     """Leaves all tensors on the device."""
+
+    moves = False
 
     def track(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
         pass
@@ -95,6 +112,11 @@ class DeviceStash:
     def save(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
         alias = tensor.detach()  # shares the version counter, which reveals edits
         return OnDevice(alias, version_of(alias))
+
+    hold = save
+
+    def hold_saved(self, storages: Collection[int]) -> Hold | None:
+        return None
 
     def watch(self, batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()

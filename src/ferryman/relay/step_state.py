@@ -18,12 +18,15 @@ from ferryman.exactness.outside_leaves import OutsideLeaves
 from ferryman.exactness.survey import Survey
 from ferryman.exactness.weight_edits import WeightEdits
 from ferryman.model.units import Item, Unit
+from ferryman.plan.keep import NOTHING, Keep
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.stash import Stash
+from ferryman.relay.unit_tensors import UnitTensors
 
 if TYPE_CHECKING:
     from ferryman.relay.call import Call
     from ferryman.relay.call_node import Handle
+    from ferryman.relay.kept_graph import KeptGraph
 
 Work = Callable[[], torch.Tensor]  # the forward of one micro-batch; returns its loss
 
@@ -51,10 +54,12 @@ class OpenCalls:
 class Visit:
     """A visit to a unit: the unit's tensors on the device, and the state of the current call."""
 
-    def __init__(self, unit: Unit, tensors: Sequence[tuple[Item, torch.Tensor]]) -> None:
+    def __init__(self, unit: Unit, of_unit: UnitTensors) -> None:
         self.unit = unit
-        self.tensors = tensors
+        self.of_unit = of_unit
+        self.tensors = of_unit.pairs
         self.has_gradient_slot = False
+        self.host_has_room: bool | None = None  # for graphs that are kept; None: not looked at yet
         self.is_last_backward = False  # no other call of the unit will add to its gradients
 
 
@@ -78,6 +83,7 @@ class StepState:
         stash: Stash,
         expected: Expectation,
         *,
+        keep: Keep = NOTHING,
         for_update: bool = False,
         guard: Guard | None = None,
         between_visits: Callable[[], None] = lambda: None,
@@ -86,6 +92,7 @@ class StepState:
         self.works, self.seed = works, seed
         self.interleaved = interleaved  # micro-batches take turns; otherwise they run one after the other
         self.stash = stash
+        self.keep = keep  # the calls that keep their graphs
         self.for_update = for_update  # gradients are sent to the server; otherwise they are left for the user
         self.between_visits = between_visits  # may raise an exception to end the step
         self.skips_units = bool(expected.skipped)
@@ -102,6 +109,8 @@ class StepState:
         self.resident_edits = WeightEdits((), by_bytes=False)
         self.leaves = OutsideLeaves()
         self.batch_edits = BatchEdits()
+        self.kept_calls = self.recomputed_calls = 0
+        self.kept_seconds = 0.0  # of forwards whose graph lasted, if the device is the host
         self._latest_call: Call | None = None  # the last call that ran its forward; it may keep its graph
         self._guard = guard
         once = [unit for unit in expected.visits if unit not in expected.skipped]
@@ -127,6 +136,12 @@ class StepState:
 
     def has_gradient(self, batch: MicroBatch, item: Item, gradient: torch.Tensor) -> None:
         """Called with each call's gradient of a parameter."""
+
+    def run_again(
+        self, call: Call, inputs: list[torch.Tensor], run: Callable[[], list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Runs a call's forward with a graph, in its backward, and returns the outputs."""
+        return run()
 
     def watch_user_code(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which a micro-batch runs the user's code."""
@@ -188,8 +203,16 @@ class StepState:
         if self._latest_call is call:
             self.turning_modules.add(call.module)
 
+    def count(self, kept: KeptGraph | None) -> None:
+        """Counts a call's backward, which uses the graph of its forward or else runs the forward again."""
+        if kept is None:
+            self.recomputed_calls += 1
+            return
+        self.kept_calls += 1
+        self.kept_seconds += kept.seconds if kept.lasts else 0.0
+
     def drop_graph(self) -> None:
-        """Drops the graph of the latest call's forward, if there is one."""
+        """Drops the graph of the latest call's forward, if there is one that does not last."""
         if self._latest_call is not None:
             self._latest_call.drop_graph()
             self._latest_call = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from ferryman.exactness.escapes import Escapes
 from ferryman.exactness.survey import Survey
 from ferryman.model.units import Item
+from ferryman.plan.keep import NOTHING, Keep
 from ferryman.relay.asked_gradients import AskedGradients
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.observer import Observer
@@ -19,6 +20,7 @@ from ferryman.relay.step_state import Expectation, StepState, Work
 from ferryman.relay.user_threads import refusing_user_threads
 
 if TYPE_CHECKING:
+    from ferryman.relay.call import Call
     from ferryman.relay.driver import Relay
 
 
@@ -30,18 +32,20 @@ def run_trial(
     *,
     stash_on_host: bool,
     staying: int = 0,
+    keep: Keep = NOTHING,
     in_turn: bool = False,
     forward_only: bool = False,
     check: bool,
 ) -> None:
     """Runs forward and backward of all micro-batches, reports to the observer, and undoes everything.
 
-    `staying`: see `Relay.stash_for`. `in_turn`: run one micro-batch after the other, as in plain gradient accumulation.
-    `forward_only`: end each micro-batch with its loss. `check`: compare the second run of each call with the first,
-    refuse in-place edits that the stash has not seen, and record which buffers are edited.
+    `staying`: see `Relay.stash_for`. `keep`: the calls that keep their graphs. `in_turn`: run one micro-batch after the
+    other, as in plain gradient accumulation. `forward_only`: end each micro-batch with its loss. `check`: compare the
+    second run of each call with the first, refuse in-place edits that the stash has not seen, and record which buffers
+    are edited.
     """
     stash = relay.stash_for(on_host=stash_on_host, staying=staying)
-    step = TrialStep(works, seed, stash, relay.expectation(), observer, relay.escapes, in_turn, forward_only)
+    step = TrialStep(works, seed, stash, relay.expectation(), keep, observer, relay.escapes, in_turn, forward_only)
     with (
         _undone(relay, check=check),
         stash.checking() if check else contextlib.nullcontext(),
@@ -61,12 +65,13 @@ class TrialStep(StepState):
         seed: int,
         stash: Stash,
         expected: Expectation,
+        keep: Keep,
         observer: Observer,
         escapes: Escapes,
         in_turn: bool,
         forward_only: bool,
     ) -> None:
-        super().__init__(works, seed, stash, expected, interleaved=not in_turn)
+        super().__init__(works, seed, stash, expected, keep=keep, interleaved=not in_turn)
         self.runs_backward = not forward_only
         self._observer, self._escapes = observer, escapes
 
@@ -85,6 +90,11 @@ class TrialStep(StepState):
 
     def has_gradient(self, batch: MicroBatch, item: Item, gradient: torch.Tensor) -> None:
         self._observer.gradient(batch, item, gradient)
+
+    def run_again(
+        self, call: Call, inputs: list[torch.Tensor], run: Callable[[], list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        return self._observer.run_again(call, inputs, run)
 
     def watch_user_code(self) -> AskedGradients:
         return AskedGradients(self._escapes)

@@ -18,23 +18,21 @@ is ready, because the others follow it on their stream. So another copy waits fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import nn
 
 from ferryman.model.spans import Span
 from ferryman.model.units import Item, Unit
 from ferryman.relay.parameter_server import ParameterServer
+from ferryman.relay.unit_tensors import Collect, Home, UnitTensors, home_in
 from ferryman.runtime.device_memory import carve
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark, busy_seconds
 
 T = TypeVar("T")
-
-Collect = Callable[[Unit, Item, torch.Tensor], None]  # receives each gradient of a unit's parameters
 
 _LOOK_AHEAD = 64  # visits
 _PIECE_SECONDS = 2e-3
@@ -123,7 +121,7 @@ class WeightSlot:
     fetched: Mark | None = None  # the end of the fetch
     released: Mark | None = None  # the end of the last visit that used the slot
     ahead: list[int] | None = None  # if fetched ahead of a step: the versions of the host's tensors at that time
-    tensors: dict[Unit, list[tuple[Item, torch.Tensor]]] = field(default_factory=dict)  # views of `memory`, made once
+    homes: dict[Unit, Home] = field(default_factory=dict)  # views of `memory`, made once
 
     def fill(self, unit: Unit, fetched: Mark) -> None:
         self.unit, self.fetched, self.ahead = unit, fetched, None
@@ -142,12 +140,18 @@ class UnitOnDevice(NamedTuple):
     """A unit's tensors on the device, and the marks after which they can be used."""
 
     slot: WeightSlot
-    tensors: list[tuple[Item, torch.Tensor]]
+    of_unit: UnitTensors
     ready: list[Mark]
+
+    @property
+    def tensors(self) -> list[tuple[Item, torch.Tensor]]:
+        return self.of_unit.pairs
 
 
 class WeightSlots:
     """Weights on the device. If the device is the CPU, units are used in place, without copies."""
+
+    _moves = True  # whether a unit may come back to another slot, and its slot may be overwritten between two visits
 
     def __init__(self, device: torch.device, count: int, server: ParameterServer, h2d: Lane, collect: Collect) -> None:
         self.fetches = 0
@@ -157,6 +161,7 @@ class WeightSlots:
         self._server = server
         self._h2d = h2d
         self._link = LinkRate()
+        self._tensors: dict[Unit, UnitTensors] = {}  # units that have been in a slot
         # In place, one slot without memory of its own has the tensors of all units.
         self._slots: Sequence[WeightSlot] = self._make_slots([0] * (1 if self._in_place else count))
 
@@ -166,9 +171,11 @@ class WeightSlots:
         if any(slot.memory.nbytes != largest for slot in self._slots):
             count = len(self._slots)
             self._slots = []  # frees the old memory before new memory is allocated
+            self._tensors.clear()
             self._slots = self._make_slots([largest] * count)
         for slot in self._slots:
-            slot.tensors = {unit: tensors for unit, tensors in slot.tensors.items() if unit in units}
+            slot.homes = {unit: home for unit, home in slot.homes.items() if unit in units}
+        self._tensors = {unit: tensors for unit, tensors in self._tensors.items() if unit in units}
         self.forget(everything=True)
 
     def enter(self, unit: Unit, upcoming: Sequence[Unit]) -> UnitOnDevice:
@@ -180,7 +187,7 @@ class WeightSlots:
         slot = self._slot_of(unit)
         slot.ahead = None  # from now on, an update may follow
         ready = self._server.weights_ready(unit) if self._in_place else slot.ready()
-        return UnitOnDevice(slot, self._tensors(unit, slot), ready)
+        return UnitOnDevice(slot, self._tensors_in(slot, unit), ready)
 
     def fetch_ahead(self, order: Sequence[Unit], *, latest_first: bool, most: int | None = None) -> None:
         """Between steps: fetches the first units of `order`, at most `most`, into the slots.
@@ -225,10 +232,9 @@ class WeightSlots:
                 slot.unit = slot.ahead = None
 
     def all_tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors that units have had in the slots so far."""
-        for slot in self._slots:
-            for tensors in slot.tensors.values():
-                yield from (tensor for _, tensor in tensors)
+        """All tensors of units that have been in a slot."""
+        for tensors in self._tensors.values():
+            yield from (tensor for _, tensor in tensors.pairs)
 
     def memory(self, unit: Unit) -> torch.Tensor | None:
         """The device memory of a unit whose weights stay on the device; None here, where none do."""
@@ -254,6 +260,7 @@ class WeightSlots:
     def close(self) -> None:
         """Frees the device's memory."""
         self._slots = []
+        self._tensors.clear()
 
     def _before_fetch(self, unit: Unit, slot: WeightSlot) -> list[Mark]:
         return [*([] if slot.released is None else [slot.released]), *self._server.weights_ready(unit)]
@@ -287,19 +294,14 @@ class WeightSlots:
     def _slot_of(self, unit: Unit) -> WeightSlot:
         return self._slots[0] if self._in_place else next(slot for slot in self._slots if slot.unit is unit)
 
-    def _tensors(self, unit: Unit, slot: WeightSlot) -> list[tuple[Item, torch.Tensor]]:
-        """The unit's tensors in a slot. Parameters are instances of `nn.Parameter`, as modules require."""
-        if unit not in slot.tensors:
-            flat = self._server.weights(unit) if self._in_place else slot.memory
-            with torch.inference_mode(False):  # they may be made in an evaluation, and outlive it
-                slot.tensors[unit] = [(item, self._as_member(unit, item, item.view(flat).data)) for item in unit.items]
-        return slot.tensors[unit]
-
-    def _as_member(self, unit: Unit, item: Item, view: torch.Tensor) -> torch.Tensor:
-        if not isinstance(item.tensor, nn.Parameter):
-            return view
-        parameter = nn.Parameter(view, requires_grad=item.trains)
-        if item.trains:
-            # Collect each gradient as soon as it exists: otherwise all gradients of a unit would be in memory twice.
-            parameter.register_post_accumulate_grad_hook(lambda p: self._collect(unit, item, p))
-        return parameter
+    def _tensors_in(self, slot: WeightSlot, unit: Unit) -> UnitTensors:
+        """The unit's tensors, which refer to the memory of this slot from now on."""
+        moves = self._moves and not self._in_place
+        if unit not in slot.homes:
+            memory = self._server.weights(unit) if self._in_place else slot.memory
+            slot.homes[unit] = home_in(unit, memory, alone=moves)
+        home = slot.homes[unit]
+        if unit not in self._tensors:
+            self._tensors[unit] = UnitTensors(unit, home, self._collect, moves=moves)
+        self._tensors[unit].move_to(home)
+        return self._tensors[unit]

@@ -31,6 +31,21 @@ def carve(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
     return list(torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(list(sizes)))
 
 
+_USUAL_SHARE = 0.9  # of the free device memory; fragmentation and the device's libraries need the rest
+
+
+def usual_budget(device: torch.device) -> int | None:
+    """The budget where none is given; None: the device is the host, or does not report its memory."""
+    if device.type == "cpu":
+        return None
+    try:
+        free = torch.accelerator.get_memory_info(device)[0]
+    except (NotImplementedError, RuntimeError):
+        return None
+    cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return int(_USUAL_SHARE * (free + cached))
+
+
 class DeviceMemory:
     """The reserved memory of one engine. If its device is the CPU, nothing is counted."""
 

@@ -18,6 +18,15 @@ def available() -> int | None:
     return min(found, default=None)
 
 
+def total() -> int | None:
+    """Bytes that this process could allocate at most; None if the system does not report it."""
+    fields = _fields_of_system()
+    limit = Path("/sys/fs/cgroup/memory.max")
+    group = limit.read_text().strip() if limit.exists() else "max"
+    found = [fields.get("MemTotal"), None if group == "max" else int(group)]
+    return min((nbytes for nbytes in found if nbytes is not None), default=None)
+
+
 def check(account: dict[str, int], already: int) -> None:
     """Raises if the host has no room for `account`. `already`: bytes that the process has now and will free."""
     free = available()
@@ -32,11 +41,16 @@ def check(account: dict[str, int], already: int) -> None:
 
 
 def _free_in_system() -> int | None:
+    return _fields_of_system().get("MemAvailable")
+
+
+def _fields_of_system() -> dict[str, int]:
+    """The system's memory, in bytes, by kind."""
     path = Path("/proc/meminfo")
     if not path.exists():
-        return None
-    lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None
+        return {}
+    lines = (line.split(":", 1) for line in path.read_text().splitlines())
+    return {name: int(amount.split()[0]) * 1024 for name, amount in lines}
 
 
 def _free_in_group() -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ferryman.plan.keep import CallCounts
 from ferryman.plan.rates import Rates
 from ferryman.runtime.marks import Mark, busy_seconds, whole_seconds
 
@@ -27,6 +28,7 @@ class Stats:
     device_waited: float  # at the end, until the host was done
     predicted_rate: float | None  # None: no rate has been measured yet
     achieved_rate: float
+    calls: CallCounts | None = None  # of the last forward and backward
 
     def __str__(self) -> str:
         predicted = "" if self.predicted_rate is None else f", {self.predicted_rate / 1e6:.0f} predicted"
@@ -35,7 +37,7 @@ class Stats:
             f"step {self.step}, updates={self.updates}: {self.device_share:.0%} on the device, "
             f"{self.achieved_rate / 1e6:.0f} Mparam/s{predicted}; {self.bytes_in / 1e6:.1f} MB in, "
             f"{self.bytes_out / 1e6:.1f} MB out; {late} was last, by "
-            f"{max(self.host_waited, self.device_waited) * 1e3:.1f} ms"
+            f"{max(self.host_waited, self.device_waited) * 1e3:.1f} ms{'' if self.calls is None else f'; {self.calls}'}"
         )
 
 

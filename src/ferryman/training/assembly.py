@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from ferryman.runtime.lanes import Lanes
 from ferryman.runtime.streams import Streams
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.server import Server
+from ferryman.server.stats import Stats
 from ferryman.server.store import RamStore, account
 from ferryman.training import memory_trial as trial
 from ferryman.training.gradients import Gradients
@@ -119,6 +121,12 @@ class Assembly:
     @property
     def all_units(self) -> tuple[Unit, ...]:
         return (*self.plan.units, self.plan.residents)
+
+    @property
+    def stats(self) -> Stats | None:
+        """Waits for the updates of the last step. Statistics about it, and about its forward and backward."""
+        stats = self.server.stats
+        return None if stats is None else replace(stats, calls=self.relay.calls)
 
     def watch_reads(self) -> None:
         """From now on, reads of trained weights wait for pending updates, and uses of weights are noticed."""

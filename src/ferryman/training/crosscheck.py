@@ -7,8 +7,8 @@ Before any weight changes, the first few micro-batches run, and everything that 
    edited (`weight_edits.py`).
 2. One after the other, forward and backward, as in plain accumulation. The outputs of each unit's second run are
    compared with those of its first (`checksums.py`).
-3. Interleaved, as in the step. Losses, gradients and the final values of variables must equal those of 2. A variable
-   whose final value differs gets another policy (`user_state.py`), and 3 runs again.
+3. Interleaved, as in the step, which may keep graphs. Losses, gradients and the final values of variables must equal
+   those of 2. A variable whose final value differs gets another policy (`user_state.py`), and 3 runs again.
 
 If there is still a difference, micro-batches of such steps cannot take turns, and run one after the other.
 """
@@ -39,6 +39,7 @@ from ferryman.exactness.survey import HOOKS
 from ferryman.exactness.user_state import VariablePolicy
 from ferryman.exactness.variables import Variable
 from ferryman.model.units import Item, Unit
+from ferryman.plan.keep import NOTHING, Keep
 from ferryman.relay.call import OtherOutputsError
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch, ThreadState
@@ -64,14 +65,14 @@ class CrossCheck:
         self._units = units
         self.differs = ""  # how results differ when micro-batches take turns
 
-    def run(self, works: Sequence[Work], seed: int, *, stash_on_host: bool) -> list[float]:
+    def run(self, works: Sequence[Work], seed: int, *, stash_on_host: bool, keep: Keep = NOTHING) -> list[float]:
         """Finds the variables and their policies for steps of these micro-batches. Raises a ValueError if results
         differ. Returns the losses of the micro-batches that it has tried.
         """
         while True:
             known = set(self._relay.graph_needed)
             try:
-                return self._run(works, seed, stash_on_host=stash_on_host)
+                return self._run(works, seed, stash_on_host=stash_on_host, keep=keep)
             except OtherOutputsError:
                 # The code may look whether there is a graph (`if x.requires_grad`), which first runs do not have.
                 if self._relay.graph_needed == known:
@@ -79,7 +80,7 @@ class CrossCheck:
                 self._relay.lanes.drain()
                 self._relay.recover()
 
-    def _run(self, works: Sequence[Work], seed: int, *, stash_on_host: bool) -> list[float]:
+    def _run(self, works: Sequence[Work], seed: int, *, stash_on_host: bool, keep: Keep) -> list[float]:
         relay, works = self._relay, works[:TRIED]
 
         def trial(
@@ -91,6 +92,7 @@ class CrossCheck:
                 seed,
                 observer,
                 stash_on_host=stash_on_host,
+                keep=NOTHING if in_turn else keep,
                 in_turn=in_turn,
                 forward_only=forward_only,
                 check=True,
@@ -137,7 +139,7 @@ class CrossCheck:
         if not relay.computes_in_own_threads and not _agree(losses[0], _floats(in_own_thread.losses)[0]):
             # The user's code keeps state per thread in a place that no survey finds.
             relay.computes_in_own_threads = True
-            return self._run(works, seed, stash_on_host=stash_on_host)
+            return self._run(works, seed, stash_on_host=stash_on_host, keep=keep)
         self._check_second_runs()
         discovery.teach(in_turn.ends)
         if len(works) == 1:

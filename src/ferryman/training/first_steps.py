@@ -16,6 +16,7 @@ from ferryman.exactness.user_state import Knowledge
 from ferryman.exactness.variables import Variable
 from ferryman.model.units import Unit
 from ferryman.plan.batch import Part
+from ferryman.plan.fit import Choice
 from ferryman.relay.driver import Relay
 from ferryman.relay.observer import Roots
 from ferryman.training.crosscheck import TRIED, CrossCheck, Work, second_run_differs
@@ -86,10 +87,10 @@ class FirstSteps:
             id(value) not in seen and any(name.startswith(root) for name in names) for value, root in context_roots()
         )
 
-    def check(self, parts: Sequence[Part], works: Sequence[Work], seed: int, *, stash_on_host: bool) -> None:
+    def check(self, parts: Sequence[Part], works: Sequence[Work], seed: int, choice: Choice) -> None:
         """Runs the cross-check for a new kind of step."""
         crosscheck = CrossCheck(self._relay, self.roots, self._units)
-        losses = crosscheck.run(works, seed, stash_on_host=stash_on_host)
+        losses = crosscheck.run(works, seed, stash_on_host=choice.stash_on_host, keep=choice.keep)
         if crosscheck.differs:
             self._one_by_one[_kind_of(parts)] = crosscheck.differs
             warnings.warn(

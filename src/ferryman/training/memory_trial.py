@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from ferryman.model.units import Unit
 from ferryman.plan.fit import Choice, Stretch, TooLargeError, Trial
+from ferryman.plan.keep import CallCost, Costs
 from ferryman.plan.plan import Need
+from ferryman.relay.call import Call
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.observer import Observer, Roots
@@ -31,7 +35,7 @@ def measure(
     choice: Choice,
 ) -> Trial:
     """Runs a step without effects, and returns the device memory that it needed. `choice`: the place of the stash and
-    of boundaries.
+    of boundaries, and the calls that keep their graphs.
 
     Raises a TooLargeError as soon as it reserves more than the room that there is.
     """
@@ -43,11 +47,13 @@ def measure(
     for _ in range(2):  # the second run knows where the turn is, and keeps the graph there
         relay.host_stash.reset_peak()
         memory = _Memory(measured, roots)
-        run_trial(relay, works, 0, memory, stash_on_host=choice.stash_on_host, staying=choice.staying, check=False)
+        on_host, staying = choice.stash_on_host, choice.staying
+        run_trial(relay, works, 0, memory, stash_on_host=on_host, staying=staying, keep=choice.keep, check=False)
         if relay.order == known:
             break
         known = relay.order
-    return Trial(memory.stretches, relay.host_stash.peak // len(works), memory.boundary, memory.reserved)
+    stash = relay.host_stash.peak // len(works)
+    return Trial(memory.stretches, stash, memory.boundary, memory.reserved, memory.costs())
 
 
 class Measured(NamedTuple):
@@ -88,6 +94,30 @@ class _Memory(Observer):
         measured.memory.trim()  # memory of pending copies does not count, nor what earlier steps have left
         self._floor = torch.accelerator.memory_allocated(self._device)
         self._where = ""
+        self._costs: dict[tuple[nn.Module, MicroBatch], CallCost] = {}
+
+    def costs(self) -> Costs:
+        """The costs of one micro-batch's calls, by module: the most bytes, and the least time, which has no noise."""
+        found = dict[nn.Module, CallCost]()
+        for (module, _), cost in self._costs.items():
+            known = found.get(module, cost)
+            nbytes, inputs = max(cost.nbytes, known.nbytes), max(cost.inputs, known.inputs)
+            found[module] = CallCost(nbytes, inputs, min(cost.seconds, known.seconds))
+        return found
+
+    def run_again(
+        self, call: Call, inputs: list[torch.Tensor], run: Callable[[], list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        torch.accelerator.synchronize(self._device)
+        before, start = torch.accelerator.memory_allocated(self._device), time.perf_counter()
+        outputs = run()
+        torch.accelerator.synchronize(self._device)
+        seconds = time.perf_counter() - start
+        taken = torch.accelerator.memory_allocated(self._device) - before - bytes_of_storages(outputs, self._device)
+        given = bytes_of_storages(inputs, self._device)
+        cost, key = CallCost(max(0, taken), given, seconds), (call.module, call.batch)
+        self._costs[key] = cost + self._costs.get(key, CallCost(0, 0, 0.0))
+        return outputs
 
     def resumes(self, batch: MicroBatch) -> None:
         self._where = "the start" if batch.request is None else batch.request.unit.name

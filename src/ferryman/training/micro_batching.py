@@ -1,5 +1,11 @@
 """Chooses the number of micro-batches that stays within a budget of device memory.
 
+Note [Without a budget]
+Micro-batches are not cut, and nothing is refused. On an accelerator, graphs are kept as if the budget were what
+`ferryman train` takes by default: most of the memory that is free when the plan is made. If the device is the host,
+its memory is the host's, and plain PyTorch would keep every graph. So does the engine, as long as an eighth of the
+host's memory is free: beyond that the system may kill the process, while recomputing needs no more memory.
+
 If not even the smallest micro-batches fit, a smaller plan is needed. Each rank cuts its own batch, but all ranks have
 the same plan: a rank whose micro-batches do not fit reports its need, and all ranks use the plan for the largest need.
 """
@@ -8,13 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ferryman.plan.batch import Split, bytes_in, parts_of, samples_in
 from ferryman.plan.fit import Choice, Fit, Measure, TooLargeError, Trial
+from ferryman.plan.keep import NOTHING, Keep
 from ferryman.plan.plan import Need, Plan, PlanTooLargeError
+from ferryman.runtime.device_memory import usual_budget
 from ferryman.runtime.sizes import show_bytes
 from ferryman.training.planner import Planner
 
@@ -37,8 +46,14 @@ class MicroBatching:
         self._split = split
         self.lasting = 0  # bytes that libraries have taken for good since micro-batches were measured
         self._fit = None
+        options = planner.options
         if planner.budget is not None:
-            self._fit = Fit(planner.budget, planner.options.stash, self._measure)
+            self._fit = Fit(planner.budget, options.stash, self._measure, options.recompute)
+        # See Note [Without a budget].
+        self._usual_fit: Fit | None = None
+        if planner.budget is None and options.recompute == "auto" and planner.device.type != "cpu":
+            usual = usual_budget(planner.device) or 0
+            self._usual_fit = Fit(plan.fixed + usual, options.stash, self._measure, options.recompute)
 
     @property
     def needed(self) -> int:
@@ -53,7 +68,10 @@ class MicroBatching:
         """
         parts = self._cut(batch, micro_batches)  # raises a ValueError if the batch cannot be cut
         if self._fit is None:
-            return Choice(micro_batches or len(parts), self._planner.options.stash == "host")
+            recompute = self._planner.options.recompute
+            keeps = recompute == "never" or (recompute == "auto" and self._usual_fit is None)
+            keep = Keep(None, if_free=recompute == "auto") if keeps else NOTHING
+            return Choice(micro_batches or len(parts), self._planner.options.stash == "host", keep=keep)
         sizes, fixed = [samples_in(part) for part in parts], self._fixed
         known = [size for size in sizes if size is not None]
         sample, size, count = batch, sum(known), micro_batches
@@ -80,6 +98,13 @@ class MicroBatching:
                 "has begun. Begin with the longest batch, or name smaller units (units=), which leave more room"
             )
         raise PlanTooLargeError(needed)
+
+    def with_graphs(self, choice: Choice, parts: Sequence[Any]) -> Choice:
+        """Adds to the choice the calls that keep their graphs, if there is no budget; see Note [Without a budget]. The
+        step has been checked: a trial that comes before would not know what the user's code changes."""
+        if self._usual_fit is None or not parts:
+            return choice
+        return self._usual_fit.keep(max(parts, key=bytes_in), choice, self._fixed)
 
     def took(self, nbytes: int) -> bool:
         """Called when the checks of a step have left so many bytes allocated: workspaces of libraries, for threads and

@@ -94,7 +94,7 @@ class Preparation:
                 break
             self._blocks.skipped = skipped
         memory.hold_more(memory.allocated - at_first)
-        return choice, parts
+        return self._with_graphs(choice, parts), parts
 
     def agree(self, choice: Choice, parts: list[Part]) -> PreparedStep:
         """Exchanges status with all ranks and returns this rank's part of the step. Errors: see `exchange_status`."""
@@ -113,6 +113,7 @@ class Preparation:
             seed,
             stash_on_host=choice.stash_on_host,
             staying=choice.staying,
+            keep=choice.keep,
             for_update=for_update,
             skipped=[unit for unit in self._assembly.plan.units if self._blocks.are_skipped(unit.modules)],
             between_visits=interrupts.check,
@@ -160,6 +161,16 @@ class Preparation:
         none_added(self._parameters, self._assembly.all_units)
         checks.can_step(self._model)
 
+    def _with_graphs(self, choice: Choice, parts: list[Part]) -> Choice:
+        """Adds to the choice the graphs that are kept without a budget, which a trial may have to measure."""
+        try:
+            return self._micro_batching.with_graphs(choice, [part.content for part in parts])
+        except UsedOutsideError:
+            raise
+        except BaseException:
+            self._end_skips()
+            raise
+
     def _check_first(self, parts: list[Part], choice: Choice, seed: int) -> None:
         """Tries out a new kind of step before it runs; with a single rank, it uses the same random numbers."""
         if not self.first_steps.is_new(parts):
@@ -167,7 +178,7 @@ class Preparation:
         assembly = self._assembly
         try:
             with assembly.step(), Interrupts():
-                self.first_steps.check(parts, self.works(parts), seed, stash_on_host=choice.stash_on_host)
+                self.first_steps.check(parts, self.works(parts), seed, choice)
         except BaseException as error:
             assembly.lanes.drain()
             if isinstance(error, torch.OutOfMemoryError):

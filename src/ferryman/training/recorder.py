@@ -14,6 +14,7 @@ from ferryman.distributed.ranks import Share
 from ferryman.model.units import DtypeOf
 from ferryman.observe.trace import Trace
 from ferryman.plan.batch import Part
+from ferryman.plan.keep import CallCounts
 from ferryman.plan.plan import Plan
 from ferryman.runtime.device_name import device_name
 from ferryman.server.optimizer_view import OptimizerView
@@ -38,6 +39,7 @@ class Recorder:
         self._plan: Plan | None = None  # the last plan that was written
         self._parts: list[Any] = []  # micro-batches of the current step
         self._losses: list[torch.Tensor] = []
+        self._calls: list[CallCounts] = []
         # An engine that only evaluates beside a training run writes no facts: the trace describes the training run.
         self._tells = trace is not None and (optimizer_view is not None or not trace.facts)
         if trace is not None and self._tells:
@@ -69,10 +71,11 @@ class Recorder:
         if not self._losses:
             self.trace.begin_step(1 + (done if self._updates else self._ended))
 
-    def ran(self, parts: Sequence[Part], loss: torch.Tensor) -> torch.Tensor:
-        """Records the forward and backward of these micro-batches; returns their loss."""
+    def ran(self, parts: Sequence[Part], loss: torch.Tensor, calls: CallCounts) -> torch.Tensor:
+        """Records the forward and backward of these micro-batches, with their calls; returns their loss."""
         if self.trace is not None:
             self._parts += parts
+            self._calls.append(calls)
             self._losses.append(loss)
             if not self._updates:
                 self.end()
@@ -86,6 +89,7 @@ class Recorder:
                 micro_batches=len(self._parts),
                 samples=_sum(part.amount if isinstance(part.amount, int) else None for part in self._parts),
                 tokens=_sum(_tokens_in(part.content) for part in self._parts),
+                calls=CallCounts(*map(_sum, zip(*self._calls, strict=True))),
             )
             self._ended += 1
             self.abandon()
@@ -94,6 +98,7 @@ class Recorder:
         """Drops the current step, whose gradients were dropped."""
         self._parts.clear()
         self._losses.clear()
+        self._calls.clear()
 
 
 def _facts_of(plan: Plan) -> dict[str, Any]:
@@ -114,7 +119,7 @@ def _tokens_in(content: Any) -> int | None:
     return ids.numel() if isinstance(ids, torch.Tensor) else None
 
 
-def _sum(counts: Iterable[int | None]) -> int | None:
+def _sum(counts: Iterable[Any]) -> Any:
     """The sum; None if any of the counts is not known."""
     total = 0
     for count in counts:

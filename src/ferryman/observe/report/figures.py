@@ -272,6 +272,9 @@ def step_figures(step: Step, updates: Mapping[str, Any] | None) -> dict[str, Any
         "tokens": step.tokens,
         "device_peak": step.peak,
         "busy": dict(step.busy),
+        "kept_calls": step.kept_calls,
+        "recomputed_calls": step.recomputed_calls,
+        "saved_seconds": step.saved_seconds,
         "updates": None if updates is None else dict(updates),
     }
 

@@ -157,6 +157,7 @@ def _account(account: Account, origin: float) -> dict[str, Any]:
     for part in (figures["whole"], *figures["phases"]):
         part["start"], part["end"] = _micro(part["start"] - origin), _micro(part["end"] - origin)
     about = {"micro_batches": step.micro_batches, "samples": step.samples, "tokens": step.tokens, "peak": step.peak}
+    about |= {"kept_calls": step.kept_calls, "recomputed_calls": step.recomputed_calls}
     return {**figures, **about}
 
 

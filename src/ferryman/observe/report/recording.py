@@ -147,5 +147,6 @@ def _recording(rank: int, facts: Mapping[str, Any], events: list[dict[str, Any]]
 def _step(event: Mapping[str, Any]) -> Step:
     args, start = event["args"], event["ts"] / 1e6
     counts = (args["micro_batches"], args["samples"], args["tokens"])
+    calls = (args.get("kept_calls"), args.get("recomputed_calls"), args.get("saved_seconds"))  # not in older traces
     loss = None if args["loss"] is None else float(args["loss"])
-    return Step(args["number"], start, start + event["dur"] / 1e6, *counts, loss, args["peak"], args["busy"])
+    return Step(args["number"], start, start + event["dur"] / 1e6, *counts, loss, args["peak"], args["busy"], *calls)

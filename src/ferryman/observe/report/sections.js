@@ -49,11 +49,16 @@ function figure(name, value, unit, more, share = null) {
   byId("headline").append(
     figure("Step time", time, unit, lead.seconds === null ? "no steps recorded" : `median of ${count} step${count === 1 ? "" : "s"}${count > 1 ? ", without the first" : ""}${thinned}`),
     figure("Throughput", rate ? digits(rate[1]) : "–", rate ? `${rate[0]}/s` : "", rate
-      ? `${showCount(inStep(rate[0]))} ${rate[0]} per step, ${inStep("micro_batches")} micro-batch${inStep("micro_batches") === 1 ? "" : "es"}${RANKS.length > 1 ? ", all ranks" : ""}` : "number of samples unknown"),
+      ? `${showCount(inStep(rate[0]))} ${rate[0]} per step, ${inStep("micro_batches")} micro-batch${inStep("micro_batches") === 1 ? "" : "es"}${RANKS.length > 1 ? ", all ranks" : ""}${callsOf()}` : "number of samples unknown"),
     figure(RANKS.length > 1 ? "Highest device memory peak" : "Device memory peak", peak[0], peak[1], make("span", {}, peak[2], beyond), highestPeak !== null && budget ? highestPeak / budget : null),
     figure(bound ? "Bounded by" : "Busiest", busiest ? resourceName(busiest) : "–", "", busiest
       ? `${several}busy for ${showPercent(share)} of the ${lead.has_steps ? "step" : "trace"}${bound ? "" : "; no resource is busy all the time"}${besides()}` : "no work recorded", busiest ? share : null),
   );
+  /** How many calls kept their graph, so that their forward ran once. */
+  function callsOf() {
+    const kept = inStep("kept_calls"), calls = kept + inStep("recomputed_calls");
+    return calls ? `; ${showCount(kept)} of ${showCount(calls)} calls not recomputed` : "";
+  }
   /** A sentence about the rank that the others wait for, if there is one. */
   function besides() {
     const slow = RANKS.find((rank) => rank.rank === all.slowest_rank);
