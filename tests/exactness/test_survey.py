@@ -45,3 +45,12 @@ def test_a_survey_of_a_step_keeps_no_tensor_alive():
     before = survey.capture()
     model.state0 = None
     assert [variable.name for variable in survey.changed(before)] == ["model.state0"]
+
+
+def test_sparse_tensors_in_the_users_variables_are_surveyed():
+    matrix = torch.eye(4).to_sparse()
+    survey = Survey([({"matrix": matrix}, "table")], thorough=True)
+    before = survey.capture()
+    assert survey.changed(before) == []
+    matrix.mul_(2)
+    assert [variable.name for variable in survey.changed(before)] == ["table['matrix']"]

@@ -361,7 +361,7 @@ class TensorElements(Holder):
         super().__init__(name)
         self._place = place
         self._tensor: Callable[[], torch.Tensor | None] = (lambda: tensor) if thorough else weakref.ref(tensor)
-        self._keeps = budget.take(tensor.nbytes)
+        self._keeps = tensor.layout is torch.strided and budget.take(tensor.nbytes)
 
     def capture(self) -> TensorElements.Seen | None:
         if (tensor := self._tensor()) is None:
