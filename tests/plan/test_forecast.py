@@ -297,9 +297,11 @@ def test_the_bytes_that_cross_are_those_of_a_step(stash, memory, virtual):
         for _ in range(2):
             engine.step(tokens(4), 4)
         engine.stats()  # waits for updates, and is no use of the weights, which are fetched ahead
+        engine._parts.lanes.wait()  # for these fetches: each step's count has those of the next one
         with torch_virtual.watch(virtual) as seen:
             engine.step(tokens(4), 4)
             engine.wait()
+            engine._parts.lanes.wait()
         estimate = estimate_of("llama", training, memory)
         assert estimate.choice == engine.choice
     found = estimate.forecast
