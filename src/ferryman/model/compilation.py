@@ -24,6 +24,9 @@ from torch import nn
 Forward = Callable[..., Any]
 Compile = Callable[[Forward], Forward]
 
+# A unit runs with and without a graph, and in several shapes. Beyond the usual limit of 8, it would not be compiled.
+_compile = functools.partial(torch.compile, recompile_limit=64)
+
 
 def check_backend(device: torch.device) -> None:
     """Raises a ValueError if torch.compile cannot compile for the device."""
@@ -118,7 +121,3 @@ def _way_of(module: nn.Module) -> Compile | None:
     contents = (cell.cell_contents for cell in cells)
     contexts = (one for one in contents if isinstance(one, torch._dynamo.eval_frame._TorchDynamoContext))
     return next(contexts, _compile)
-
-
-# A unit runs with and without a graph, and in several shapes. Beyond the usual limit of 8, it would not be compiled.
-_compile = functools.partial(torch.compile, recompile_limit=64)

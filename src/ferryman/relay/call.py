@@ -24,7 +24,7 @@ import contextvars
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -46,9 +46,6 @@ from ferryman.relay.stash import Stashed
 from ferryman.relay.tensor_identity import edited_since, version_of
 from ferryman.relay.unit_arguments import refuse_result, refuse_transforms
 from ferryman.runtime.rng import State
-
-if TYPE_CHECKING:
-    pass
 
 Forward = Callable[..., Any]
 T = TypeVar("T")
