@@ -47,6 +47,29 @@ def test_edits_of_a_batch_are_made_once(on_device, micro_batches, device):
             assert torch.equal(mask, theirs if own else torch.zeros(WIDTH, dtype=torch.bool))
 
 
+class Doubled(Model):
+    def forward(self, x):
+        x *= 2
+        return super().forward(x)
+
+
+def test_edits_of_micro_batches_that_overlap_are_made_once(device):
+    model, plain = made(Doubled, None), made(Doubled, None).to(device)
+    (x, y), *_ = batches(1)
+    mine, theirs, y = x.to(device, copy=True), x.to(device, copy=True), y.to(device)
+    expected = 0.0
+    for part in (slice(0, 16), slice(8, 24)):
+        value = loss(plain, (theirs[part], y[part])) / 2
+        value.backward()
+        expected += value.item()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    one_by_one = pytest.warns(UserWarning, match="run one after the other")
+    with Engine(model, optimizer, device=device, loss=loss) as engine, one_by_one:
+        value = engine.step([(mine[part], y[part]) for part in (slice(0, 16), slice(8, 24))])
+    assert value.item() == pytest.approx(expected, rel=1e-5)
+    assert torch.equal(mine, theirs)
+
+
 class MaskedAndSaved(Masked):
     """The graph between its units needs the input, of which each micro-batch edits a part."""
 

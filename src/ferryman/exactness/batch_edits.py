@@ -36,7 +36,8 @@ class BatchEdits:
     def put_back(self) -> bool:
         """Undoes edits. Returns whether some could not be undone."""
         lost = False
-        for tensor, version, values in self._before.values():
+        # In reverse order: parts of one tensor may overlap, and the first to be noted has the original values.
+        for tensor, version, values in reversed(self._before.values()):
             edited = tensor._version != version
             if values is None:
                 lost |= edited
