@@ -39,7 +39,7 @@ from ferryman.relay.call_driver import CallDriver
 from ferryman.relay.call_node import CallNode, Handle, SavedInputs
 from ferryman.relay.hooked_inputs import are_hooked, drop_hooks, move_hooks
 from ferryman.relay.hooked_outputs import HookedOutputs
-from ferryman.relay.kept_graph import KeptGraph, refuses_hooks
+from ferryman.relay.kept_graph import KeptGraph, is_freed, refuses_hooks
 from ferryman.relay.micro_batch import Direction, MicroBatch
 from ferryman.relay.modes import Modes, saving_hooks
 from ferryman.relay.stash import Stashed
@@ -310,8 +310,13 @@ class Call:
                 )
             self.outputs.check(outputs)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-            with buffers.in_backward(self.unit, now):
-                found = self._backpropagate(pairs, inputs, accumulate=accumulate)
+            try:
+                with buffers.in_backward(self.unit, now):
+                    found = self._backpropagate(pairs, inputs, accumulate=accumulate)
+            except RuntimeError as error:
+                if kept is not None and is_freed(error):
+                    self._relay.cannot_keep(self.unit)  # another backward has gone through its graph
+                raise
             self.outputs.keep_gradients(outputs)
             return found
 

@@ -63,7 +63,7 @@ class CallHost:
         self._turning_modules: set[nn.Module] = set()
         self._called_in_backward: set[Unit] = set()  # by reentrant checkpointing
         self._using_leaves: set[Unit] = set()  # units whose backwards reach leaves outside the model
-        self._unkeepable: set[Unit] = set()  # units whose graphs cannot last from one visit to another
+        self.unkeepable: set[Unit] = set()  # units whose graphs cannot last from one visit to another
         self._edits_batch = False  # whether the user's code has edited a batch in place
 
     @property
@@ -103,7 +103,7 @@ class CallHost:
     def keeps(self, call: Call) -> bool:
         """Whether the call's graph is kept until its backward."""
         keep, visit = self.step.keep, self.step.visit
-        if call.unit in self._unkeepable or not keep.has(call.module, call.batch.number):
+        if call.unit in self.unkeepable or not keep.has(call.module, call.batch.number):
             return False
         if not keep.if_free:
             return True
@@ -114,7 +114,7 @@ class CallHost:
 
     def cannot_keep(self, unit: Unit) -> None:
         """Called when graphs of the unit turn out to be ones that cannot last."""
-        self._unkeepable.add(unit)
+        self.unkeepable.add(unit)
 
     def saving(self, unit: Unit) -> SavedTensors | None:
         """Hooks for what a lasting graph of the visited unit saves. None: weights and activations stay in place."""
@@ -135,11 +135,13 @@ class CallHost:
         visit = self.step.visit
         assert visit is not None, "a unit's code runs only during a visit to the unit"
         bind(visit.tensors)
+        visit.runs_code = True
         try:
             yield
             if adopt:
                 self.buffers.adopt()
         finally:
+            visit.runs_code = False
             self._model.bind_placeholders(unit)
             self._model.bind_resident_buffers(unit)
 
@@ -202,6 +204,14 @@ class CallHost:
         batch, gradient, hooks = step.running, *take_gradient(parameter, item.tensor)
         assert gradient is not None, "autograd calls this after it has set the gradient"
         assert batch is not None
+        visit = step.visit
+        if unit is not self._residents and not (visit is not None and visit.unit is unit and visit.runs_code):
+            self.cannot_keep(unit)
+            raise ValueError(
+                f"the gradient of {item.name!r} is computed outside of the unit {unit.name!r}, which keeps tensors "
+                "with their graph where the engine has not seen it in its trial run. Let the unit store them from the "
+                "first step on, or return them"
+            )
         if self.lanes.trace is not None and unit is not self._residents:
             self.lanes.trace.sample_memory()  # while the call's graph exists
         if hooks:

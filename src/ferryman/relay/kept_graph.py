@@ -120,3 +120,8 @@ class KeptGraph(NamedTuple):
 def refuses_hooks(error: RuntimeError) -> bool:
     """Whether the code of a unit failed because there were hooks on saved tensors."""
     return _NO_HOOKS in str(error)
+
+
+def is_freed(error: RuntimeError) -> bool:
+    """Whether a backward failed because another one had freed its graph."""
+    return "through the graph a second time" in str(error)

@@ -58,6 +58,7 @@ class Visit:
         self.unit = unit
         self.of_unit = of_unit
         self.tensors = of_unit.pairs
+        self.runs_code = False  # the unit's weights are bound, for its forward or its backward
         self.has_gradient_slot = False
         self.host_has_room: bool | None = None  # for graphs that are kept; None: not looked at yet
         self.is_last_backward = False  # no other call of the unit will add to its gradients
