@@ -138,7 +138,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         with self._own_reads():
             self._parts.server.take_user_changes(optimizer_view)
             self._parts.take_gradients()
-            self._ranks.tell("making an update")
+            self._ranks.all_gather_object("making an update")
             self._parts.server.begin_step(left_for_user=True)
             self._parts.server.send_rest(self._parts.relay.gradients.on_host)
             self._finish(optimizer_view)
@@ -167,7 +167,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """Changes the setting `updates` from the next step on."""
         self._need_optimizer()
         self._ranks.agree({"updates=": updates})
-        needed = int(max(count for (count,) in self._ranks.count([self._preparation.needed])))
+        needed = int(max(count for (count,) in self._ranks.all_gather([self._preparation.needed])))
         options = replace(self._options, updates=updates)
         planner = replace(self._planner, options=options)
         self._parts.serve(planner.follow_updates(self._parts.plan, needed))
@@ -382,7 +382,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                         self._preparation.first_steps.end()
                     if for_update:  # also on a rank that has no micro-batches
                         server.send_rest(relay.gradients.on_host)
-                loss = self._ranks.add(total if scale == 1 else total / scale)
+                loss = self._ranks.all_reduce(total if scale == 1 else total / scale)
                 return self._recorder.ran(prepared.parts, loss, relay.calls)
             except NewStateError as error:
                 found = str(error)
@@ -414,7 +414,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._parts = self._assemble(plan)
         self._preparation = self._make_preparation()
         contents = self._contents()
-        self._ranks.jointly("loading again", lambda: self._loaded.load_again(contents))
+        self._ranks.run_on_all("loading again", lambda: self._loaded.load_again(contents))
         self._parts.server.scale.restore(scale)
         self._parts.server.restart(steps)
 
@@ -481,15 +481,15 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _load(self, path: Path, open_files: Callable[[Contents], _Files]) -> None:
         """Opens files and, if they fit the engine on all ranks, loads them."""
         contents, doing, files = self._contents(loading=True), f"loading {path}", list[_Files]()
-        self._ranks.jointly(doing, lambda: files.append(open_files(contents)))
+        self._ranks.run_on_all(doing, lambda: files.append(open_files(contents)))
         with self._loaded.replacing(path, *files[0].replaces):
             self._recover(forget=True)
-            self._ranks.jointly(doing, files[0].load)
+            self._ranks.run_on_all(doing, files[0].load)
 
     def _end(self, *, together: bool) -> None:
         """Closes the engine. `together`: all ranks close theirs, and wait for each other."""
         if together and not (self._closed or self._ranks.has_failed):
-            self._ranks.tell("closing the engine")
+            self._ranks.all_gather_object("closing the engine")
         self._closed = True
         together = together and not self._ranks.has_failed
         self._parts.close(together=together)

@@ -40,7 +40,7 @@ def train(name, device, counts, steps=3, samples=2, make=adamw, late=None, **opt
         if late == dist.get_rank():
             slow_kernels(patch, 0.01)
             patch.setattr(Ranks, "gather", _after_a_while(Ranks.gather))
-            patch.setattr(Ranks, "all_here", _after_a_while(Ranks.all_here))
+            patch.setattr(Ranks, "barrier", _after_a_while(Ranks.barrier))
             delay_copies(torch.device(device, dist.get_rank()), 0.01)
         try:
             return _train(name, device, counts, steps, samples, make, options)

@@ -62,7 +62,7 @@ def save(contents: Contents, directory: Path, objects: Objects) -> None:
         parts.append(_RankPart(contents, objects))
         return parts[0].nbytes
 
-    needs = sum(ranks.jointly(doing, needed_bytes))
+    needs = sum(ranks.run_on_all(doing, needed_bytes))
     with contextlib.ExitStack() as stack:
 
         def begin() -> str | None:
@@ -72,15 +72,15 @@ def save(contents: Contents, directory: Path, objects: Objects) -> None:
             (partial / directories.MANIFEST.parent).mkdir()
             return str(partial)
 
-        partial = Path(ranks.jointly(doing, begin)[0])
-        written = ranks.jointly(doing, lambda: parts[0].write(partial))
+        partial = Path(ranks.run_on_all(doing, begin)[0])
+        written = ranks.run_on_all(doing, lambda: parts[0].write(partial))
 
         def seal() -> None:
             if ranks.rank == 0:
                 _seal(contents, directory, partial, parts[0].files, _joined(written))
 
-        ranks.jointly(doing, seal)
-        ranks.jointly(doing, stack.close)  # puts the new directory in place
+        ranks.run_on_all(doing, seal)
+        ranks.run_on_all(doing, stack.close)  # puts the new directory in place
 
 
 class _RankPart:

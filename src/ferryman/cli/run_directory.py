@@ -126,7 +126,7 @@ def torchrun_agents(ranks: Ranks) -> list[str]:
     mine = None
     if "TORCHELASTIC_RUN_ID" in os.environ:
         mine = f"{socket.gethostname()}/{os.getppid()}/{_start_time(os.getppid())}"
-    return sorted({agent for agent in ranks.tell("starting", mine) if agent is not None})
+    return sorted({agent for agent in ranks.all_gather_object("starting", mine) if agent is not None})
 
 
 def _start_time(process: int) -> str:

@@ -99,7 +99,7 @@ def _begin(ranks: Ranks, given: TrainOptions, explicit: set[str]) -> int:
             opened.append((options, run))
             return [options.to_json(), {"resume": options.resume, "from_step": options.from_step}, notes]
 
-        recorded, manner, notes = ranks.first("opening the run", open_run)
+        recorded, manner, notes = ranks.run_on_first("opening the run", open_run)
         if not opened:
             assert given.output is not None
             options = TrainOptions.from_json(

@@ -58,7 +58,7 @@ class TrainingRun:
         # Cheap checks come first: tokenizing text may take long.
         _check_numbers(options)
         self.device = find_device(options.device, self._ranks.place)
-        self.budget = _least(self._ranks.tell("looking for memory", budget(self.device, options.memory)))
+        self.budget = _least(self._ranks.all_gather_object("looking for memory", budget(self.device, options.memory)))
         self.corpus = self._open_corpus()
         check_batch(options, self.description, self.corpus, self.device, self._ranks)
         self.steps = 0  # in total; set when it is known how many steps the checkpoint has
@@ -81,7 +81,7 @@ class TrainingRun:
         def read_data() -> None:
             found.append(open_corpus(self.options, self.description, self.run))
 
-        self._ranks.first("reading the data", read_data)
+        self._ranks.run_on_first("reading the data", read_data)
         if not found:
             read_data()
         return found[0]
@@ -118,7 +118,7 @@ class TrainingRun:
                 if self.corpus.validation is None and self.has_begun:
                     self._check_finite(engine, self._loss, "loss")
             if self._asked is None:
-                self._ranks.first("writing a sample", lambda: self._sample(model))
+                self._ranks.run_on_first("writing a sample", lambda: self._sample(model))
             self._emit_end(engine, self._asked or "done", time.monotonic() - began)
 
     def _step(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
@@ -156,7 +156,7 @@ class TrainingRun:
             last = None if self.trace is None else self.trace.last_step
             peak, pieces = _peak(engine.device) if last is None else last.peak, engine.choice.micro_batches
         codes, peaks, counts = zip(
-            *self._ranks.count([self._stop.code, -1 if peak is None else peak, pieces]), strict=True
+            *self._ranks.all_gather([self._stop.code, -1 if peak is None else peak, pieces]), strict=True
         )
         self._agreed = StopRequest.reason(codes)
         self._peak = None if max(peaks) < 0 else int(max(peaks))
@@ -303,7 +303,7 @@ class TrainingRun:
         if self.trace is not None and self._tokens:
             engine.wait()  # the last updates belong to the trace
             self.trace.save(trace_path(self.run.trace, self._ranks.rank))
-            self._ranks.tell("saving traces")
+            self._ranks.all_gather_object("saving traces")
             if self._leads:
                 write_report(self.run.trace, self.run.report, overwrite=True)
         self._emit(
@@ -344,7 +344,7 @@ def evaluate(
             count += len(batch["input_ids"])
     finally:
         model.train()
-    codes, totals, counts = zip(*ranks.count([stop.code, total, count]), strict=True)
+    codes, totals, counts = zip(*ranks.all_gather([stop.code, total, count]), strict=True)
     return None if any(codes) else sum(totals) / sum(counts)
 
 

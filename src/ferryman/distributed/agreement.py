@@ -88,7 +88,7 @@ def exchange_status(ranks: Ranks, mine: RankStatus) -> list[RankStatus]:
     with the largest need if the plan leaves too little room on one of them. Before the first step the user is warned if
     all ranks have the same batch: then the data was not divided among them.
     """
-    told = ranks.tell("making a step", mine)
+    told = ranks.all_gather_object("making a step", mine)
     statuses = [RankStatus(error, need and Need(*need), *rest) for error, need, *rest in told]
     for rank, status in enumerate(statuses):
         if status.error is not None:
@@ -119,7 +119,7 @@ def errors_on_all_ranks(ranks: Ranks) -> Iterator[None]:
         exchange_status(ranks, RankStatus(need=error.need))  # raises the largest need of all ranks
         raise
     except ValueError as error:
-        ranks.tell("making a step", RankStatus(error=str(error)))
+        ranks.all_gather_object("making a step", RankStatus(error=str(error)))
         raise
 
 
@@ -161,7 +161,7 @@ def add_up(ranks: Ranks, value: Any) -> float:
             raise ValueError(f"engine.total takes an int, a float or a tensor with one element; this is {value!r}")
         return found
 
-    known: list[float] = ranks.jointly("adding up a total", number)
+    known: list[float] = ranks.run_on_all("adding up a total", number)
     return sum(known)
 
 

@@ -89,7 +89,7 @@ class Ranks:
         self.main, self.gradients, self.weights = (
             dist.new_group(backend="gloo", timeout=self._timeout) for _ in range(3)
         )
-        where = self.tell("making an engine", [socket.gethostname(), os.environ.get("GROUP_RANK", "0")])
+        where = self.all_gather_object("making an engine", [socket.gethostname(), os.environ.get("GROUP_RANK", "0")])
         self._leader_of = [where.index(place) for place in where]
         self.node = [rank for rank, home in enumerate(self._leader_of) if home == self._leader_of[self.rank]]
         self.leaders = sorted(set(self._leader_of))
@@ -132,7 +132,7 @@ class Ranks:
 
     # Between steps.
 
-    def tell(self, doing: str, what: Any = None) -> list[Any]:
+    def all_gather_object(self, doing: str, what: Any = None) -> list[Any]:
         """Gathers a JSON value from every rank, in the order of ranks. Every rank waits for all others.
 
         Raises a ValueError if ranks do not name the same operation (`doing`).
@@ -140,7 +140,7 @@ class Ranks:
         if self.alone:
             return [what]
         message = torch.frombuffer(bytearray(json.dumps([doing, what]).encode()), dtype=torch.uint8)
-        lengths = [int(length) for (length,) in self.count([len(message)])]
+        lengths = [int(length) for (length,) in self.all_gather([len(message)])]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(message)] = message
         gathered = [torch.empty_like(padded) for _ in lengths]
@@ -155,8 +155,8 @@ class Ranks:
                 )
         return [content for _, content in said]
 
-    def count(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Gathers a few numbers from every rank, faster than `tell`."""
+    def all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Gathers a few numbers from every rank, faster than `all_gather_object`."""
         if self.alone:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64)
@@ -164,15 +164,15 @@ class Ranks:
         self._do(lambda: dist.all_gather(said, mine, group=self.main, async_op=True))
         return [one.tolist() for one in said]
 
-    def add(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, value: torch.Tensor) -> torch.Tensor:
         """Sums a scalar over all ranks, in the order of ranks."""
         if self.alone:
             return value
-        return torch.full_like(value, sum(said for (said,) in self.count([value.item()])))
+        return torch.full_like(value, sum(said for (said,) in self.all_gather([value.item()])))
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Raises a ValueError on every rank if a fact differs between ranks. The error names it."""
-        said = self.tell("comparing settings", dict(facts))
+        said = self.all_gather_object("comparing settings", dict(facts))
         for rank, theirs in enumerate(said):
             for name in [*said[0], *theirs]:
                 first, other = said[0].get(name, "none"), theirs.get(name, "none")
@@ -182,7 +182,7 @@ class Ranks:
                         "them with the same script and the same settings"
                     )
 
-    def jointly(self, doing: str, work: Callable[[], Any]) -> list[Any]:
+    def run_on_all(self, doing: str, work: Callable[[], Any]) -> list[Any]:
         """Runs `work` on every rank, and returns the results of all ranks, which must be JSON.
 
         If it fails on one rank, all ranks raise. They stay in the same state, and can continue.
@@ -193,7 +193,7 @@ class Ranks:
         except Exception as error:
             failed = error
         if not self.alone:
-            said = self.tell(doing, [result, failed and f"{type(failed).__name__}: {failed}"])
+            said = self.all_gather_object(doing, [result, failed and f"{type(failed).__name__}: {failed}"])
         if failed is not None:
             raise failed
         if self.alone:
@@ -203,7 +203,7 @@ class Ranks:
                 raise RankError(f"rank {rank} failed while {doing}: {why}")
         return [found for found, _ in said]
 
-    def first(self, doing: str, work: Callable[[], Any]) -> Any:
+    def run_on_first(self, doing: str, work: Callable[[], Any]) -> Any:
         """Runs `work` on the first rank only, without a timeout. Returns its result, which must be JSON, on all ranks.
 
         A ValueError or OSError is raised on all ranks.
@@ -249,12 +249,12 @@ class Ranks:
         handle = os.memfd_create("ferryman") if self.leads else -1
         if self.leads:
             os.ftruncate(handle, max(nbytes, 1))
-        places = self.tell("taking memory", [os.getpid(), handle])
+        places = self.all_gather_object("taking memory", [os.getpid(), handle])
         pid, number = places[self.node[0]]
         if not self.leads:
             handle = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
         memory = mmap.mmap(handle, max(nbytes, 1))
-        self.tell("taking memory")  # a barrier: all ranks have opened it
+        self.all_gather_object("taking memory")  # a barrier: all ranks have opened it
         os.close(handle)
         memory.madvise(mmap.MADV_DONTFORK)  # a forked child must not write to memory that other ranks use
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
@@ -266,14 +266,14 @@ class Ranks:
         assert (into is not None) == (owner == self.rank)
         self._do(lambda: dist.gather(values, into, dst=owner, group=self.gradients, async_op=True))
 
-    def pass_on(self, values: torch.Tensor, owner: int, *, to_all: bool) -> None:
+    def broadcast_weights(self, values: torch.Tensor, owner: int, *, to_all: bool) -> None:
         """Copies the owner's values, in place, to all ranks or to the nodes that do not share its memory."""
         if to_all:
             self._do(lambda: dist.broadcast(values, owner, group=self.weights, async_op=True))
         elif self._node_groups and (self.rank == owner or self.rank in self.elsewhere(owner)):
             self._do(lambda: dist.broadcast(values, owner, group=self._node_groups[owner], async_op=True))
 
-    def all_here(self) -> None:
+    def barrier(self) -> None:
         """A barrier of the weights' group."""
         self._do(lambda: dist.all_reduce(torch.zeros(1), group=self.weights, async_op=True))
 

@@ -237,8 +237,8 @@ class RankExchange(Exchange):
         def share() -> None:
             for subgroup in sent:
                 for span in state.spans(subgroup, weights):
-                    self._ranks.pass_on(span.host, self._owner(subgroup), to_all=to_all)
-            self._ranks.all_here()
+                    self._ranks.broadcast_weights(span.host, self._owner(subgroup), to_all=to_all)
+            self._ranks.barrier()
 
         mark = self._weights_lane.submit(share, after=self._log.weights_ready(unit), label=f"share {unit.name}")
         self._log.add_rank_updates(unit, mark)

@@ -250,7 +250,7 @@ class Server:
         scaled = (waiting for waiting in step.waiting.values() if waiting.scale != 1)
         scales = {item: waiting.scale for waiting in scaled for item in waiting.items}
         nonfinite = checks.nonfinite_item()
-        reports = self._ranks.count([float(nonfinite is None), checks.norm(scales)])  # of all ranks
+        reports = self._ranks.all_gather([float(nonfinite is None), checks.norm(scales)])  # of all ranks
         is_finite = all(finite for finite, _ in reports)
         self._norm = math.sqrt(math.fsum(norm * norm for _, norm in reports))
         if not is_finite and not self.scale.moves and self._options.on_nonfinite == "raise":

@@ -74,7 +74,7 @@ class RamStore:
                 item.tensor.data = view
             if state is not None and item.trains:
                 state.taken(item)
-        ranks.tell("taking weights")  # a barrier: all ranks have written their parts
+        ranks.all_gather_object("taking weights")  # a barrier: all ranks have written their parts
 
     def remove(self, unit: Unit, *, together: bool = True) -> None:
         """Removes a unit. Its tensors keep their values, in memory that is neither pinned nor shared."""

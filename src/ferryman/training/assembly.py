@@ -301,9 +301,9 @@ class Assembly:
         shares = [Share(rank, ranks.size) for rank in ranks.node]
         needed = self.host_account(shares)
         mine = sum(i.tensor.nbytes for unit in self.all_units for i in unit.items if not i.tensor.is_meta)
-        everyone = ranks.tell("checking the host's memory", mine)
+        everyone = ranks.all_gather_object("checking the host's memory", mine)
         already = sum(everyone[rank] for rank in ranks.node)
-        ranks.jointly("checking the host's memory", lambda: host_memory.check(needed, already))
+        ranks.run_on_all("checking the host's memory", lambda: host_memory.check(needed, already))
 
     def _show_states(self) -> None:
         """Fills `optimizer.state` before the user reads it."""

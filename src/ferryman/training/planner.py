@@ -276,7 +276,7 @@ def find_link(model: nn.Module, device: torch.device, options: PlainOptions, ran
     if device.type == "cpu" or options.subgroup is not None or trained <= SUBGROUP:
         return None
     most = _LINK_BYTES if options.budget is None else min(_LINK_BYTES, options.budget // 4)
-    return min(rate for (rate,) in ranks.count([link_rate(device, most)]))
+    return min(rate for (rate,) in ranks.all_gather([link_rate(device, most)]))
 
 
 def _cached(function: Callable[[Unit], float | None]) -> Callable[[Unit], float | None]:
