@@ -12,7 +12,6 @@ from ferryman.relay.held_weights import HeldWeights
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
 from ferryman.server.device_updates import DeviceUpdates
-from ferryman.server.eager import EagerUpdates
 from ferryman.server.gradient_checks import GradientChecks
 from ferryman.server.server import Server
 from support.devices import torch_virtual
@@ -163,11 +162,11 @@ def _without_berths(real):
 
 
 def _without_use(real):
-    def use(self, subgroup, gradient, items, after):
-        real(self, subgroup, gradient, items, after)
-        return list(after)[-1]
+    def update(self, requested):
+        real(self, requested)
+        return requested.after[0]  # when the gradient was complete
 
-    return use
+    return update
 
 
 def _without_host(real):
@@ -183,7 +182,7 @@ HELD = {**RELAYED, "held": True}
 WAITS = {
     "for state that comes in": (Lane, "copy", _without_arrival, RELAYED),
     "for a free berth": (DeviceUpdates, "_next_berth", _without_berths, RELAYED),
-    "for the gradient's use": (EagerUpdates, "use_on_device", _without_use, RELAYED),
+    "for the gradient's use": (DeviceUpdates, "update", _without_use, RELAYED),
     "for weights that the device updates": (HeldWeights, "updated", lambda real: lambda self, unit, mark: None, HELD),
     "for weights that the host updates": (HeldWeights, "refresh", _without_host, HELD),
     "for updates before a fetch": (Server, "weights_ready", lambda real: lambda self, unit: [], RELAYED),

@@ -97,9 +97,9 @@ def test_the_last_subgroup_is_the_devices(updates, way, held, accelerator, monke
     """Which the published code forgets."""
     real, seen = DeviceUpdates.update, []
 
-    def update(self, subgroup, *args, **kwargs):
-        seen.append(subgroup)
-        return real(self, subgroup, *args, **kwargs)
+    def update(self, requested):
+        seen.append(requested.subgroup)
+        return real(self, requested)
 
     monkeypatch.setattr(DeviceUpdates, "update", update)
     with Pair(accelerator, updates=updates, held=held, subgroup=SUBGROUPS[3], **WAYS[way]) as pair:

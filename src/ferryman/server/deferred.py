@@ -35,7 +35,7 @@ class DeferredUpdates(Strategy):
         balancer = self._log.balancer
         return subgroup in self._device_updates.gradient_berths and balancer.among_all(subgroup, balancer.waiting_bytes)
 
-    def use_on_device(
+    def receive_on_device(
         self, subgroup: Subgroup, gradient: torch.Tensor, items: Collection[Item], after: Collection[Mark]
     ) -> Mark:
         assert self._device_updates is not None, "gradients stay only if the device can use them"

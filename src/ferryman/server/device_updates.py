@@ -42,10 +42,11 @@ from ferryman.server.kernels import Piece, Scratch
 from ferryman.server.landing_buffers import LandingBuffers
 from ferryman.server.moments import SCALE, noise_keys
 from ferryman.server.rules import TIMING_NUMBERS, Rule
-from ferryman.server.state import SubgroupMemory, UpdateArgs
+from ferryman.server.state import SubgroupMemory
 from ferryman.server.stats import DeviceUpdate
 from ferryman.server.store import RamStore
 from ferryman.server.update_log import UpdateLog
+from ferryman.server.update_step import SubgroupUpdate
 
 
 class SquaredSums(NamedTuple):
@@ -144,18 +145,10 @@ class DeviceUpdates:
         self._landing.used(landing.buffer, summed)
         return SquaredSums(list(parts), on_host, summed, mark)
 
-    def update(
-        self,
-        subgroup: Subgroup,
-        requested: Sequence[UpdateArgs],
-        gradient: torch.Tensor,
-        factor: float,
-        after: Collection[Mark] = (),
-    ) -> Mark:
-        """One step of a subgroup, after the marks; returns the mark after which the gradient is not needed any more.
-
-        The gradient is flat, on the device or on the host. It is multiplied by `factor`.
-        """
+    def update(self, requested: SubgroupUpdate) -> Mark:
+        """Makes an update, whose gradient is on the device or on the host; returns the mark after which the gradient is
+        not needed any more."""
+        subgroup, gradient = requested.subgroup, requested.gradient
         unit, begun = subgroup.unit, self._log.step.requested.begun
         own = self._own_berths.get(subgroup)
         berth = own or self._next_berth()
@@ -168,9 +161,11 @@ class DeviceUpdates:
         if gradient.device != self._device:
             copies_in.append((areas.gradient[: gradient.nbytes], gradient.view(torch.uint8)))
             gradient = areas.gradient[: gradient.nbytes].view(gradient.dtype)
-        before = [*after, *self._log.before_update(subgroup), *([berth.free] if berth.free is not None else [])]
+        before = [*requested.after, *self._log.before_update(subgroup)]
+        if berth.free is not None:
+            before.append(berth.free)
         state_in = [self._in.copy(copies_in, after=before, label=f"state in {unit.name}")] if copies_in else []
-        pieces = self._pieces(subgroup, requested, areas, gradient, factor)
+        pieces = self._pieces(requested, areas, gradient)
 
         def update() -> None:
             begun.add(unit)
@@ -294,18 +289,15 @@ class DeviceUpdates:
         return memory, BerthAreas.of(berth, subgroup, memory.rest, held)
 
     def _pieces(
-        self,
-        subgroup: Subgroup,
-        requested: Sequence[UpdateArgs],
-        areas: BerthAreas,
-        gradient: torch.Tensor,
-        factor: float,
+        self, requested: SubgroupUpdate, areas: BerthAreas, gradient: torch.Tensor
     ) -> list[tuple[Rule, list[Piece]]]:
-        """The arguments of the kernels, by rule: as on the host, but in the berth or where weights stay."""
+        """The arguments of the kernels, by rule: as on the host, but in the berth or where weights stay. `gradient`: on
+        the device."""
+        subgroup = requested.subgroup
         ruled: dict[str, tuple[Rule, list[Piece]]] = {}
         width, lacking = subgroup.unit.weight_itemsize, subgroup.unit.master_itemsize
         state = self._store.state(subgroup.unit)
-        of_items = {item: args for args in requested for item in args.items}
+        of_items = {item: args for args in requested.args for item in args.items}
         for item, (own, theirs) in _parts_in(subgroup, of_items).items():
             args, size = of_items[item], item.dtype.itemsize
             assert args.rule is not None, "tensors that torch's own optimizers update are updated on the host"
@@ -321,7 +313,7 @@ class DeviceUpdates:
                 areas.weights_at(at, offset, nbytes).view(item.dtype),
                 master,
                 states,
-                (factor, *args.numbers[1:]),
+                (requested.factor, *args.numbers[1:]),
                 scales,
                 own.start,
                 noise_keys(args.step),

@@ -9,9 +9,9 @@ import torch
 from ferryman.model.units import Item, Subgroup
 from ferryman.runtime.marks import Mark
 from ferryman.server.gradient_checks import HostGradient
-from ferryman.server.host_updates import HostUpdate
 from ferryman.server.landing_buffers import Landing, LandingBuffers
 from ferryman.server.strategy import Arrival, Strategy, UpdateParts
+from ferryman.server.update_step import SubgroupUpdate
 
 
 class EagerUpdates(Strategy):
@@ -33,15 +33,15 @@ class EagerUpdates(Strategy):
         self._log.observe()
         return self._log.balancer.at_once(subgroup)
 
-    def use_on_device(
+    def receive_on_device(
         self, subgroup: Subgroup, gradient: torch.Tensor, items: Collection[Item], after: Collection[Mark]
-    ) -> Mark:
+    ) -> SubgroupUpdate:
         assert self._device_updates is not None, "gradients stay only if the device can use them"
         self.check_losses()
         sums = self._device_updates.sum_squares(subgroup, gradient, items, after)
         checked = self._checks.check_sums(subgroup, sums, self._describe_changes)  # see Note [Checks before updates]
         args, before = self._args(subgroup.unit, items), [*after, *self._checks.losses_checked, checked]
-        return self._device_updates.update(subgroup, args, gradient, 1.0, before)
+        return SubgroupUpdate(subgroup, args, gradient, 1.0, before)
 
     def receive(self, arrival: Arrival) -> None:
         subgroup, gradient, items, known = arrival.subgroup, arrival.gradient, arrival.items, arrival.items_are_known
@@ -55,7 +55,7 @@ class EagerUpdates(Strategy):
         landed = HostGradient(subgroup, gradient, items)
         checked = self._checks.check_on_host([landed], [arrival.mark], self._describe_changes)
         self._log.balancer.host.add(checked, 0)  # the host's rate includes the time of the check
-        end = self._host_updates.update([HostUpdate(subgroup, args, gradient, 1.0, None if known else items)])
+        end = self._host_updates.update([SubgroupUpdate(subgroup, args, gradient, 1.0, only=None if known else items)])
         if arrival.buffer is not None:
             arrival.buffer.free = end
 

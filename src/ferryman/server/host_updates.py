@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
-import torch
-
-from ferryman.model.units import Item, Subgroup, label_of
+from ferryman.model.units import label_of
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
-from ferryman.server.state import UpdateArgs
 from ferryman.server.store import RamStore
 from ferryman.server.update_log import UpdateLog
+from ferryman.server.update_step import SubgroupUpdate
 
 T = TypeVar("T")
 
 _TOGETHER = 1 << 18  # elements: less than half a millisecond of work, so nobody waits long for the others
-
-
-class HostUpdate(NamedTuple):
-    """One step of a subgroup. The gradient is multiplied by `factor`.
-
-    `only`: of the tensors in `args`, just those are updated that are listed here when the update runs.
-    """
-
-    subgroup: Subgroup
-    args: Sequence[UpdateArgs]
-    gradient: torch.Tensor
-    factor: float
-    only: Collection[Item] | None = None
 
 
 def together(work: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
@@ -60,7 +45,7 @@ class HostUpdates:
         self._store, self._lane, self._log, self._threads = store, lane, log, threads
         self._returns_weights = returns_weights
 
-    def update(self, updates: Sequence[HostUpdate]) -> Mark:
+    def update(self, updates: Sequence[SubgroupUpdate]) -> Mark:
         """Makes these updates as one piece of work; returns its end."""
         log, store = self._log, self._store
         begun = log.step.requested.begun
@@ -71,13 +56,13 @@ class HostUpdates:
         ]
 
         def update() -> None:
-            for (subgroup, args, gradient, factor, only), state in zip(updates, states, strict=True):
-                begun.add(subgroup.unit)
-                state.update(args, gradient, subgroup.start, factor, self._threads, only)
+            for each, state in zip(updates, states, strict=True):
+                begun.add(each.subgroup.unit)
+                state.update(each.args, each.gradient, each.subgroup.start, each.factor, self._threads, each.only)
 
         mark = self._lane.submit(
             update,
-            after=[mark for each in updates for mark in log.before_update(each.subgroup)],
+            after=[mark for each in updates for mark in (*each.after, *log.before_update(each.subgroup))],
             label=f"update {label_of([each.subgroup for each in updates])}",
             nbytes=sum(each.gradient.nbytes for each in updates),
             reads=[each.gradient for each in updates],

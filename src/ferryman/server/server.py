@@ -184,8 +184,9 @@ class Server:
         used = copied = None  # lanes are in order: the last mark of each is enough
         for subgroup in self.subgroups(unit):
             gradient = gradients[subgroup.start : subgroup.stop]
-            if self._exchange.is_local and self._strategy.stays(subgroup):
-                used = self._strategy.use_on_device(subgroup, gradient, items, after)
+            if self._device_updates is not None and self._exchange.is_local and self._strategy.stays(subgroup):
+                taken = self._strategy.receive_on_device(subgroup, gradient, items, after)
+                used = taken if isinstance(taken, Mark) else self._device_updates.update(taken)
                 continue
             landing = self._exchange.landing(subgroup)
             copied = self._streams.d2h.copy(

@@ -20,12 +20,12 @@ from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
 from ferryman.server.device_updates import DeviceUpdates
 from ferryman.server.gradient_checks import GradientChecks
-from ferryman.server.host_updates import HostUpdate, HostUpdates, together
+from ferryman.server.host_updates import HostUpdates, together
 from ferryman.server.landing_buffers import Buffer, Landing
 from ferryman.server.state import UpdateArgs
 from ferryman.server.store import RamStore
 from ferryman.server.update_log import UpdateLog
-from ferryman.server.update_step import WaitingGradients
+from ferryman.server.update_step import SubgroupUpdate, WaitingGradients
 
 
 class Arrival(NamedTuple):
@@ -72,10 +72,11 @@ class Strategy(ABC):
         """Whether the subgroup's gradient is used, or waits, on the device."""
 
     @abstractmethod
-    def use_on_device(
+    def receive_on_device(
         self, subgroup: Subgroup, gradient: torch.Tensor, items: Collection[Item], after: Collection[Mark]
-    ) -> Mark:
-        """Takes a gradient on the device, complete after the marks; returns when its memory may be used again."""
+    ) -> SubgroupUpdate | Mark:
+        """Takes a gradient on the device, complete after the marks. Returns the update that the device makes with it
+        now or, if it waits elsewhere, the mark after which its memory may be used again."""
 
     @abstractmethod
     def receive(self, arrival: Arrival) -> None:
@@ -88,18 +89,19 @@ class Strategy(ABC):
 
     def update_waiting(self, owned: Mapping[Unit, Sequence[Subgroup]], clip: float) -> None:
         """Updates these subgroups of units with gradients that have waited, multiplied by `clip`."""
-        on_host, step = list[HostUpdate](), self._log.step
+        on_host, step = list[SubgroupUpdate](), self._log.step
         for unit, subgroups in owned.items():
             if (waiting := step.waiting.get(unit)) is None:
                 continue
             args, factor = self._args(unit, waiting.items), clip / waiting.scale
             for subgroup in subgroups:
                 on_device = step.waiting_on_device.get(subgroup)
-                if self._device_updates is None or not (on_device or self._is_for_device(subgroup, waiting)):
-                    on_host.append(HostUpdate(subgroup, args, waiting.of(subgroup), factor))
-                    continue
                 gradient = waiting.of(subgroup) if on_device is None else on_device.gradient
-                used = self._device_updates.update(subgroup, args, gradient, factor)
+                update = SubgroupUpdate(subgroup, args, gradient, factor)
+                if self._device_updates is None or not (on_device or self._is_for_device(subgroup, waiting)):
+                    on_host.append(update)
+                    continue
+                used = self._device_updates.update(update)
                 if on_device is not None:
                     on_device.berth.free = used
         for updates in together(on_host, lambda update: update.subgroup.size):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from ferryman.model.units import Item, Subgroup, Unit
+from ferryman.runtime.marks import Mark
 from ferryman.server.berths import Berth
 from ferryman.server.state import UpdateArgs
 from ferryman.server.stats import StepRecord
@@ -28,6 +29,20 @@ class WaitingGradients(NamedTuple):
 
     def of(self, subgroup: Subgroup) -> torch.Tensor:
         return self.flat[subgroup.start - self.low : subgroup.stop - self.low]
+
+
+class SubgroupUpdate(NamedTuple):
+    """One step of a subgroup, on the host or on the device. The gradient is flat, and is multiplied by `factor`.
+
+    `only`: of the tensors in `args`, just those are updated that are listed here when the update runs (on the host).
+    """
+
+    subgroup: Subgroup
+    args: Sequence[UpdateArgs]
+    gradient: torch.Tensor
+    factor: float
+    after: Sequence[Mark] = ()
+    only: Collection[Item] | None = None
 
 
 class DeviceGradient(NamedTuple):
