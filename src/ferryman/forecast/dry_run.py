@@ -50,7 +50,7 @@ from ferryman.relay.call_node import SavedInputs
 from ferryman.relay.checksums import Checksums
 from ferryman.relay.kept_graph import SavedTensors
 from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
-from ferryman.relay.stash import DeviceStash, Stashed
+from ferryman.relay.stash import DeviceStash
 from ferryman.relay.step_state import Expectation, StepState
 from ferryman.runtime.lanes import Lanes
 from ferryman.runtime.rng import Randomness
@@ -225,15 +225,9 @@ class _DryCall(Call):
         self._likeness = type(self.module), repr(members), repr([_plain(x) for x in given]), repr(spec), *self.wants
         return self._driver.once(self._likeness, compute)
 
-    def _park(
-        self,
-        direction: Direction,
-        needs: Sequence[torch.Tensor],
-        compute: Callable[[], T],
-        recalls: Sequence[Stashed] = (),
-    ) -> T:
+    def _park(self, direction: Direction, needs: Sequence[torch.Tensor], *computation: Any) -> Any:
         self._driver.parks(self.unit, direction, needs, has_graph=self.graph is not None)
-        return super()._park(direction, needs, compute, recalls)
+        return super()._park(direction, needs, *computation)
 
     def _input_gradients(
         self, stash: SavedInputs, gradients: Sequence[torch.Tensor | None], *, accumulate: bool

@@ -22,7 +22,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -32,6 +32,9 @@ from ferryman.model.units import Unit
 from ferryman.relay.modes import Modes
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.rng import Randomness, State
+
+if TYPE_CHECKING:
+    from ferryman.relay.stash import Stashed
 
 T = TypeVar("T")
 
@@ -76,24 +79,13 @@ class ThreadState(NamedTuple):
             local.__dict__.update(values)
 
 
-class Saved(Protocol):
-    """An input that a call has saved for its backward (`stash.py`)."""
-
-    @property
-    def source(self) -> tuple[int, int]:
-        """What its bytes on the host are identified by, as long as they are there, and their number."""
-
-    def prefetch(self) -> None:
-        """Starts to bring it to the device."""
-
-
 class Request(NamedTuple):
     """The computation that a parked micro-batch waits for. It needs the unit's weights on the device."""
 
     unit: Unit
     direction: Direction
     needs: Sequence[torch.Tensor]  # tensors that the computation uses
-    recalls: Sequence[Saved]  # inputs that it saved earlier and uses again
+    recalls: Sequence[Stashed]  # inputs that it saved earlier and uses again
     compute: Callable[[], Any] | None  # None: the micro-batch computes it itself when it continues
     state: ThreadState
     held: Held  # locks that the user's code holds
@@ -202,7 +194,7 @@ class MicroBatch:
         return () if self.request is None else self.request.needs
 
     @property
-    def recalls(self) -> Sequence[Saved]:
+    def recalls(self) -> Sequence[Stashed]:
         """Saved inputs that the requested computation uses."""
         return () if self.request is None else self.request.recalls
 
@@ -213,7 +205,7 @@ class MicroBatch:
         needs: Sequence[torch.Tensor],
         compute: Callable[[], T],
         *,
-        recalls: Sequence[Saved] = (),
+        recalls: Sequence[Stashed] = (),
         in_own_thread: bool = False,
     ) -> T:
         """Called by the micro-batch: waits until the driver has computed the result, and returns it.
