@@ -10,30 +10,12 @@ from ferryman.plan.fit import IN_FLIGHT, Choice, Fit, Stretch, Trial, staying
 from support.devices import torch_virtual
 from support.models import Block, assert_same, cut, on, plain_step, step
 from support.slow import covering, slow
+from support.stacks import LENGTH, WIDTH, Stack, numbers, square_loss
 
 DEVICE = "virtual:0"
-LAYERS, WIDTH, LENGTH = 4, 64, 256
+LAYERS = 4
 BOUNDARY = LENGTH * WIDTH * 4  # bytes, of one sample
 SCALARS = 256  # bytes: losses on their way to the host come back when the link pleases
-
-
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def square_loss(model, part):
-    return model(part["x"]).square().mean()
-
-
-def numbers(samples):
-    return {"x": torch.randn(samples, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))}
 
 
 def peaks_of(engine, batch, micro_batches):
@@ -98,7 +80,9 @@ def expected(micro_batches, staying):
 def engine_with(memory, trace=None):
     torch.manual_seed(0)
     options = {"stash": "host", "held": False, "slots": 2}
-    return Engine(Stack(), device=DEVICE, loss=square_loss, memory=memory, trace=trace, recompute="always", **options)
+    return Engine(
+        Stack(LAYERS), device=DEVICE, loss=square_loss, memory=memory, trace=trace, recompute="always", **options
+    )
 
 
 def budget_for(micro_batches, staying):
@@ -197,7 +181,7 @@ def test_steps_equal_plain_ones_however_late_copies_are(staying, late, virtual):
     with engine_with(budget) as engine, torch_virtual.link(DEVICE, **late):
         model = engine._model
         torch.manual_seed(0)
-        plain = on(DEVICE, Stack())
+        plain = on(DEVICE, Stack(LAYERS))
         for seed in range(2):  # gradients of both are added up
             torch.manual_seed(seed)
             result = step(engine, model, batch, 4)

@@ -15,29 +15,10 @@ from ferryman.runtime.sizes import parse_bytes, show_bytes
 from support.devices import torch_virtual
 from support.models import CASES, Block, assert_same, build, cut, on, plain_step, step
 from support.slow import slow
+from support.stacks import Stack, numbers, square_loss
 
 DEVICE = "virtual:0"
-WIDTH, LENGTH = 64, 256
 SCALARS = 256  # bytes: losses on their way to the host come back when the link pleases
-
-
-class Stack(nn.Module):
-    def __init__(self, layers, width=WIDTH):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def square_loss(model, part):
-    return model(part["x"]).square().mean()
-
-
-def numbers(samples, width=WIDTH, length=LENGTH):
-    return {"x": torch.randn(samples, length, width, generator=torch.Generator().manual_seed(0))}
 
 
 def llama(layers):
@@ -101,7 +82,7 @@ def activations(width, content):
     [(6, 2, 64, 256), *slow((6, 8, 64, 1024), (24, 8, 128, 64), (96, 2, 64, 256), (6, 64, 64, 256))],
 )
 def test_the_peak_is_the_formula(layers, micro_batches, width, length, virtual):
-    batch = numbers(micro_batches, width, length)
+    batch = numbers(micro_batches, length, width)
     boundary = batch["x"][:1].nbytes  # what goes from unit to unit
     call = activations(width, batch["x"][:1])
     held = 2 * boundary  # the call's input, and that of the next micro-batch's

@@ -2,39 +2,20 @@
 
 import pytest
 import torch
-from torch import nn
 
 from ferryman.engine import Engine
 from ferryman.plan.fit import Choice, Fit, Stretch, TooLargeError, Trial
 from ferryman.plan.keep import EVERYTHING, CallCost, Keep, bytes_of, fill, is_all, seconds_of
 from support.devices import torch_virtual
 from support.slow import slow
+from support.stacks import numbers, perceptrons, square_loss
 
 DEVICE = "virtual:0"
 WIDTH, LAYERS, COUNT = 32, 4, 4
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def square_loss(model, part):
-    return model(part["x"]).square().mean()
-
-
-def numbers(samples, length=64):
-    return {"x": torch.randn(samples, length, WIDTH, generator=torch.Generator().manual_seed(length))}
-
-
 def make(memory=None, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(LAYERS)))
-    return Engine(model, device=DEVICE, memory=memory, loss=square_loss, **options)
+    return Engine(perceptrons(LAYERS, WIDTH), device=DEVICE, memory=memory, loss=square_loss, **options)
 
 
 def calls_of(engine):
@@ -59,10 +40,10 @@ def test_the_more_room_the_more_is_kept_within_the_budget(stash, virtual):
         before = torch.accelerator.memory_reserved(DEVICE)
         with make(f"{mib}MiB", stash=stash, recompute="auto") as engine, torch_virtual.link(DEVICE, delay=1e-3):
             for length in (64, 96, 48):  # the second is longer, and what is kept is decided again
-                peak = most_reserved(engine, numbers(4 * COUNT, length), before)
+                peak = most_reserved(engine, numbers(4 * COUNT, length, WIDTH), before)
                 assert peak <= mib << 20
                 kept.append(calls_of(engine).kept)
-                losses.append(float(run(engine, numbers(4 * COUNT, length))))
+                losses.append(float(run(engine, numbers(4 * COUNT, length, WIDTH))))
     first, second, third = kept[:3], kept[3:6], kept[6:]
     assert first <= second <= third
     assert third == [LAYERS * COUNT] * 3, "all of them"
@@ -74,12 +55,12 @@ def test_always_keeps_none_but_the_turn(virtual):
     for memory in (None, "6MiB"):
         with make(memory, recompute="always") as engine:
             for _ in range(2):
-                run(engine, numbers(4 * COUNT))
+                run(engine, numbers(4 * COUNT, 64, WIDTH))
             assert calls_of(engine)[:2] == (COUNT, (LAYERS - 1) * COUNT)
 
 
 def test_never_is_refused_with_a_budget_that_would_do(virtual):
-    batch = numbers(4 * COUNT)
+    batch = numbers(4 * COUNT, 64, WIDTH)
     with make("1MiB", recompute="never") as engine, pytest.raises(ValueError, match="recompute='never'") as caught:
         run(engine, batch)
     enough = str(caught.value).split("memory=")[2].split(" would do")[0]
@@ -89,7 +70,7 @@ def test_never_is_refused_with_a_budget_that_would_do(virtual):
 
 
 def test_without_a_budget_what_is_free_is_used(virtual):
-    batch = numbers(4 * COUNT)
+    batch = numbers(4 * COUNT, 64, WIDTH)
     with make(recompute="auto") as engine:
         run(engine, batch)
         assert engine.choice.keep == EVERYTHING

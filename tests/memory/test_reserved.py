@@ -5,7 +5,6 @@ import gc
 
 import pytest
 import torch
-from torch import nn
 
 from ferryman.engine import Engine
 from ferryman.runtime.segments import Segments, find_segments
@@ -13,6 +12,7 @@ from ferryman.training.micro_batching import MicroBatching
 from support.devices import torch_virtual
 from support.models import CASES, build
 from support.slow import slow
+from support.stacks import numbers, perceptrons, square_loss
 
 DEVICE = "virtual:0"
 WIDTH = 32
@@ -36,30 +36,8 @@ def caching(request, virtual):
     torch_virtual.empty_cache()
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def stack(layers=4):
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(layers)))
-
-
-def square_loss(model, part):
-    return model(part["x"]).square().mean()
-
-
-def numbers(samples, length):
-    return {"x": torch.randn(samples, length, WIDTH, generator=torch.Generator().manual_seed(length))}
-
-
 def make(budget, **options):
-    model = stack()
+    model = perceptrons(4, WIDTH)
     return Engine(
         model, torch.optim.AdamW(model.parameters()), device=DEVICE, memory=budget, loss=square_loss, **options
     )
@@ -74,7 +52,7 @@ def most_reserved(engine, lengths, before):
     torch.accelerator.reset_peak_memory_stats(DEVICE)
     peaks = []
     for length in lengths:
-        engine.step(numbers(12, length))
+        engine.step(numbers(12, length, WIDTH))
         peaks.append(torch.accelerator.max_memory_reserved(DEVICE) - before)
     return max(peaks)
 
@@ -132,7 +110,7 @@ def test_a_budget_bounds_evaluations(caching):
     with make(budget, updates="host") as engine:
         assert most_reserved(engine, LENGTHS, before) <= budget
         for length in LENGTHS:
-            engine.evaluate(numbers(2, length))
+            engine.evaluate(numbers(2, length, WIDTH))
         assert most_reserved(engine, LENGTHS, before) <= budget
         assert torch.accelerator.max_memory_reserved(DEVICE) - before <= budget
 
@@ -155,16 +133,16 @@ def test_others_keep_what_they_have_and_may_take_more(caching):
     theirs = torch.ones(100_000, dtype=torch.uint8, device=DEVICE)
     fraction = torch_virtual.get_per_process_memory_fraction(DEVICE)
     with make("2MiB") as engine:
-        engine.step(numbers(12, 16))
+        engine.step(numbers(12, 16, WIDTH))
         used = engine._memory.used
         more = [torch.ones(1 << 20, dtype=torch.uint8, device=DEVICE) for _ in range(8)]  # beyond the budget
-        engine.step(numbers(12, 16))
+        engine.step(numbers(12, 16, WIDTH))
         assert engine._memory.used <= max(used, 2 << 20)
         assert torch_virtual.get_per_process_memory_fraction(DEVICE) == fraction
         assert bool(theirs.all())
         more.clear()
         torch_virtual.empty_cache()
-        engine.step(numbers(12, 16))
+        engine.step(numbers(12, 16, WIDTH))
         assert engine._memory.used <= 2 << 20
     assert torch_virtual.get_per_process_memory_fraction(DEVICE) == fraction
 
@@ -178,14 +156,14 @@ def test_a_step_that_exceeds_the_budget_is_stopped_by_the_cap(caching):
             taken.append(torch.ones(4 << 20, dtype=torch.uint8, device=DEVICE))
         return square_loss(model, part)
 
-    model = stack()
+    model = perceptrons(4, WIDTH)
     with Engine(model, torch.optim.AdamW(model.parameters()), device=DEVICE, memory="2MiB", loss=loss) as engine:
-        engine.step(numbers(12, 16))
+        engine.step(numbers(12, 16, WIDTH))
         taken.append(None)
         with pytest.raises(torch.OutOfMemoryError, match="this process may take"):
-            engine.step(numbers(12, 16))
+            engine.step(numbers(12, 16, WIDTH))
         taken.clear()
-        engine.step(numbers(12, 16))
+        engine.step(numbers(12, 16, WIDTH))
 
 
 def gpt2_steps(budget):
@@ -215,4 +193,4 @@ def test_a_budget_above_the_free_memory_is_refused(caching):
         make("2MiB")
     del theirs  # it is in the allocator's cache now, which the engine may empty
     with make("2MiB") as engine:
-        engine.step(numbers(12, 16))
+        engine.step(numbers(12, 16, WIDTH))

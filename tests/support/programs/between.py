@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from support.programs.model import Block, Feature, Net, Sizes
-from support.programs.state import STATEFUL
+from support.programs.state import STATEFUL, StateOnBlock
 
 
 class ReplacedContainer(Feature):
@@ -134,25 +134,13 @@ class SwappedModule(Feature):
         return found
 
 
-class GraphLooker(Feature):
+class GraphLooker(StateOnBlock):
     """A block keeps something only if there is a graph, and it is used outside it."""
 
     cause = "looked"
-    traits = STATEFUL
-
-    def __init__(self, rng: random.Random, sizes: Sizes) -> None:
-        super().__init__(rng, sizes)
-        self.detached = rng.random() < 0.5
-        self.variant = "detached" if self.detached else "with gradient"
 
     def leave(self, block, x, y):
-        if y.requires_grad:
-            block.looked = torch.tanh(y.detach() if self.detached else y)
-        return y
-
-    def after(self, net, x, local):
-        used = next((block.looked for block in net.blocks if hasattr(block, "looked")), None)
-        return x if used is None else x + 0.5 * used
+        return super().leave(block, x, y) if y.requires_grad else y
 
 
 class AveragedData(Feature):

@@ -33,7 +33,7 @@ class StateOnModel(Feature):
 class StateOnBlock(Feature):
     """Something that a block has computed waits on the block, and is used outside it."""
 
-    cause = "kept"
+    cause = "kept"  # also the name of the attribute
     traits = STATEFUL
 
     def __init__(self, rng: random.Random, sizes: Sizes) -> None:
@@ -42,11 +42,11 @@ class StateOnBlock(Feature):
         self.variant = "detached" if self.detached else "with gradient"
 
     def leave(self, block, x, y):
-        block.kept = torch.tanh(y.detach() if self.detached else y)
+        setattr(block, self.cause, torch.tanh(y.detach() if self.detached else y))
         return y
 
     def after(self, net, x, local):
-        used = next((block.kept for block in net.blocks if hasattr(block, "kept")), None)
+        used = next((getattr(block, self.cause) for block in net.blocks if hasattr(block, self.cause)), None)
         return x if used is None else x + 0.5 * used
 
 
