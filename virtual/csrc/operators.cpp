@@ -198,7 +198,8 @@ constexpr const char* kWholeOnCpu[] = {
 // Those with kernels of their own in this package, and random ones that take no generator.
 bool has_own_kernel(const std::string& name) {
   static const std::unordered_set<std::string> own = {
-      "aten::empty.memory_format", "aten::empty_strided", "aten::as_strided", "aten::view", "aten::_reshape_alias",
+      "aten::empty.memory_format", "aten::empty_strided", "aten::_efficientzerotensor", "aten::as_strided", "aten::view",
+      "aten::_reshape_alias",
       "aten::resize_", "aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset",
       "aten::set_.source_Tensor", "aten::set_", "aten::_copy_from", "aten::_copy_from_and_resize",
       "aten::_local_scalar_dense", "aten::native_dropout", "aten::native_dropout_backward", "aten::histc",

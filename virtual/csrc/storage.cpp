@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
@@ -65,6 +66,19 @@ at::Tensor empty_strided(
   refuse_float64(current_device(), c10::dtype_or_default(dtype));
   return at::detail::empty_strided_generic(
       size, stride, &device_memory(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
+}
+
+// Zeros without memory, which forward-mode differentiation makes. PyTorch's own fallback replaces them where an operator
+// needs their values.
+at::Tensor efficient_zeros(
+    c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> layout,
+    std::optional<c10::Device> where, std::optional<bool> pinned) {
+  check_options(layout, where, pinned);
+  const c10::DeviceGuard guard(c10::device_or_default(where));
+  refuse_float64(current_device(), c10::dtype_or_default(dtype));
+  at::native::ZeroTensorAllocator nothing(c10::Device(c10::kPrivateUse1, current_device()));
+  const auto keys = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1) | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor);
+  return at::detail::empty_generic(size, &nothing, keys, c10::dtype_or_default(dtype), std::nullopt);
 }
 
 at::Tensor as_strided(
@@ -138,6 +152,7 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
+  m.impl("_efficientzerotensor", &efficient_zeros);
   m.impl("as_strided", &as_strided);
   m.impl("view", &view);
   m.impl("_reshape_alias", &reshape_alias);

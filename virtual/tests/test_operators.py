@@ -251,3 +251,23 @@ def test_no_operator_draws_from_the_cpus_generator():
     with pytest.raises(RuntimeError, match="dropout"):
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, dropout_p=0.5)
     assert torch_virtual.race_count() == 0
+
+
+def test_forward_mode_differentiation() -> None:
+    """Where an input has no tangent, PyTorch makes zeros that have no memory."""
+    x, tangent, weight = torch.randn(4, 16), torch.randn(4, 16), torch.randn(16, 8)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm((x @ w).relu(), (8,)).sin().sum(0)
+
+    here = torch.func.jvp(lambda x: function(x, weight), (x,), (tangent,))
+    there = weight.to("virtual")
+    found = torch.func.jvp(lambda x: function(x, there), (x.to("virtual"),), (tangent.to("virtual"),))
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(found, here, strict=True))
+
+
+def test_zeros_without_memory() -> None:
+    before = torch_virtual.memory_allocated()
+    zeros = torch._efficientzerotensor(1000, device="virtual")
+    assert torch_virtual.memory_allocated() == before
+    assert torch.equal((zeros + torch.ones(1000, device="virtual")).cpu(), torch.ones(1000))
