@@ -449,13 +449,12 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             relay, server, left = self._parts.relay, self._parts.server, self._parts.relay.gradients.on_host
             eager = not self._parts.plan.staging.deferred
             all_submitted = eager and not left  # the updates of this step
-            alone = self._ranks.alone  # other ranks may edit the weights that all share, and nobody would notice here
             try:
-                if alone and all_submitted:
+                if all_submitted:
                     relay.fetch_ahead(eager=eager)
                 # Units are updated in the order in which the next step fetches them.
                 server.finish(self._parts.plan.in_forward_order, left)
-                if alone and not all_submitted:
+                if not all_submitted:
                     relay.fetch_ahead(eager=eager)
             except BaseException as error:
                 if not (isinstance(error, NonFiniteError) and error.agreed):

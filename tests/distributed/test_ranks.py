@@ -184,6 +184,21 @@ def test_a_rank_that_is_late_changes_nothing(way, late, two, accelerator):
     compare(two, "llama", accelerator.type, (2, 2), late=late, **WAYS[way])
 
 
+@pytest.mark.parametrize("way", ["eager", *slow("clipped")])
+def test_ranks_fetch_ahead_and_tell_each_other_of_edits(way, two, accelerator):
+    """All fetch the next step's first units while updates run. One rank edits them through `.data`, which is no new
+    version of a tensor, so only that rank can notice it."""
+    job = "gpt2", accelerator.type
+    found = two.run(rank_jobs.edited_by_one_rank, *job, **WAYS[way])
+    _, weights = rank_jobs.edited_by_one_rank(*job, **WAYS[way])
+    assert [ahead for ahead, _ in found] == [[2] * 4] * 2
+    for name, value in weights.items():
+        assert torch.allclose(found[0][1][name], value, atol=2e-6), name
+    # The control: the forward of the rank that was not told has the old weights, and its backward the new ones.
+    with pytest.raises(RankError, match=r"rank 1 has failed: .* gives other outputs when it runs again"):
+        two.run(rank_jobs.edited_by_one_rank, *job, told=False, **WAYS[way])
+
+
 def test_ranks_that_were_given_the_same_are_warned_once(two):
     told, nothing = two.run(rank_jobs.the_same_data)
     assert nothing == []

@@ -16,6 +16,7 @@ from ferryman.distributed.ranks import RankError, Ranks
 from ferryman.engine import Engine
 from ferryman.observe.trace import Trace, trace_path
 from ferryman.runtime import host_memory
+from ferryman.training import preparation
 from support.commands import train as train_command
 from support.devices import chosen_accelerator, delay_copies, torch_virtual
 from support.models import CASES, build
@@ -97,6 +98,43 @@ def in_two_parts(name, device, counts, steps=2, samples=2, **options):
             if seed % 2:
                 engine.update()
     return losses, [], copy.deepcopy(model.state_dict())
+
+
+def edited_by_one_rank(name, device, told=True, **options):
+    """Between steps, one rank edits the weights that the ranks share, after all have fetched them for the next step.
+
+    Returns the number of units that were fetched ahead, and the weights. `told`: whether ranks tell each other.
+    """
+    case, alone = CASES[name], not dist.is_initialized()
+    model = build(case)
+    optimizer, _ = adamw(model)
+    ahead = []
+    with pytest.MonkeyPatch.context() as patch:
+        if not told:
+            patch.setattr(preparation, "exchange_status", _without_uses(preparation.exchange_status))
+        with Engine(model, optimizer, device=device, held=False, slots=2, **options) as engine:
+            for seed in range(4):
+                torch.manual_seed(seed)
+                batch = case.batch(4, seed=seed)
+                engine.step(batch if alone else my_part(batch, (1, 1), 2), 2 if alone else 1)
+                slots = [slot for slot in engine._parts.relay.weights._slots if slot.ahead is not None]
+                ahead.append(len(slots))
+                for slot in slots:
+                    slot.fetched.wait()
+                if not alone:
+                    dist.barrier()
+                if alone or dist.get_rank() == 0:
+                    for unit in engine._parts.relay.order[:2]:
+                        for item in unit.trained:
+                            item.tensor.data.mul_(1.05)
+    return ahead, copy.deepcopy(model.state_dict())
+
+
+def _without_uses(real):
+    def exchange(ranks, mine):
+        return [status._replace(used=False) for status in real(ranks, mine)]
+
+    return exchange
 
 
 def with_infinite_gradients(device, bad_rank, **options):
@@ -256,7 +294,7 @@ def what_is_taken(steps=2, **options):
     with Engine(model, optimizer, device=chosen_accelerator(), trace=trace, **options) as engine:
         for seed in range(steps):
             engine.step(CASES["llama"].batch(2, seed=seed), 1)
-        engine.wait()
+            engine._parts.lanes.wait()  # each step's bytes have those that are fetched ahead of the next one
         store = engine._parts.store
         states = [array for state in store._states.values() for array in (state._masters, *state._states)]
         taken = {

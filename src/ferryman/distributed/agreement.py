@@ -57,6 +57,7 @@ class RankStatus(NamedTuple):
     digest: int | None = None  # a checksum of its batch
     groups: Sequence[dict[str, str]] = ()  # the options of the optimizer's parameter groups
     items: float | None = None  # `num_items_in_batch`, if its micro-batches have it
+    used: bool = False  # since its last step, somebody may have edited weights, which the ranks of a node share
 
 
 def status_of(
@@ -67,8 +68,9 @@ def status_of(
     reduction: str,
     *,
     first: bool,
+    used: bool,
 ) -> RankStatus:
-    """The status of a rank that can make the step; `first`: no step was made before."""
+    """The status of a rank that can make the step; `first`: no step was made before. `used`: see `RankStatus`."""
     if ranks.alone:
         return RankStatus(parts=len(parts), samples=_count_samples(parts), seed=seed)
     return RankStatus(
@@ -78,6 +80,7 @@ def status_of(
         digest=_digest(parts) if first else None,
         groups=[] if optimizer is None else _groups(optimizer),
         items=_count_items(parts) if reduction == "sum" else None,
+        used=used,
     )
 
 

@@ -7,7 +7,8 @@ When all updates of a step have been submitted, the first units of the next step
 So these fetches overlap with the updates of other units, and the next step does not begin with an idle device. They
 count only if nobody can have changed the host's weights since: every use of their values between steps is noticed
 (`model/reads.py`), edits of tensors are counted by their versions, and loading, new blocks, evaluations and failures
-drop what was fetched.
+drop what was fetched. The ranks of a node share the host's weights, so before a step they tell each other whether
+somebody has used them.
 
 Note [Pieces]
 A device serves copies of one direction one after the other, in the order in which they become ready. A small copy that

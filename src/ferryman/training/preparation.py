@@ -100,8 +100,11 @@ class Preparation:
         """Exchanges status with all ranks and returns this rank's part of the step. Errors: see `exchange_status`."""
         optimizer = None if self._optimizer_view is None else self._optimizer_view.optimizer
         reduction, rank = self._options.reduction, self._ranks.rank
-        mine = status_of(self._ranks, parts, _draw_seed(), optimizer, reduction, first=not self._has_begun)
+        first, used = not self._has_begun, self._assembly.reads.were_used
+        mine = status_of(self._ranks, parts, _draw_seed(), optimizer, reduction, first=first, used=used)
         statuses = exchange_status(self._ranks, mine)
+        if any(status.used for status in statuses):
+            self._assembly.relay.distrust_ahead()
         before = sum(status.parts for status in statuses[:rank])
         return PreparedStep(choice, weigh(parts, statuses, rank, reduction), statuses[0].seed + before)
 
