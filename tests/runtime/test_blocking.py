@@ -41,6 +41,22 @@ def test_a_blocking_copy_of_an_input_would_be_found(virtual, monkeypatch):
         test_nothing_blocks_after_the_first_steps("eager", "device", virtual)
 
 
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_no_memory_waits_for_another_streams_event(stash, virtual, monkeypatch):
+    """The engine holds references until an event instead: how late copies are does not change what is reserved."""
+
+    def refuse(tensor, stream):
+        raise AssertionError("record_stream was called")
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", refuse)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Engine(model, optimizer, device=virtual, loss=loss, stash=stash, updates="static:0.5") as engine:
+        delay_copies(virtual, 0.002)
+        for batch in batches(3):
+            engine.step(batch, 2)
+
+
 def test_inputs_of_any_layout_arrive_as_they_are(virtual):
     given = {
         "strided": torch.arange(24.0).reshape(4, 6)[:, ::2],

@@ -24,7 +24,6 @@ from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, cut_into_subgro
 from ferryman.options import PlainOptions
 from ferryman.plan.staging import Staging
 from ferryman.runtime.arena import Arena
-from ferryman.runtime.lanes import DeviceLane
 from ferryman.runtime.marks import Mark
 from ferryman.runtime.streams import Streams
 from ferryman.server import calibration
@@ -64,6 +63,7 @@ class Server:
         self._streams, self._device = streams, device
         self._arena = Arena(device)
         self._checks = GradientChecks(streams.host, streams.checks, self._arena, options.host_threads)
+        self._sent_losses: list[tuple[torch.Tensor, Mark]] = []  # on the device, and the ends of their copies
         self._log = UpdateLog(streams.lanes, staging)
         self._host_updates = HostUpdates(
             store, streams.host, self._log, options.host_threads, returns_weights=ranks.alone
@@ -200,10 +200,9 @@ class Server:
     def send_loss(self, loss: torch.Tensor, after: Sequence[Mark]) -> None:
         """Takes one micro-batch's loss, complete after the marks. No weight changes if it is not finite."""
         target, source = self._checks.receive_loss(), loss.float().view(1)
-        lane = self._streams.d2h
-        if isinstance(lane, DeviceLane):
-            source.record_stream(lane.stream)  # a few bytes: that they come back late costs nothing
-        self._checks.expect_loss(target, lane.copy([(target, source)], after=after, label="loss"))
+        copied = self._streams.d2h.copy([(target, source)], after=after, label="loss")
+        self._checks.expect_loss(target, copied)
+        self._sent_losses.append((source, copied))
 
     def wait_for_updates(self) -> None:
         """Blocks until all updates are done."""
@@ -248,6 +247,7 @@ class Server:
         for gradients in together(on_host, lambda gradient: gradient.subgroup.size):
             checks.check_on_host(gradients, [])
         checks.wait()
+        self._release_losses()
         scaled = (waiting for waiting in step.waiting.values() if waiting.scale != 1)
         scales = {item: waiting.scale for waiting in scaled for item in waiting.items}
         nonfinite = checks.nonfinite_item()
@@ -270,6 +270,12 @@ class Server:
         self._log.end_step()
         checks.forget()
 
+    def _release_losses(self) -> None:
+        """Frees the device memory of losses. It is memory of `compute`, which comes after the last copy from it."""
+        if self._sent_losses:
+            self._streams.compute.outlast(self._sent_losses[-1][1])
+            self._sent_losses.clear()
+
     def forget_gradients(self) -> None:
         """Gradients were used up, or given up."""
         self._log.begin_step()
@@ -282,6 +288,7 @@ class Server:
                 if unit not in requested.begun:
                     self.store.state(unit).undo(args)
         self._last_requested = RequestedUpdates.none()
+        self._release_losses()
         self._checks.forget()
         self._log.recover()
         if self._device_updates is not None:
