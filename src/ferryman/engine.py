@@ -144,10 +144,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._finish(optimizer_view)
 
     @one_call_at_a_time
-    def evaluate(self, batch: Any) -> torch.Tensor:
-        """Returns the loss of a batch without gradients, as in a step: with `chunked_loss`, without logits."""
+    def evaluate(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
+        """Returns the loss of a batch without gradients, as in a step: with `chunked_loss`, without logits.
+        With `micro_batches`, the batch is cut, for batches that are too large for the device as a whole."""
         self._check_open()
-        return self._parts.evaluate(self._options.loss, batch)
+        return self._preparation.evaluate(batch, micro_batches)
 
     @one_call_at_a_time
     def zero_grad(self) -> None:

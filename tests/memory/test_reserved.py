@@ -115,6 +115,23 @@ def test_a_budget_bounds_evaluations(caching):
         assert torch.accelerator.max_memory_reserved(DEVICE) - before <= budget
 
 
+def test_a_batch_that_is_too_large_for_an_evaluation_is_evaluated_in_parts(caching):
+    budget, batch = 13 * caching.large_segment, numbers(64, LENGTHS[1], WIDTH)
+    with make(None) as engine:
+        whole = engine.evaluate(batch)
+    before = reserved()
+    with make(budget, updates="host") as engine:
+        torch.accelerator.reset_peak_memory_stats(DEVICE)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            engine.evaluate(numbers(budget // (LENGTHS[1] * WIDTH * 4), LENGTHS[1], WIDTH))
+        assert "engine.evaluate(batch, micro_batches=...)" in caught.value.__notes__[-1]
+        del caught
+        assert engine.evaluate(batch, 64).item() == pytest.approx(whole.item(), rel=1e-6)
+        pairs = [{"x": part} for part in batch["x"].split(2)]
+        assert engine.evaluate(pairs).item() == pytest.approx(whole.item(), rel=1e-6)
+        assert torch.accelerator.max_memory_reserved(DEVICE) - before <= budget
+
+
 def test_a_budget_that_counts_allocated_bytes_is_not_kept(caching, monkeypatch):
     """The negative control: accounts of allocated bytes, and no cap."""
     before = reserved()

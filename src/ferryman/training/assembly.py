@@ -7,6 +7,7 @@ changing the policy of updates, do not.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from ferryman.model.reads import Reads
 from ferryman.model.unit_discovery import hint, rename
 from ferryman.model.units import Unit
 from ferryman.options import EngineOptions
+from ferryman.plan.batch import Part
 from ferryman.plan.fit import Choice, Trial
 from ferryman.plan.plan import Plan
 from ferryman.relay.driver import Relay
@@ -183,14 +185,16 @@ class Assembly:
         finally:
             self._stepping = False
 
-    def evaluate(self, loss: Loss, batch: Any) -> torch.Tensor:
-        """The loss of a batch without gradients. Units are copied to the device as they are called."""
+    def evaluate(self, loss: Loss, parts: Sequence[Part]) -> torch.Tensor:
+        """The weighted sum of the losses of micro-batches, without gradients. Units are copied to the device as they
+        are called."""
         self.store.check_values()
         self.reads.wait()
         self._check_memory()
         memory = self.memory
         with memory.counted(), memory.capped(), self.step(), self.relay.evaluation.running(), torch.no_grad():
-            return loss(self._model, to_device(batch, self._device))
+            losses = (loss(self._model, to_device(part.content, self._device)) * part.weight for part in parts)
+            return functools.reduce(torch.add, losses)
 
     def try_out(
         self,

@@ -124,6 +124,20 @@ class Preparation:
             interleaved=self.first_steps.can_interleave(parts),
         )
 
+    def evaluate(self, batch: Any, micro_batches: int | None) -> torch.Tensor:
+        """The loss of a batch without gradients. Only a list, or with `micro_batches`, it is evaluated in parts."""
+        parts = [Part(batch, 1.0)]
+        if micro_batches is not None or isinstance(batch, list):
+            parts = parts_of(batch, micro_batches, self._options.reduction, self._options.split)
+        try:
+            return self._assembly.evaluate(self._options.loss, parts)
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"ferryman: engine.evaluate() was running {'a micro-batch' if len(parts) > 1 else 'the whole batch'} "
+                "at once. Evaluate it in smaller parts: engine.evaluate(batch, micro_batches=...)"
+            )
+            raise
+
     def works(self, parts: Sequence[Part]) -> list[Callable[[], torch.Tensor]]:
         """Functions that run the user's code for each micro-batch and return its weighted and scaled loss."""
         scale = self._assembly.server.scale.value
