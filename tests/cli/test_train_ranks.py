@@ -36,7 +36,7 @@ BATCHES = {
 }
 
 
-def compare(ranks, tmp_path, *arguments):
+def assert_equals_one_process(ranks, tmp_path, *arguments):
     runs = tmp_path / "one", tmp_path / "all"
     arguments = [*arguments, *EXACT, "--steps", 4, "--eval-every", 3, "--eval-windows", 5]
     trained(*arguments, "-o", runs[0])
@@ -52,7 +52,7 @@ def compare(ranks, tmp_path, *arguments):
 def test_ranks_share_a_batch(batch, two, corpus, tmp_path, request):
     if "virtual" in BATCHES[batch]:
         request.getfixturevalue("virtual")
-    compare(two, tmp_path, GPT, "--data", corpus, *BATCHES[batch])
+    assert_equals_one_process(two, tmp_path, GPT, "--data", corpus, *BATCHES[batch])
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_ranks_share_a_batch(batch, two, corpus, tmp_path, request):
 def test_four_ranks_share_a_batch(batch, four, corpus, tmp_path, request):
     if "virtual" in BATCHES[batch]:
         request.getfixturevalue("virtual")
-    compare(four, tmp_path, GPT, "--data", corpus, *BATCHES[batch])
+    assert_equals_one_process(four, tmp_path, GPT, "--data", corpus, *BATCHES[batch])
 
 
 def test_totals(two, corpus, tmp_path, accelerator):

@@ -20,24 +20,30 @@ from support.slow import covering, cpu_is_slow, slow
 from support.updates import WAYS, adamw
 
 
-def compare(ranks, *args, memory=None, **options):
-    """Compares ranks that have this budget with one process that has none."""
+def differences(ranks, *args, memory=None, **options):
+    """What differs between ranks that have this budget and one process that has none."""
     found = ranks.run(rank_jobs.train, *args, memory=memory, **options)
     losses, norms, weights = rank_jobs.train_alone(*args, **options)
-    for theirs in found:
-        assert theirs[0] == pytest.approx(losses, rel=1e-5)
-        assert theirs[1] == pytest.approx(norms, rel=1e-4)
-        for name, value in weights.items():
-            assert torch.allclose(theirs[2][name], value, atol=2e-6), name
-    for name, value in found[0][2].items():
-        assert all(torch.equal(value, theirs[2][name]) for theirs in found), name
+    wrong = []
+    for rank, (theirs, their_norms, their_weights) in enumerate(found):
+        if theirs != pytest.approx(losses, rel=1e-5):
+            wrong.append(f"rank {rank}: losses {theirs}, not {losses}")
+        if their_norms != pytest.approx(norms, rel=1e-4):
+            wrong.append(f"rank {rank}: norms {their_norms}, not {norms}")
+        wrong += [
+            f"rank {rank}: {name}"
+            for name, value in weights.items()
+            if not torch.allclose(their_weights[name], value, atol=2e-6)
+            or not torch.equal(their_weights[name], found[0][2][name])
+        ]
+    return wrong
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("device", cpu_is_slow())
 @pytest.mark.parametrize("name", ["gpt2", *slow("llama")])
 def test_two_ranks(name, device, way, two):
-    compare(two, name, device, (2, 2), **WAYS[way])
+    assert differences(two, name, device, (2, 2), **WAYS[way]) == []
 
 
 @covering
@@ -45,7 +51,7 @@ def test_two_ranks(name, device, way, two):
 @pytest.mark.parametrize("way", ["eager", "clipped"])
 @pytest.mark.parametrize("device", cpu_is_slow())
 def test_ranks_with_fewer_micro_batches_or_none(device, way, counts, two):
-    compare(two, "gpt2", device, counts, **WAYS[way])
+    assert differences(two, "gpt2", device, counts, **WAYS[way]) == []
 
 
 @covering
@@ -53,7 +59,9 @@ def test_ranks_with_fewer_micro_batches_or_none(device, way, counts, two):
 @pytest.mark.parametrize("updates", ["stride:2", "auto", *slow("static:0.5", "host")])
 @pytest.mark.parametrize("held", [False, *slow(True)])
 def test_all_policies(held, updates, way, two, accelerator):
-    compare(two, "llama", accelerator.type, (1, 1), updates=updates, subgroup=64, held=held, **WAYS[way])
+    assert (
+        differences(two, "llama", accelerator.type, (1, 1), updates=updates, subgroup=64, held=held, **WAYS[way]) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +73,7 @@ def test_all_policies(held, updates, way, two, accelerator):
     ],
 )
 def test_models(name, two, accelerator):
-    compare(two, name, accelerator.type, (2, 1))
+    assert differences(two, name, accelerator.type, (2, 1)) == []
 
 
 @pytest.mark.parametrize("device", chosen())
@@ -91,7 +99,7 @@ def test_precisions(way, precision, two, accelerator):
 
 
 def test_optimizers_that_are_left_to_torch(two):
-    compare(two, "llama", "cpu", (1, 1), make=rank_jobs.rmsprop)
+    assert differences(two, "llama", "cpu", (1, 1), make=rank_jobs.rmsprop) == []
 
 
 @pytest.mark.parametrize("about", ["model", "layers", "frozen", "lr", "max_grad_norm", "agree"])
@@ -175,13 +183,13 @@ def test_an_overflow_anywhere_skips_or_raises_everywhere(options, bad_rank, two,
 
 
 def test_a_budget_is_one_plan_for_all_ranks(two, virtual):
-    compare(two, "llama", virtual.type, (2, 1), steps=2, memory="224KiB", max_grad_norm=0.3)
+    assert differences(two, "llama", virtual.type, (2, 1), steps=2, memory="224KiB", max_grad_norm=0.3) == []
 
 
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("way", ["eager", *slow("clipped")])
 def test_a_rank_that_is_late_changes_nothing(way, late, two, accelerator):
-    compare(two, "llama", accelerator.type, (2, 2), late=late, **WAYS[way])
+    assert differences(two, "llama", accelerator.type, (2, 2), late=late, **WAYS[way]) == []
 
 
 @pytest.mark.parametrize("way", ["eager", *slow("clipped")])
@@ -229,7 +237,7 @@ def test_ranks_of_a_node_have_one_copy_together(two, accelerator):
 @pytest.mark.parametrize("device", cpu_is_slow())
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_that_share_no_memory(way, device, nodes):
-    compare(nodes, "llama", device, (2, 1), **WAYS[way])
+    assert differences(nodes, "llama", device, (2, 1), **WAYS[way]) == []
 
 
 CLUSTERS = {"two": Cluster(2, 1, loopback=1.0), "nodes": Cluster(1, 2, network=1.0)}
@@ -304,7 +312,7 @@ def test_ranks_look_at_a_nodes_memory_together(cluster, request, accelerator):
 @pytest.mark.parametrize("way", WAYS)
 def test_nodes_of_any_size_and_order(way, homes):
     ranks = Ranks(len(homes), homes=homes)
-    compare(ranks, "llama", "cpu", (1,) * len(homes), **WAYS[way])
+    assert differences(ranks, "llama", "cpu", (1,) * len(homes), **WAYS[way]) == []
     ranks.close()
 
 
@@ -314,11 +322,11 @@ def test_nodes_of_any_size_and_order(way, homes):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "skipping"])
 def test_four_ranks_on_two_nodes(name, way, device, counts, four):
-    compare(four, name, device, counts, **WAYS[way])
+    assert differences(four, name, device, counts, **WAYS[way]) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("updates", ["stride:2", "static:0.5", "auto", "host"])
 @pytest.mark.parametrize("held", [False, True])
 def test_all_policies_on_four_ranks(held, updates, four, accelerator):
-    compare(four, "llama", accelerator.type, (1, 1, 1, 1), updates=updates, subgroup=64, held=held)
+    assert differences(four, "llama", accelerator.type, (1, 1, 1, 1), updates=updates, subgroup=64, held=held) == []

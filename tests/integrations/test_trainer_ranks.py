@@ -17,7 +17,7 @@ def assert_near_runs(ours, theirs):
     assert_near(ours[1], theirs[1], 2e-5)
 
 
-def compare(ranks, size, tmp_path, device):
+def assert_equals_one_process(ranks, size, tmp_path, device):
     arguments = {"model": "llama", "device": device, "rows": 32}
     alone = rank_jobs.fit(directory=tmp_path / "one", gradient_accumulation_steps=2 * size, **arguments)
     found = ranks.run(rank_jobs.fit, directory=tmp_path / "all", gradient_accumulation_steps=2, **arguments)
@@ -29,7 +29,7 @@ def compare(ranks, size, tmp_path, device):
 
 @pytest.mark.parametrize("device", chosen())
 def test_two_ranks(device, two, tmp_path):
-    compare(two, 2, tmp_path, device)
+    assert_equals_one_process(two, 2, tmp_path, device)
 
 
 @pytest.mark.parametrize("average", slow(False, True))
@@ -44,7 +44,7 @@ def test_a_plain_trainer_on_two_ranks(average, two, accelerator, tmp_path):
 
 @pytest.mark.slow
 def test_four_ranks(four, accelerator, tmp_path):
-    compare(four, 4, tmp_path, accelerator.type)
+    assert_equals_one_process(four, 4, tmp_path, accelerator.type)
 
 
 def test_saved_and_resumed(two, accelerator, tmp_path):
