@@ -50,7 +50,7 @@ from ferryman.relay.call_node import SavedInputs
 from ferryman.relay.checksums import Checksums
 from ferryman.relay.kept_graph import SavedTensors
 from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
-from ferryman.relay.stash import DeviceStash
+from ferryman.relay.stash import Stash
 from ferryman.relay.step_state import Expectation, StepState
 from ferryman.runtime.lanes import Lanes
 from ferryman.runtime.rng import Randomness
@@ -257,7 +257,7 @@ class _DryStep(StepState):
     """The step of the micro-batch. Measures the graphs of calls that run again."""
 
     def __init__(self, meter: _Meter) -> None:
-        super().__init__((), 0, DeviceStash(), Expectation(()))
+        super().__init__((), 0, Stash(), Expectation(()))
         self._meter = meter
         self.graph = 0, 0.0  # bytes and operations of the last one
 

@@ -31,7 +31,7 @@ from ferryman.relay.host_stash import HostStash
 from ferryman.relay.inputs import Inputs
 from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
 from ferryman.relay.parameter_server import ParameterServer
-from ferryman.relay.stash import DeviceStash, Stash
+from ferryman.relay.stash import Stash
 from ferryman.relay.step_state import Expectation, StepState, Visit, Work
 from ferryman.relay.unit_arguments import refuse_arguments
 from ferryman.relay.weight_slots import UnitOnDevice
@@ -47,7 +47,7 @@ class Relay(CallHost):
         super().__init__(plan, device, server, streams)
         self.inputs = Inputs(device, streams.compute)
         self.evaluation = Evaluation(self._model, self.weights, streams)
-        self._device_stash = DeviceStash()
+        self._device_stash = Stash()
         self._host_stash: HostStash | None = None
         if device.type != "cpu":
             self._host_stash = HostStash(device, streams.compute, streams.stash_in, streams.stash_out)

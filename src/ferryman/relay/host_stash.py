@@ -51,7 +51,7 @@ from ferryman.plan.fit import IN_FLIGHT
 from ferryman.relay.between_units import BetweenUnits
 from ferryman.relay.kept_graph import Hold
 from ferryman.relay.micro_batch import MicroBatch
-from ferryman.relay.stash import OnDevice, Stashed
+from ferryman.relay.stash import OnDevice, Stash, Stashed
 from ferryman.relay.tensor_identity import storages_of, version_of
 from ferryman.relay.tracked_storage import Fetched, Geometry, HostCopy, Leaving, Level, TrackedStorage
 from ferryman.runtime.arena import Arena
@@ -130,7 +130,7 @@ class _HeldInput:
         return None if self.is_edited() else self._on_device.alias
 
 
-class HostStash:
+class HostStash(Stash):
     """Keeps the tensors of parked micro-batches on the host, except for those that kept graphs have saved."""
 
     moves = True

@@ -1,6 +1,6 @@
 """The stash: inputs that calls save for their backward, and tensors of micro-batches that wait.
 
-`DeviceStash` leaves tensors on the device. It is the fastest, but grows with depth and the number of micro-batches.
+`Stash` leaves tensors on the device. It is the fastest, but grows with depth and the number of micro-batches.
 `HostStash` (`host_stash.py`) leaves no tensors of a parked micro-batch on the device.
 """
 
@@ -34,53 +34,6 @@ class Stashed(Protocol):
         """The detached tensor on the device; None if it was edited, and there is no copy from before that."""
 
 
-class Stash(Protocol):
-    """The relay's interface to a stash."""
-
-    def track(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
-        """Registers tensors that belong to the micro-batch."""
-
-    moves: bool  # whether tensors may leave the device
-
-    def save(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
-        """Saves a call's input with its current value."""
-
-    def hold(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
-        """Leaves a call's input on the device until the result is dropped."""
-
-    def hold_saved(self, storages: Collection[int]) -> Hold | None:
-        """Leaves what a kept graph has saved on the device until the result is dropped."""
-
-    def watch(self, batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
-        """Context in which the micro-batch runs. Tensors that it makes belong to it."""
-
-    def stow(self, batch: MicroBatch) -> None:
-        """Called when the micro-batch is parked, before others run."""
-
-    def restore(self, batch: MicroBatch) -> None:
-        """Called ahead of the micro-batch's next run: starts to restore the tensors that its call needs."""
-
-    def follow(self, batch: MicroBatch) -> None:
-        """Called before the micro-batch runs: makes compute wait for tensors that are being restored."""
-
-    def use(self, batch: MicroBatch, tensor: torch.Tensor) -> None:
-        """Called before the micro-batch uses a tensor, which may be stowed or belong to another micro-batch."""
-
-    def edited(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Called when a unit has edited these tensors in place."""
-
-    def checking(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which in-place edits that the stash has not seen raise a ValueError."""
-
-    def bring_back(self) -> None:
-        """Restores all tensors that the user still holds at the end of the step."""
-
-    def forget(self) -> None:
-        """Drops everything that belongs to the step."""
-
-    def close(self) -> None: ...
-
-
 class OnDevice(NamedTuple):
     """A saved input that is left on the device."""
 
@@ -101,49 +54,52 @@ class OnDevice(NamedTuple):
         return None if self.is_edited() else self.alias
 
 
-class DeviceStash:
-    """Leaves all tensors on the device."""
+class Stash:
+    """The stash of a step. This one leaves all tensors on the device, so most of its methods have nothing to do."""
 
-    moves = False
+    moves = False  # whether tensors may leave the device
 
     def track(self, batch: MicroBatch, tensors: Sequence[torch.Tensor]) -> None:
-        pass
+        """Registers tensors that belong to the micro-batch."""
 
     def save(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
+        """Saves a call's input with its current value."""
         alias = tensor.detach()  # shares the version counter, which reveals edits
         return OnDevice(alias, version_of(alias))
 
-    hold = save
+    def hold(self, batch: MicroBatch, tensor: torch.Tensor) -> Stashed:
+        """Leaves a call's input on the device until the result is dropped."""
+        return self.save(batch, tensor)
 
     def hold_saved(self, storages: Collection[int]) -> Hold | None:
+        """Leaves what a kept graph has saved on the device until the result is dropped."""
         return None
 
     def watch(self, batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
+        """Context in which the micro-batch runs. Tensors that it makes belong to it."""
         return contextlib.nullcontext()
 
     def stow(self, batch: MicroBatch) -> None:
-        pass
+        """Called when the micro-batch is parked, before others run."""
 
     def restore(self, batch: MicroBatch) -> None:
-        pass
+        """Called ahead of the micro-batch's next run: starts to restore the tensors that its call needs."""
 
     def follow(self, batch: MicroBatch) -> None:
-        pass
+        """Called before the micro-batch runs: makes compute wait for tensors that are being restored."""
 
     def use(self, batch: MicroBatch, tensor: torch.Tensor) -> None:
-        pass
+        """Called before the micro-batch uses a tensor, which may be stowed or belong to another micro-batch."""
 
     def edited(self, tensors: Sequence[torch.Tensor]) -> None:
-        pass
+        """Called when a unit has edited these tensors in place."""
 
     def checking(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which in-place edits that the stash has not seen raise a ValueError."""
         return contextlib.nullcontext()
 
     def bring_back(self) -> None:
-        pass
+        """Restores all tensors that the user still holds at the end of the step."""
 
     def forget(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+        """Drops everything that belongs to the step."""
