@@ -65,6 +65,17 @@ def test_learning_rates():
 # What it makes.
 
 
+def test_the_peak_is_of_allocated_memory_without_a_trace_too(corpus, tmp_path, virtual):
+    arguments = ["--device", "virtual", "--validation", 0, "--steps", 1]
+    torch.accelerator.reset_peak_memory_stats(virtual)
+    trained(GPT, "--data", corpus, "-o", tmp_path / "run", *arguments, "--no-trace")
+    allocated, reserved = (
+        torch.accelerator.max_memory_allocated(virtual),
+        torch.accelerator.max_memory_reserved(virtual),
+    )
+    assert 0 < metrics(tmp_path / "run")[0]["device_peak"] <= allocated < reserved
+
+
 def test_a_run_on_text(corpus, tmp_path, virtual):
     run = tmp_path / "run"
     arguments = ["--device", "virtual", "--memory", "400KiB", "--steps", 8, "--lr", 0.01]

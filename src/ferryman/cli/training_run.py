@@ -71,7 +71,7 @@ class TrainingRun:
         self._tokens = 0  # since the run was started or resumed
         self._step_seconds: float | None = None  # smoothed
         self._agreed: str | None = None  # the reason to stop that all ranks have agreed on
-        self._peak: int | None = None  # device memory in the last step, the highest of all ranks
+        self._peak: int | None = None  # allocated device memory in the last step, the highest of all ranks
         self._micro_batches: list[int] = []  # of each rank in the last step
 
     def _open_corpus(self) -> Corpus:
@@ -410,4 +410,4 @@ def _save_every(steps: int) -> int:
 
 
 def _peak(device: torch.device) -> int | None:
-    return None if device.type == "cpu" else torch.accelerator.max_memory_reserved(device)
+    return None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
