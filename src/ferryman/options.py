@@ -134,8 +134,8 @@ class PlainOptions:
     state: Annotated[
         Literal["fp32", "bf16", "8bit"],
         Setting(
-            help="How the optimizer's moments are kept, those of small tensors excepted: in float32, in bfloat16 with "
-            "stochastic rounding, or in 8 bits with a scale for each block of 256.",
+            help="Format of the optimizer's moments: float32, bfloat16 with stochastic rounding, or 8 bits with a "
+            "scale for each block of 256. Those of small tensors are always in float32.",
             needs_optimizer=True,
         ),
     ] = "fp32"
@@ -176,8 +176,8 @@ class PlainOptions:
     recompute: Annotated[
         Literal["auto", "always", "never"],
         Setting(
-            help="Whether the backward runs forwards again, or activations are kept for it; auto: those are kept for "
-            "which there is room.",
+            help="Whether activations are recomputed in the backward (always) or kept for it (never); auto: as many "
+            "are kept as there is room for.",
         ),
     ] = "always"
     slots: Annotated[

@@ -130,7 +130,7 @@ def test_an_update_that_fails_later_is_told_of_as_what_it_is(updates, held, acce
         pair.ours(1)
         with pytest.raises(RuntimeError, match="no more") as caught:
             pair.ours(2)
-        assert "units lack it" in " ".join(caught.value.__notes__)
+        assert "units were not updated" in " ".join(caught.value.__notes__)
         monkeypatch.undo()
         assert torch.isfinite(pair.ours(3))
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ferryman.cli.run_directory import to_line
-from ferryman.runtime.sizes import show_bytes
+from ferryman.runtime.sizes import show_bytes, show_count
 
 Event = Mapping[str, Any]
 
@@ -131,7 +131,9 @@ class LivePanel:
         )
         rows.add_row("loss", Text(seen, style="bold"), _learning_rate(event))
         speed = f"{event['tokens_per_second']:,.0f} tokens/s"
-        rows.add_row("speed", speed, f"step time {event['seconds']:.2f} s, {_count(event['micro_batches'])}")
+        rows.add_row(
+            "speed", speed, f"step time {event['seconds']:.2f} s, {show_count(event['micro_batches'], 'micro-batch')}"
+        )
         if event["device_peak"] is not None:
             budget = self._start.get("budget")
             of = f" of {show_bytes(budget)}" if budget else ""
@@ -206,10 +208,6 @@ def _rank(lane: tuple[str, float]) -> tuple[int, str]:
 def _learning_rate(event: Event) -> str:
     norm = "" if event["grad_norm"] is None else f", gradient norm {event['grad_norm']:.2f}"
     return f"learning rate {event['lr']:.1e}{norm}"
-
-
-def _count(micro_batches: int) -> str:
-    return "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
 
 
 def _bar(value: float, total: float) -> ProgressBar:

@@ -28,7 +28,7 @@ from ferryman.forecast import measure
 from ferryman.runtime import amx, native
 from ferryman.runtime import host_memory as memory
 from ferryman.runtime.pinned import PinnedMemory
-from ferryman.runtime.sizes import show_bytes, show_rate
+from ferryman.runtime.sizes import show_bytes, show_count, show_rate
 
 EPILOG = """
 [bold]Examples[/bold]
@@ -348,5 +348,5 @@ def _show(console: Console, report: Report) -> None:
         table.add_row(mark, finding.what, escape(finding.message), escape(finding.fix))
     console.print(table)
     problems = sum(finding.severity == "problem" for finding in report.findings)
-    found = f"{problems} problem{'' if problems == 1 else 's'} found"
-    console.print(f"[red]{found}[/red]" if problems else "[green]no problems found[/green]")
+    found = show_count(problems, "problem")
+    console.print(f"[red]{found} found[/red]" if problems else "[green]no problems found[/green]")

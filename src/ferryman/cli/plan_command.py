@@ -29,7 +29,7 @@ from ferryman.plan.fit import Choice
 from ferryman.plan.network import Cluster
 from ferryman.plan.plan import Plan
 from ferryman.plan.step_forecast import Forecast, LaneTimes
-from ferryman.runtime.sizes import show_bytes, show_rate
+from ferryman.runtime.sizes import show_bytes, show_count, show_rate
 from ferryman.training import checks
 
 EPILOG = """
@@ -266,9 +266,9 @@ def _show(
     plan, choice = estimate.plan, estimate.choice
     machine = given.machine
     console.print(
-        f"{len(plan.units)} units, {_way(plan, given)}; {_many(training.samples, 'sample')} of "
-        f"{_many(training.length, 'token')}{_shared_out(training, machine.cluster, estimate)} in "
-        f"{_many(choice.micro_batches, 'micro-batch')}; stash on the {_place(choice)}; {_kept(estimate)}"
+        f"{show_count(len(plan.units), 'unit')}, {_way(plan, given)}; {show_count(training.samples, 'sample')} of "
+        f"{show_count(training.length, 'token')}{_shared_out(training, machine.cluster, estimate)} in "
+        f"{show_count(choice.micro_batches, 'micro-batch')}; stash on the {_place(choice)}; {_kept(estimate)}"
         f"updates: {plan.staging.policy}, "
         f"{'deferred' if plan.staging.deferred else 'eager'}"
     )
@@ -297,13 +297,13 @@ def _place(choice: Choice) -> str:
 
 def _kept(estimate: Estimate) -> str:
     kept, calls = estimate.kept_calls, estimate.kept_calls + estimate.recomputed_calls
-    return f"activations of {kept} of {_many(calls, 'call')} kept; " if calls else ""
+    return f"activations of {kept} of {show_count(calls, 'call')} kept; " if kept else ""
 
 
 def _shared_out(training: Training, cluster: Cluster, estimate: Estimate) -> str:
     if cluster.size == 1:
         return ""
-    devices = _many(cluster.devices, "device")
+    devices = show_count(cluster.devices, "device")
     where = devices if cluster.nodes == 1 else f"{cluster.nodes} nodes with {devices} each"
     most = "" if estimate.samples * cluster.size == training.samples else "at most "
     return f" on {where}, {most}{estimate.samples} per device,"
@@ -312,7 +312,7 @@ def _shared_out(training: Training, cluster: Cluster, estimate: Estimate) -> str
 def _way(plan: Plan, given: MachineDescription) -> str:
     if given.device.type == "cpu":
         return "used in place"
-    return "held on the device" if plan.held else f"relayed through {_many(plan.weight_slots, 'slot')}"
+    return "held on the device" if plan.held else f"relayed through {show_count(plan.weight_slots, 'slot')}"
 
 
 def _account(title: str, account: dict[str, int], memory: int | None) -> Table:
@@ -386,10 +386,6 @@ def _bar(share: float, colour: str = "blue") -> str:
 
 def _parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-def _many(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def _count(number: int) -> str:

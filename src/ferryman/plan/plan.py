@@ -31,7 +31,7 @@ from ferryman.model.units import DtypeOf, Unit, own_dtype
 from ferryman.plan.slot_sizes import slot_bytes, slot_groups
 from ferryman.plan.staging import Staging
 from ferryman.runtime.segments import Segments
-from ferryman.runtime.sizes import show_bytes
+from ferryman.runtime.sizes import show_bytes, show_count
 
 # Largest fractions of a budget for memory that is always in use: in general, with all units held, and with more than
 # two slots. See Note [How much is filled]
@@ -120,7 +120,7 @@ class Plan:
         known = ", ".join(f"{rate / 1e6:.0f} {name}" for name, rate in rates.items() if rate is not None)
         when = "deferred" if self.staging.deferred else "eager"
         lines = [
-            f"{len(self.units)} units, {'held on the device' if self.held else 'relayed'}",
+            f"{show_count(len(self.units), 'unit')}, {'held on the device' if self.held else 'relayed'}",
             f"{show_bytes(self.fixed)} always on the device: {self.explain()}",
         ]
         if self.updates:
@@ -134,9 +134,10 @@ class Plan:
         largest, account = max(self.units, key=lambda unit: unit.nbytes), self.account
         all_of_them = f"{show_bytes(account['weight slots'])}, all of them,"
         slots = all_of_them if self.held else f"{self.weight_slots} x {show_bytes(largest.nbytes)}"
+        units = show_count(self.gradient_slots, "unit")
         sizes = {
             "weight slots": f"{slots} for weights (the largest unit is {largest.name!r})",
-            "gradient slots": f"{show_bytes(account['gradient slots'])} for gradients of {self.gradient_slots} units",
+            "gradient slots": f"{show_bytes(account['gradient slots'])} for gradients of {units}",
             "residents": f"{show_bytes(account['residents'])} for what stays on the device",
             "update staging": f"{show_bytes(account.get('update staging', 0))} for updates on the device, of subgroups "
             f"of {self.staging.subgroup} parameters",

@@ -1,4 +1,4 @@
-"""Amounts of memory and rates: parsing of user input, and formatting."""
+"""Amounts of memory, rates and counts: parsing of user input, and formatting."""
 
 from __future__ import annotations
 
@@ -71,3 +71,8 @@ def show_bytes(nbytes: int) -> str:
             hundredths = -(-nbytes * 100 // size)
             return f"{hundredths / 100:.2f}{unit}"
     return f"{nbytes}B"
+
+
+def show_count(number: int, noun: str) -> str:
+    """A number of things as text: "1 unit", "2 units"."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"

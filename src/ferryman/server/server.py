@@ -346,7 +346,7 @@ class Server:
         """Which weights the step that runs has changed, for an error that ends it."""
         last = self._last_requested.args
         if lost := [unit for unit in last if any(mark.failed() for mark in self._log.weights_ready(unit))]:
-            return f"The update of the step before failed: {len(lost)} of {len(last)} units lack it"
+            return f"The update of the previous step failed: {len(lost)} of {len(last)} units were not updated"
         begun = self._log.step.requested.begun
         if not begun:
             return "No weight was changed"

@@ -182,7 +182,7 @@ class CrossCheck:
         if difference is not None and not wrong and self._separate_counters(is_right):
             return losses
         if difference is None and wrong:
-            difference = f"{wrong[0].name} is left behind with another value"
+            difference = f"{wrong[0].name} has another value in the end"
         if difference is not None:
             if (found := in_turn.difference(run_again())) is not None:
                 raise ValueError(
@@ -351,7 +351,7 @@ class _Trial(Watcher):
                 return f"the gradient of {item.name!r} from micro-batch {number} differs"
         for name, value in self._left.items():
             if name not in self.noisy and name in other._left and not _agree(value, other._left[name]):
-                return f"{name} is left behind with another value"
+                return f"{name} has another value in the end"
         return None
 
     def _sums(self) -> dict[tuple[int, Item], tuple[float, float]]:
