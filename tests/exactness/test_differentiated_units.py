@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.nn.utils import parametrizations, parametrize
 
 from ferryman.engine import Engine
 from support.slow import covering
@@ -291,6 +292,34 @@ def through_dual(model, batch):
 def test_other_derivatives_through_a_unit(function):
     words = r"the unit 'blocks\.0' is called in a transformation of torch\.(func|autograd\.forward_ad)"
     refused(Model, function, torch.device("cpu"), words)
+
+
+class Normalised(Model):
+    def prepare(self):
+        for block in self.blocks:
+            parametrizations.weight_norm(block.linear)
+
+
+def cached(model, batch):
+    with parametrize.cached():
+        return loss(model, batch)
+
+
+def test_a_cache_of_parametrized_weights_around_units(device):
+    refused(Normalised, cached, device, r"the unit 'blocks\.0' is called in torch\.nn\.utils\.parametrize\.cached")
+
+
+class NormalisedInside(Normalised):
+    class block(Block):  # noqa: N801
+        def forward(self, x):
+            with parametrize.cached():
+                return super().forward(x) + torch.tanh(self.linear(x))
+
+
+@covering
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_cache_of_parametrized_weights_inside_a_unit(micro_batches, device):
+    assert_equal_to_plain(NormalisedInside, loss, None, micro_batches, device)
 
 
 class Listens(Model):

@@ -44,7 +44,7 @@ from ferryman.relay.micro_batch import Direction, MicroBatch
 from ferryman.relay.modes import Modes, saving_hooks
 from ferryman.relay.stash import Stashed
 from ferryman.relay.tensor_identity import edited_since, version_of
-from ferryman.relay.unit_arguments import refuse_result, refuse_transforms
+from ferryman.relay.unit_arguments import refuse_cached_parametrizations, refuse_result, refuse_transforms
 from ferryman.runtime.rng import State
 
 Forward = Callable[..., Any]
@@ -129,6 +129,7 @@ class Call:
         tensors = self._before.tensors
         trains = self._relay.trains(self.unit)
         refuse_transforms(self.unit, tensors)
+        refuse_cached_parametrizations(self.unit)
         # In the traced trial every unit has a graph, which shows whether it uses leaves outside the model.
         if torch.is_grad_enabled() and (trains or self._relay.escapes.traced or any(t.requires_grad for t in tensors)):
             return self._run_as_node(tensors, trains=trains)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from ferryman.model.units import Unit
@@ -27,6 +28,17 @@ def refuse_transforms(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
             f"the unit {unit.name!r} is called in a transformation of {what}, through which the engine cannot "
             "stream it. Use torch.autograd.grad without create_graph, or keep what is transformed outside the units "
             "(units=[...]) or inside one"
+        )
+
+
+def refuse_cached_parametrizations(unit: Unit) -> None:
+    """Refuses calls where torch caches parametrized weights: the cache would keep them after the unit has left the
+    device, and all micro-batches would share it."""
+    if parametrize._cache_enabled:
+        raise ValueError(
+            f"the unit {unit.name!r} is called in torch.nn.utils.parametrize.cached(), which keeps parametrized "
+            "weights with their graph, and which all micro-batches would share. Use it inside the unit's forward, or "
+            "not at all"
         )
 
 
