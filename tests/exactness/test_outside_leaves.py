@@ -47,6 +47,23 @@ def test_a_learned_temperature(micro_batches, device):
     torch.testing.assert_close(found, expected)
 
 
+def test_an_optimizer_between_steps_may_drop_gradients_at_once(virtual):
+    """They are allocated on the engine's stream, and used on the caller's: `virtual` is strict about races."""
+    centers = torch.zeros(5, 5, device="virtual:0", requires_grad=True)
+    theirs = torch.optim.SGD([centers], lr=0.1)
+
+    def function(model, batch):
+        return (model(batch[0]) - centers[batch[1]]).square().mean()
+
+    model = made(Model, None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Engine(model, optimizer, device="virtual:0", loss=function) as engine:
+        for batch in batches(3):
+            engine.step(batch, 2)
+            theirs.step()
+            theirs.zero_grad()
+
+
 def test_a_leaf_that_a_unit_uses(device):
     scale = torch.ones((), device=device, requires_grad=True)
 

@@ -48,6 +48,16 @@ class OutsideLeaves:
             leaf.grad = gradient
         self._before.clear()
 
+    def hand_over(self, device: torch.device) -> None:
+        """After a step that succeeded: lets the caller use the new gradients on its current stream, and drop them at
+        once (`optimizer.step()`, then `optimizer.zero_grad()`). They were allocated on the engine's own stream."""
+        for leaf, before, _ in self._before.values():
+            gradient = leaf.grad
+            if gradient is None or gradient is before or gradient.device != device:
+                continue
+            if gradient.layout is torch.strided:
+                gradient.record_stream(torch.accelerator.current_stream(device))
+
     def forget(self) -> None:
         """Drops the saved gradients after a step that succeeded: the new gradients stay."""
         self._before.clear()

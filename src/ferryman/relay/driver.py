@@ -153,6 +153,8 @@ class Relay(CallHost):
                     step.between_visits()
                     shutdown.sleep_at_end()
             total = self._add_up_losses(step)
+            if self.device.type != "cpu":
+                step.leaves.hand_over(self.device)
             visited, turning = step.visited, step.turning_modules
             # Python's own clock knows nothing of an accelerator.
             saved = step.kept_seconds if self.device.type == "cpu" else step.keep.seconds
