@@ -347,7 +347,7 @@ class Fit:
                 return None
             kept = bytes_of(keep, costs, micro_batches=count, stash_on_host=on_host)
             wanted = choice._replace(
-                keep=replace(keep, nbytes=kept, seconds=seconds_of(keep, costs, micro_batches=count))
+                keep=replace(keep, nbytes=kept, seconds=seconds_of(keep, costs, micro_batches=count), whole=whole)
             )
             if self._fits(needs, batch, samples, wanted, taken + kept, room):
                 return wanted

@@ -53,6 +53,7 @@ class Keep:
     if_free: bool = False  # only while the host has memory to spare; for a device that is the host itself
     nbytes: int | None = None  # that they are expected to take
     seconds: float | None = None  # that they are expected to save
+    whole: bool = False  # all calls of a step keep their graphs, apart from those whose code does not allow it
 
     def has(self, module: Any, micro_batch: int) -> bool:
         return self.counts is None or micro_batch < self.counts.get(module, 0)
@@ -67,7 +68,7 @@ class Keep:
         return all(count <= self.counts.get(module, 0) for module, count in other.counts.items())
 
 
-NOTHING, EVERYTHING = Keep(), Keep(None)
+NOTHING, EVERYTHING = Keep(), Keep(None, whole=True)
 
 
 def fill(costs: Costs, micro_batches: int, room: int, *, stash_on_host: bool) -> Keep:

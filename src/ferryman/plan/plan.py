@@ -28,7 +28,7 @@ from torch import nn
 
 from ferryman.model.unit_discovery import find_cuts, module_sizes
 from ferryman.model.units import DtypeOf, Unit, own_dtype
-from ferryman.plan.slot_sizes import slot_bytes, slot_groups
+from ferryman.plan.slot_sizes import SHARED, slot_bytes, slot_groups
 from ferryman.plan.staging import Staging
 from ferryman.runtime.segments import Segments
 from ferryman.runtime.sizes import show_bytes, show_count
@@ -160,6 +160,7 @@ def make_plan(
     resident: Sequence[str],
     staging: Sequence[Staging],
     held: bool | None = False,
+    keeps: bool = False,
     updates: bool = False,
     dtype_of: DtypeOf = own_dtype,
     needed: Need | None = None,
@@ -171,9 +172,10 @@ def make_plan(
     Raises a ValueError that says how much memory is needed if there is no such plan.
 
     `units`: modules named by the user, which are not cut. `staging`: ways to update, the best first; a later one is
-    used if the earlier ones leave no room. `held`: whether all weights stay on the device; None: if the budget allows
-    it. `needed`: the need of a micro-batch of one sample, once it is known. `smallest`: return the plan that uses the
-    least memory instead. `segments`: those of the device's allocator.
+    used if the earlier ones leave no room. `held`: whether all weights stay on the device; None: if the budget
+    allows it. `keeps`: calls may keep their graphs, so gradients stay on the device too, if there is room: see
+    `relay/straight.py`. `needed`: the need of a micro-batch of one sample, once it is known. `smallest`: return the
+    plan that uses the least memory instead. `segments`: those of the device's allocator.
     """
     as_they_are = budget is None or units is not None
     limits = [None] if as_they_are else [None, *module_sizes(model, dtype_of)]
@@ -182,7 +184,7 @@ def make_plan(
         Plan(found, rest, slots or 2, 2, staging[0], updates, limit, segments=segments)
         for limit, (found, rest) in cuts.items()
     ]
-    grades = _grades(plans, slots, staging, held)
+    grades = _grades(plans, slots, staging, held, keeps)
     if budget is None:
         return grades[0][0]
     fixed = {id(plan): plan.fixed for grade in grades for plan in grade}
@@ -193,6 +195,8 @@ def make_plan(
         room = (
             int((_MAX_FIXED_HELD if plan.held else _MAX_FIXED) * budget) if needed is None else budget - needed.nbytes
         )
+        if keeps and plan.held and plan.gradient_slots >= len(plan.units) > SHARED:
+            room = min(room, int(_MAX_FIXED_MORE_SLOTS * budget))  # the rest is for graphs
         if fixed[id(plan)] <= room:
             more = not plan.held and slots is None
             return _with_more_slots(plan, min(room, int(_MAX_FIXED_MORE_SLOTS * budget))) if more else plan
@@ -215,12 +219,16 @@ def _what_would_do(least: Plan, needed: Need | None) -> str:
     )
 
 
-def _grades(cuts: Sequence[Plan], slots: int | None, staging: Sequence[Staging], held: bool | None) -> list[list[Plan]]:
+def _grades(
+    cuts: Sequence[Plan], slots: int | None, staging: Sequence[Staging], held: bool | None, keeps: bool
+) -> list[list[Plan]]:
     """All plans, in grades of the same number of slots. The best grade is first, and in it the one of largest units."""
     # A unit with several modules occupies its gradient slot through the whole backward.
     best = [replace(plan, gradient_slots=2 + sum(len(u.modules) > 1 for u in plan.units)) for plan in cuts]
     # If all units are held, cutting them only makes gradient slots smaller.
     staying = [] if held is False or slots is not None else [[replace(plan, held=True)] for plan in (*best, *cuts)]
+    if staying and keeps:
+        staying.insert(0, [replace(staying[0][0], gradient_slots=len(cuts[0].units))])
     lesser = [
         [
             replace(plan, weight_slots=min(slots, len(plan.units)) if slots else weights, gradient_slots=gradients)

@@ -25,6 +25,8 @@ class SlotGroup(NamedTuple):
 
 def slot_groups(units: Sequence[Unit], count: int) -> list[SlotGroup]:
     """Divides `count` slots among the units. With too few for slots of their own, the smallest units share."""
+    if count >= len(units):
+        return [SlotGroup((unit,), 1) for unit in units]
     lasting = sorted((unit for unit in units if len(unit.modules) > 1), key=gradient_bytes, reverse=True)
     alone = lasting[: max(0, count - SHARED)]
     rest = tuple(unit for unit in units if unit not in alone)

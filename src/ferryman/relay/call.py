@@ -358,6 +358,8 @@ class Call:
         if running is not self.batch:
             raise Handle(self).used("outside of its step" if running is None else f"by micro-batch {running.number}")
         self._relay.step.refuse_other_threads(self.unit)
+        if (straight := self._relay.step.straight) is not None:
+            return straight.compute(self, compute)
         # Escapes are found by the sequence numbers of autograd's nodes, which are counted per thread.
         own = self._relay.escapes.traced or self._relay.computes_in_own_threads
         if own:

@@ -178,6 +178,16 @@ class CallHost:
             visit.has_gradient_slot = True
             self.compute.follow(*self.gradients.enter(unit))
 
+    def is_finished(self, unit: Unit) -> bool:
+        """Whether the unit's backward is over. Before an update, and in a straight step, in which sums stay on the
+        device, no micro-batch may call the unit any more."""
+        step = self.step
+        if step.open_calls.count(unit):
+            return False
+        if not step.for_update and step.straight is None:
+            return True
+        return step.has_turned() and unit not in self._called_in_backward
+
     def _check_call_in_backward(self, unit: Unit, running: MicroBatch) -> None:
         """Handles a unit that is called in the backward, by checkpointing with use_reentrant=True.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -27,12 +28,14 @@ from ferryman.plan.plan import Plan
 from ferryman.relay.call import Call, Forward
 from ferryman.relay.call_host import CallHost
 from ferryman.relay.evaluation import Evaluation, refuse_other_devices
+from ferryman.relay.held_weights import HeldWeights
 from ferryman.relay.host_stash import HostStash
 from ferryman.relay.inputs import Inputs
-from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings
+from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings, ThreadState
 from ferryman.relay.parameter_server import ParameterServer
 from ferryman.relay.stash import Stash
 from ferryman.relay.step_state import Expectation, StepState, Visit, Work
+from ferryman.relay.straight import Straight
 from ferryman.relay.unit_arguments import refuse_arguments
 from ferryman.relay.weight_slots import UnitOnDevice
 from ferryman.runtime import shutdown
@@ -114,17 +117,27 @@ class Relay(CallHost):
         in this step. `between_visits` may raise an exception to end the step. `interleaved`: micro-batches take turns;
         otherwise each ends before the next one begins, and units are fetched for each.
         """
-        return StepState(
+        stash = self.stash_for(on_host=stash_on_host, staying=staying)
+        straight = keep.whole and not stash.moves and self._can_be_straight(len(works))
+        step = StepState(
             works,
             seed,
-            self.stash_for(on_host=stash_on_host, staying=staying),
+            stash,
             self.expectation(skipped),
             keep=keep,
             for_update=for_update,
             guard=guard,
             between_visits=between_visits,
-            interleaved=interleaved,
+            interleaved=interleaved and not straight,
         )
+        if straight:
+            step.straight = Straight(self, self._model, step)
+        return step
+
+    def _can_be_straight(self, micro_batches: int) -> bool:
+        """Whether weights stay on the device, and sums of gradients until the end of the step. See `straight.py`."""
+        stays = self.device.type == "cpu" or isinstance(self.weights, HeldWeights)
+        return stays and (micro_batches == 1 or self.gradients.has_one_for_each)
 
     def run(self, step: StepState) -> torch.Tensor:
         """Runs forward and backward of all micro-batches, and returns the sum of their losses.
@@ -132,7 +145,11 @@ class Relay(CallHost):
         When it returns, the copies of gradients to the host have been submitted, but may not have ended.
         """
         with self._during(step):
-            for group in step.groups():
+            groups = step.groups()
+            if step.straight is not None:
+                self._run_straight(step.straight, step)
+                groups = []
+            for group in groups:
                 with self.compute.current():
                     for batch in group:
                         self._resume(batch)
@@ -174,6 +191,19 @@ class Relay(CallHost):
         copy = total.clone()
         self._copied = self.lanes.here()
         return copy
+
+    def _run_straight(self, straight: Straight, step: StepState) -> None:
+        """Runs the micro-batches of a straight step."""
+        try:
+            for batch in step.micro_batches:
+                with self.compute.current(), self.compute.occupy("visit every unit (turn)"):
+                    self._sample_memory()
+                    self._resume(batch)
+                    step.drop_graph()
+                    straight.settle()
+            straight.end()
+        finally:
+            straight.leave()
 
     def stash_for(self, *, on_host: bool, staying: int = 0) -> Stash:
         """The stash for a step. If the device is the CPU, there is only one: its memory has no budget.
@@ -251,9 +281,12 @@ class Relay(CallHost):
                 locks = UserLocks(() if step.survey is None else step.survey.locks)
                 stack.enter_context(locks.lent())
                 interleaved = step.interleaved and len(step.works) > 1
+                if straight := step.straight is not None:
+                    stack.enter_context(_put_back_on_failure(thread_locals))
                 surroundings = Surroundings(
-                    self.device, self.randomness, self.compute, step.seed, thread_locals, locks, interleaved=interleaved
-                )
+                    self.device, self.randomness, self.compute, step.seed, thread_locals, locks,
+                    interleaved=interleaved, straight=straight,
+                )  # fmt: skip
                 batches = step.micro_batches
                 for number in range(len(step.works)):
                     before = batches[-1] if batches else None
@@ -379,7 +412,7 @@ class Relay(CallHost):
                 edits.check()
                 direction = "backward" if backward else "turn" if step.has_turned() else "forward"
                 mark.label += f" ({direction})"
-                if finished := self._is_finished(unit):
+                if finished := self.is_finished(unit):
                     step.check_before_update()
                     self.gradients.complete(unit)
                 edited = self.buffers.leave()
@@ -402,15 +435,19 @@ class Relay(CallHost):
                 self._resume(batch)
             stash.stow(batch)
 
-    def _is_finished(self, unit: Unit) -> bool:
-        """Whether the unit's backward is over. Before an update, no micro-batch may call the unit any more."""
-        step = self.step
-        if step.open_calls.count(unit):
-            return False
-        return not step.for_update or (step.has_turned() and unit not in self._called_in_backward)
-
     def _add_up_losses(self, step: StepState) -> torch.Tensor:
         with self.compute.occupy("add up losses"):
             total = functools.reduce(torch.add, (step.losses[number] for number in range(len(step.works))))
             self.gradients.complete_all()
         return total
+
+
+@contextlib.contextmanager
+def _put_back_on_failure(thread_locals: Sequence[threading.local]) -> Iterator[None]:
+    """Context in which the user's code runs on the caller's thread, whose thread-local variables it may change."""
+    before = ThreadState.here(thread_locals)
+    try:
+        yield
+    except BaseException:
+        before.put_locals(thread_locals)
+        raise

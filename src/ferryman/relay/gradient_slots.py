@@ -209,6 +209,11 @@ class GradientSlots:
         return {unit: [item for item in unit.trained if item in self._added] for unit in self._on_host}
 
     @property
+    def has_one_for_each(self) -> bool:
+        """Whether each unit has a slot of its own."""
+        return all(len(slot.serves) == 1 for slot in self._slots)
+
+    @property
     def are_empty(self) -> bool:
         """Whether no tensor has a gradient."""
         return not self._added

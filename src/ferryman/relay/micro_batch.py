@@ -240,6 +240,8 @@ class MicroBatch:
         Raises the exception that its code raised, if any."""
         randomness = self._surroundings.randomness
         randomness.restore(self.random)
+        if self._surroundings.straight:
+            return self._run_here()
         request, self.request = self.request, None
         if self._thread is None:
             self._start()
@@ -250,11 +252,29 @@ class MicroBatch:
         self.random = randomness.state()
         error, self._error = self._error or interrupt, None
         if error is None:
-            return
+            return None
         try:
             raise error
         finally:
             del error, interrupt  # otherwise this frame and the error keep each other and the device's tensors alive
+
+    def _run_here(self) -> None:
+        """Runs all of the micro-batch on the driver's thread. Its calls do not park. See `straight.py`."""
+        before, self._before = self._before, None
+        known = None if before is None else before.thread_state
+        context = contextvars.copy_context() if known is None else known.context.copy()
+        locks, self._served_by = self._surroundings.locks, threading.get_ident()
+        try:
+            context.run(self._run_code)
+        finally:
+            locks.release()
+            self._served_by, self.done = None, True
+
+    def _run_code(self) -> None:
+        with self._surroundings.enter():
+            self._surroundings.locks.acquire(self._surroundings.locks.of_caller)
+            self._work(self)
+        self.thread_state = ThreadState.here(self._surroundings.thread_locals)
 
     def _serve(self, compute: Callable[[], Any], state: ThreadState, held: Held) -> _Answer:
         """Computes on the driver's thread. See Note [Units compute on the driver's thread]."""
@@ -334,11 +354,13 @@ class Surroundings:
         locks: UserLocks,
         *,
         interleaved: bool,
+        straight: bool = False,
     ) -> None:
         self.randomness = randomness
         self.thread_locals = thread_locals
         self.locks = locks
         self.interleaved = interleaved  # other micro-batches run while one is parked
+        self.straight = straight  # micro-batches run on the driver's thread
         self._lane = lane
         self._seed = seed
         self._modes = Modes.here()
@@ -356,6 +378,8 @@ class Surroundings:
             stack.enter_context(self._lane.current())
             for kind, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
+                # On the caller's thread this autocast is inside another one, and would not clear the cache at its end.
+                stack.callback(torch.clear_autocast_cache)
             stack.enter_context(self._modes.on())
             # Backward stays on this thread: a parked node would otherwise block autograd's thread for the device.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ferryman.relay.call import Call
     from ferryman.relay.call_node import Handle
     from ferryman.relay.kept_graph import KeptGraph
+    from ferryman.relay.straight import Straight
 
 Work = Callable[[], torch.Tensor]  # the forward of one micro-batch; returns its loss
 
@@ -103,6 +104,7 @@ class StepState:
         self.losses: dict[int, torch.Tensor] = {}  # by micro-batch
         self.visited: list[Unit] = []  # the order of visits so far
         self.visit: Visit | None = None  # the current visit
+        self.straight: Straight | None = None  # computes calls at once, if the step is straight
         self.open_calls = OpenCalls()
         self.turning_modules: set[nn.Module] = set()  # modules whose backward followed their forward at once
         self.hooked: set[tuple[MicroBatch, Item]] = set()  # parameters whose gradient hooks have run
@@ -255,7 +257,7 @@ class StepState:
         while self.handles:
             if (handle := self.handles.pop()()) is not None:
                 handle.end()
-        self.works, self.micro_batches, self.running, self.visit = (), [], None, None
+        self.works, self.micro_batches, self.running, self.visit, self.straight = (), [], None, None, None
         self.losses = {}
         self.hooked.clear()
         self.leaves.forget()

@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ferryman.plan.batch import Split, bytes_in, parts_of, samples_in
 from ferryman.plan.fit import Choice, Fit, Measure, TooLargeError, Trial
-from ferryman.plan.keep import NOTHING, Keep
+from ferryman.plan.keep import EVERYTHING, NOTHING
 from ferryman.plan.plan import Need, Plan, PlanTooLargeError
 from ferryman.runtime.device_memory import usual_budget
 from ferryman.runtime.sizes import show_bytes
@@ -70,7 +71,7 @@ class MicroBatching:
         if self._fit is None:
             recompute = self._planner.options.recompute
             keeps = recompute == "never" or (recompute == "auto" and self._usual_fit is None)
-            keep = Keep(None, if_free=recompute == "auto") if keeps else NOTHING
+            keep = replace(EVERYTHING, if_free=recompute == "auto") if keeps else NOTHING
             return Choice(micro_batches or len(parts), self._planner.options.stash == "host", keep=keep)
         sizes, fixed = [samples_in(part) for part in parts], self._fixed
         known = [size for size in sizes if size is not None]

@@ -164,6 +164,7 @@ class Planner:
             resident=self.resident,
             staging=ways,
             held=self.options.held if self.budget is not None else bool(self.options.held),
+            keeps=self.options.recompute != "always",
             updates=self.optimizer_view is not None,
             dtype_of=self.dtype_of,
             needed=needed,
