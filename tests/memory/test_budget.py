@@ -343,7 +343,7 @@ def test_where_two_samples_do_not_fit_there_is_one_in_each(capacity, around, vir
 
 def test_what_dominates_a_refused_budget_comes_first(virtual):
     with pytest.raises(
-        ValueError, match=r"needed before any activations, 1 x 64.00KiB for weights .*'model.embed_tokens'"
+        ValueError, match=r"needed before any activations, 64.00KiB for weights of 1 unit .*'model.embed_tokens'"
     ):
         Engine(llama(2), device=DEVICE, memory="64KiB")
     model = Stack(2)

@@ -3,10 +3,31 @@
 import functools
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 
-from ferryman.relay.weight_slots import choose_fetch, count_fetches, next_use
+from ferryman.plan.slot_policy import SlotPolicy
+from ferryman.plan.slot_sizes import SlotSizes, slot_sizes
+
+
+def alike(slots):
+    """The policy for units of one size."""
+    sizes = SlotSizes(2, (1,) * (slots - 2)) if slots > 1 else SlotSizes(1, is_single=True)
+    return SlotPolicy(sizes, lambda unit: 1)
+
+
+def choose_fetch(loaded, busy, upcoming):
+    fetch = alike(len(loaded)).choose(loaded, busy, upcoming)
+    return None if fetch is None else (fetch.unit, fetch.slot)
+
+
+def count_fetches(order, slots):
+    return alike(slots).count_fetches(order)
+
+
+def next_use(unit, upcoming):
+    return upcoming.index(unit) if unit in upcoming else len(upcoming)
 
 
 def sweeps(n):
@@ -32,16 +53,29 @@ def random_orders(count, seed=0):
 
 def walk(order, slots):
     """A step as the engine walks it; returns fetches ahead of the visit that needs them, and those at it."""
-    held, ahead, late = [None] * slots, 0, 0
+    return walk_with(alike(slots), order)
+
+
+def walk_with(policy, order):
+    held, ahead, late = [None] * policy.sizes.count, 0, 0
     for at, unit in enumerate(order):
         if unit not in held:
-            _, slot = choose_fetch(held, (), order[at:])
-            held[slot] = unit
+            policy.choose(held, (), order[at:]).put_into(held)
             late += 1
-        while (chosen := choose_fetch(held, {held.index(unit)}, order[at + 1 :])) is not None:
-            held[chosen[1]] = chosen[0]
+        while (chosen := policy.choose(held, {held.index(unit)}, order[at + 1 :])) is not None:
+            assert held.index(unit) not in chosen.overwrites
+            chosen.put_into(held)
             ahead += 1
+        assert_apart(policy, held)
     return ahead, late
+
+
+def assert_apart(policy, held):
+    """What the slots hold is within them, and the two ends of a memory do not overlap."""
+    sizes = policy.sizes
+    for memory, room in enumerate(sizes.memories):
+        there = [unit for slot, unit in enumerate(held) if sizes.memory_of(slot) == memory and unit is not None]
+        assert sum(map(policy._size, there)) <= room
 
 
 def fewest(order, slots):
@@ -140,3 +174,74 @@ def test_nothing_is_fetched_when_nothing_is_missing_or_no_slot_is_free():
 
 def test_an_empty_slot_is_taken_first():
     assert choose_fetch(["a", None], {0}, ["b", "a"]) == ("b", 1)
+
+
+# Units of different sizes, in the slots that a plan makes for them.
+
+BLOCKS = {
+    "a head": [9, *[4] * 8, 9],
+    "tied": [12, *[3] * 8],
+    "two stacks": [6, *[3] * 4, *[4] * 4],
+    "growing": [1, 2, 4, 8, 9],
+}
+
+
+def of_sizes(sizes, slots, several=()):
+    """The policy for units of these sizes, called by their numbers. `several`: those with more than one module."""
+    units = [SimpleNamespace(size=size, modules=(1,) * (1 + (at in several))) for at, size in enumerate(sizes)]
+    return SlotPolicy(slot_sizes(units, slots, lambda unit: unit.size), sizes.__getitem__)
+
+
+def order_of(name):
+    n = len(BLOCKS[name])
+    if name == "tied":
+        return [*range(n), 0, *reversed(range(1, n)), 0], (0,)
+    if name == "two stacks":
+        return [0, 1, 2, 3, 4, 0, 5, 6, 7, 8, 0, 8, 7, 6, 5, 0, 4, 3, 2, 1, 0], (0,)
+    return sweeps(n), ()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_slots_that_take_what_their_units_take_need_no_more_fetches(name, slots):
+    (order, several), sizes = order_of(name), BLOCKS[name]
+    policy = of_sizes(sizes, slots, several)
+    ahead, late = walk_with(policy, order)
+    assert ahead + late == policy.count_fetches(order)
+    assert late == (1 if slots > 1 else len(order)), "no fetch but the first waits for the visit that needs it"
+    assert policy.count_fetches(order) <= count_fetches(order, slots) + (name == "growing")
+    assert policy.sizes.nbytes < slots * max(sizes) or slots == 1
+
+
+def test_two_slots_are_as_large_as_two_neighbours():
+    assert of_sizes([9, 4, 4, 4, 8], 2).sizes == SlotSizes(13)
+    assert of_sizes([9, 4, 4, 4, 8], 5).sizes == SlotSizes(13, (8, 4, 4))
+    assert of_sizes([4, 4, 4, 9], 4).sizes == SlotSizes(13, (4, 4))
+    assert of_sizes([9, 3, 3, 4, 4], 3, several=(0,)).sizes == SlotSizes(13, (4,)), "beside any other unit"
+    assert of_sizes([9, 4], 1).sizes == of_sizes([9], 3).sizes == SlotSizes(9, is_single=True)
+
+
+def test_with_a_slot_for_each_unit_nothing_is_fetched_twice():
+    for name, sizes in BLOCKS.items():
+        order, several = order_of(name)
+        policy = of_sizes(sizes, len(sizes), several)
+        assert policy.sizes.nbytes == sum(sizes)
+        assert policy.count_fetches(order) == len(sizes), name
+
+
+def test_any_order_is_served_though_large_units_are_no_neighbours():
+    generator = random.Random(0)
+    for order in random_orders(500):
+        sizes = [generator.randint(1, 9) for _ in range(6)]
+        for slots in (1, 2, 3, 4):
+            policy = of_sizes(sizes, slots)
+            assert sum(walk_with(policy, order)) == policy.count_fetches(order) <= len(order), (order, sizes)
+
+
+def test_large_units_that_follow_each_other_against_the_order_of_the_model_wait():
+    policy = of_sizes([9, 4, 4, 9], 2)
+    assert policy.choose([0, None], {0}, [3]) is None, "it would overwrite the unit in use"
+    assert policy.choose([0, None], (), [3]).overwrites == (0,)
+    assert policy.choose([1, 0], (), [3]).overwrites == (1,), "what is beside a block may stay"
+    assert set(of_sizes([5, 3, 3, 7], 2).choose([0, 0], (), [3]).overwrites) == {0, 1}
+    assert policy.choose([0, None], {0}, [1]).overwrites == (1,), "a neighbour is beside it"

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from ferryman.relay.weight_slots import count_fetches
+from ferryman.plan.slot_policy import weight_slot_policy
 from support.models import (
     CASES,
     WIDTH,
@@ -97,8 +97,8 @@ def fetched(engine, micro_batches=4):
 
 def fetches_without(engine, *skipped):
     """The number of fetches in a step that skips these units."""
-    names = [unit.name for unit in engine.units if not unit.name.startswith(skipped)]
-    return count_fetches([*names, *reversed(names[:-1])], 2)
+    units = [unit for unit in engine.units if not unit.name.startswith(skipped)]
+    return weight_slot_policy(engine.plan.weight_slot_sizes).count_fetches([*units, *reversed(units[:-1])])
 
 
 # Inserting and removing.

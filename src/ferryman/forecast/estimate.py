@@ -30,8 +30,8 @@ from ferryman.plan.network import Cluster, exchange_times
 from ferryman.plan.plan import Plan, PlanTooLargeError
 from ferryman.plan.rates import Rates
 from ferryman.plan.schedule import Traffic
+from ferryman.plan.slot_policy import weight_slot_policy
 from ferryman.plan.step_forecast import Forecast, Sweep, Update, forecast
-from ferryman.relay.weight_slots import fetched_visits
 from ferryman.runtime.link_rate import class_of
 from ferryman.runtime.sizes import show_bytes
 from ferryman.server.optimizer_view import OptimizerView
@@ -245,7 +245,7 @@ def _keep_on_host(result: Estimate, found: DryRun, machine: Machine, recompute: 
 def _sweeps(plan: Plan, found: DryRun, choice: Choice, device: torch.device) -> tuple[Sweep, Sweep]:
     fetched = [0.0, 0.0]
     if not plan.held and device.type != "cpu":
-        for visit in fetched_visits(found.visits, plan.weight_slots):
+        for visit in weight_slot_policy(plan.weight_slot_sizes).fetched_visits(found.visits):
             fetched[visit >= found.forward_visits] += found.visits[visit].nbytes
     stashed = found.trial.stash if choice.stash_on_host and device.type != "cpu" else 0
     # Each boundary activation leaves once, and comes back in the backward. If it does not stay, it also comes back in

@@ -2,7 +2,7 @@
 
 The memory that is always in use on the device is
 
-    weight slots x largest unit + gradient slots (`slot_sizes.py`) + residents, with their gradients
+    weight slots and gradient slots (`slot_sizes.py`) + residents, with their gradients
     + memory for updates on the device (`staging.py`) + what the allocator adds (`runtime/segments.py`)
 
 If all units are *held*, their sum takes the place of the weight slots. The rest of the budget is for micro-batches
@@ -19,6 +19,7 @@ beyond two saves one fetch per step; micro-batches take precedence over such slo
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,13 @@ from torch import nn
 
 from ferryman.model.unit_discovery import find_cuts, module_sizes
 from ferryman.model.units import DtypeOf, Unit, own_dtype
-from ferryman.plan.slot_sizes import SHARED, slot_bytes, slot_groups
+from ferryman.plan.slot_sizes import (
+    SHARED,
+    SlotSizes,
+    gradient_slot_bytes,
+    gradient_slot_sizes,
+    weight_slot_sizes,
+)
 from ferryman.plan.staging import Staging
 from ferryman.runtime.segments import Segments
 from ferryman.runtime.sizes import show_bytes, show_count
@@ -89,7 +96,7 @@ class Plan:
         return {
             "weight slots": [self._weight_bytes],
             "gradient slots": [self._gradient_bytes],
-            "residents": [self.residents.nbytes, slot_bytes([self.residents], self.updates)],
+            "residents": [self.residents.nbytes, gradient_slot_bytes(self.residents, self.updates)],
             **self.staging.allocations(self.in_forward_order, held=self.held),
         }
 
@@ -101,15 +108,17 @@ class Plan:
     def with_staging(self, staging: Staging) -> Plan:
         return replace(self, staging=staging.cut_for(self.in_forward_order))
 
-    @property
-    def _weight_bytes(self) -> int:
-        sizes = [unit.nbytes for unit in self.units]
-        return sum(sizes) if self.held else self.weight_slots * max(sizes)
+    @functools.cached_property
+    def weight_slot_sizes(self) -> SlotSizes:
+        return weight_slot_sizes(self.units, self.weight_slots)
 
-    @property
+    @functools.cached_property
+    def _weight_bytes(self) -> int:
+        return sum(unit.nbytes for unit in self.units) if self.held else self.weight_slot_sizes.nbytes
+
+    @functools.cached_property
     def _gradient_bytes(self) -> int:
-        groups = slot_groups(self.units, self.gradient_slots)
-        return sum(group.slots * slot_bytes(group.units, self.updates) for group in groups)
+        return gradient_slot_sizes(self.units, self.gradient_slots, self.updates).sizes.nbytes
 
     @property
     def fixed(self) -> int:
@@ -132,12 +141,12 @@ class Plan:
     def explain(self) -> str:
         """The account in words, largest entry first."""
         largest, account = max(self.units, key=lambda unit: unit.nbytes), self.account
-        all_of_them = f"{show_bytes(account['weight slots'])}, all of them,"
-        slots = all_of_them if self.held else f"{self.weight_slots} x {show_bytes(largest.nbytes)}"
-        units = show_count(self.gradient_slots, "unit")
+        whose = "all weights" if self.held else f"weights of {show_count(self.weight_slots, 'unit')}"
         sizes = {
-            "weight slots": f"{slots} for weights (the largest unit is {largest.name!r})",
-            "gradient slots": f"{show_bytes(account['gradient slots'])} for gradients of {units}",
+            "weight slots": f"{show_bytes(account['weight slots'])} for {whose} (the largest is {largest.name!r}, "
+            f"{show_bytes(largest.nbytes)})",
+            "gradient slots": f"{show_bytes(account['gradient slots'])} for gradients of "
+            f"{show_count(self.gradient_slots, 'unit')}",
             "residents": f"{show_bytes(account['residents'])} for what stays on the device",
             "update staging": f"{show_bytes(account.get('update staging', 0))} for updates on the device, of subgroups "
             f"of {self.staging.subgroup} parameters",
@@ -243,6 +252,10 @@ def _grades(
 
 def _with_more_slots(plan: Plan, room: int) -> Plan:
     """Each additional slot saves one fetch per step; with a slot for every unit, each is fetched once."""
-    largest = max(unit.nbytes for unit in plan.units)
-    more = min((room - plan.fixed) // largest, len(plan.units) - plan.weight_slots) if largest else 0
-    return replace(plan, weight_slots=plan.weight_slots + max(0, more))
+    every, sizes = weight_slot_sizes(plan.units, len(plan.units)), plan.weight_slot_sizes
+    if every.is_single:
+        return plan
+    room -= plan.fixed - sizes.nbytes
+    takes = itertools.accumulate((every.shared, *every.others))  # with two slots, with three, ...
+    most = max((count for count, nbytes in enumerate(takes, 2) if nbytes <= room), default=0)
+    return replace(plan, weight_slots=max(plan.weight_slots, most))

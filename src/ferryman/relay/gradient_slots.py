@@ -5,45 +5,63 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from ferryman.model.units import Item, Unit, gradient_bytes, gradient_views, landing_bytes, landing_dtype, narrow_bytes
-from ferryman.plan.slot_sizes import SlotGroup, slot_groups
+from ferryman.model.units import (
+    Item,
+    Unit,
+    aligned,
+    gradient_bytes,
+    gradient_views,
+    landing_bytes,
+    landing_dtype,
+    narrow_bytes,
+)
+from ferryman.plan.slot_sizes import SlotSizes, gradient_slot_bytes, gradient_slot_sizes
 from ferryman.relay.parameter_server import ParameterServer
+from ferryman.relay.slot import Slot, memories_of, overlap
 from ferryman.runtime.device_memory import carve
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
 
 
-@dataclass(eq=False)
-class GradientSlot:
-    """Device memory for the gradients of one unit at a time."""
+class Sums(NamedTuple):
+    """A unit's gradients in a slot."""
 
     wide: torch.Tensor  # bytes of the sums in float32
     narrow: torch.Tensor  # bytes of the sums in the dtype in which they are sent, if that is not float32
-    serves: tuple[Unit, ...]  # the units that may take it
-    unit: Unit | None = None
-    wide_views: Mapping[Item, torch.Tensor] = field(default_factory=dict)  # views for the unit's parameters
-    narrow_views: Mapping[Item, torch.Tensor] = field(default_factory=dict)
-    views: dict[Unit, tuple[Mapping[Item, torch.Tensor], Mapping[Item, torch.Tensor]]] = field(default_factory=dict)
+    wide_views: Mapping[Item, torch.Tensor]  # for the unit's parameters
+    narrow_views: Mapping[Item, torch.Tensor]
+
+
+_NO_SUMS = Sums(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), {}, {})
+
+
+@dataclass(eq=False)
+class GradientSlot(Slot):
+    """Device memory for the gradients of one unit at a time."""
+
+    serves: tuple[Unit, ...] = ()  # the units that may take it
+    sums: Sums = _NO_SUMS  # those of `unit`
+    places: dict[Unit, Sums] = field(default_factory=dict)  # made once
     free: list[Mark] = field(default_factory=list)  # the marks after which the slot can be written
     used: Mark | None = None  # the end of the last visit that added to the slot
     taken_at: int = 0  # the number of flushes before the unit took the slot
     emptied_at: int = 0  # the number of flushes when the slot was emptied
 
-    def take(self, unit: Unit, flushes: int) -> None:
-        self.unit, self.taken_at = unit, flushes
-        if unit not in self.views:
-            narrow = gradient_views(unit, self.narrow, landing_dtype(unit)) if self._has_narrow(unit) else {}
-            self.views[unit] = gradient_views(unit, self.wide), narrow
-        self.wide_views, self.narrow_views = self.views[unit]
-
-    def _has_narrow(self, unit: Unit) -> bool:
-        return self.narrow.nbytes > 0 and narrow_bytes(unit) > 0
+    def take(self, unit: Unit, nbytes: int, flushes: int) -> None:
+        self.unit, self.taken, self.taken_at = unit, nbytes, flushes
+        if unit not in self.places:
+            memory, end = self.part(nbytes), gradient_bytes(unit)
+            wide, narrow = memory[:end], memory[aligned(end) :][: narrow_bytes(unit)]
+            views = gradient_views(unit, narrow, landing_dtype(unit)) if narrow.nbytes else {}
+            self.places[unit] = Sums(wide, narrow, gradient_views(unit, wide), views)
+        self.sums = self.places[unit]
 
     def drop(self) -> None:
-        self.unit, self.wide_views, self.narrow_views = None, {}, {}
+        self.unit, self.sums = None, _NO_SUMS
 
 
 class GradientSlots:
@@ -63,9 +81,11 @@ class GradientSlots:
         self._device = device
         self._server, self._h2d, self._d2h = server, h2d, d2h
         self._count = count
+        self._sizes = SlotSizes(0, is_single=True)
         self._slots: list[GradientSlot] = []
         self._residents = residents
-        (self._resident_slot,) = self._make_slots([SlotGroup((residents,), 1)])
+        (memory,) = carve([self._bytes_of(residents)], device)
+        self._resident_slot = GradientSlot(memory, serves=(residents,))
         self._flushes = 0
         self._for_update = False
         self._discards = False
@@ -76,15 +96,16 @@ class GradientSlots:
     def make_room_for(self, units: Sequence[Unit]) -> None:
         """Between steps: resizes the slots so that they can hold the gradients of these units."""
         assert all(slot.unit is None for slot in self._all_slots()), "between steps all gradients are on the host"
-        groups = slot_groups(units, self._count)
-        if self._sizes(groups) != [(slot.wide.nbytes, slot.narrow.nbytes) for slot in self._slots]:
+        sizes, serves = gradient_slot_sizes(units, self._count, self._server.has_optimizer)
+        if sizes != self._sizes:
             self._slots.clear()  # frees the old memory before new memory is allocated
-            self._slots += self._make_slots(groups)
-        for slot, group in zip(self._slots, _one_each(groups), strict=True):
-            slot.serves = group.units
+            memories = carve(sizes.memories, self._device)
+            self._sizes, self._slots = sizes, [GradientSlot(*where) for where in memories_of(sizes, memories)]
+        for slot, served in zip(self._slots, serves, strict=True):
+            slot.serves = served
         there = {*units, self._residents}
         for slot in self._slots:
-            slot.views = {unit: views for unit, views in slot.views.items() if unit in there}
+            slot.places = {unit: place for unit, place in slot.places.items() if unit in there}
         self._on_host = {unit: mark for unit, mark in self._on_host.items() if unit in there}
         self._added.intersection_update(item for unit in there for item in unit.items)
 
@@ -109,7 +130,7 @@ class GradientSlots:
         if slot is None:
             slot = self._take_slot(unit)
             if unit in self._on_host and not self._discards:  # continue from these sums
-                source, target = self._server.gradient_buffer(unit), slot.wide[: gradient_bytes(unit)]
+                source, target = self._server.gradient_buffer(unit), slot.sums.wide
                 after, label = [*slot.free, self._on_host.pop(unit)], f"fetch gradients of {unit.name}"
                 slot.free = [self._h2d.copy([(target, source)], after=after, label=label)]
         return slot.free
@@ -121,7 +142,7 @@ class GradientSlots:
         """
         slot = self._slot_of(unit)
         assert slot is not None, "a call enters the unit's slot before its backward"
-        into, first = slot.wide_views[item], item not in self._added
+        into, first = slot.sums.wide_views[item], item not in self._added
         self._added.add(item)
         scale = self._server.loss_scale
         if scale != 1:
@@ -130,7 +151,7 @@ class GradientSlots:
             else:
                 into.add_(gradient, alpha=1 / scale)
         elif last and self._sends(unit):
-            narrow = slot.narrow_views[item]
+            narrow = slot.sums.narrow_views[item]
             if first:
                 narrow.copy_(gradient)
             else:
@@ -149,9 +170,9 @@ class GradientSlots:
         slot = self._slot_of(unit)
         if slot is None or not self._sends(unit):
             return
-        for item, narrow in slot.narrow_views.items():
+        for item, narrow in slot.sums.narrow_views.items():
             if item in self._added and item not in self._narrowed:
-                torch.mul(slot.wide_views[item], self._server.loss_scale, out=narrow)
+                torch.mul(slot.sums.wide_views[item], self._server.loss_scale, out=narrow)
 
     def complete_all(self) -> None:
         """Completes all units that have a slot."""
@@ -180,12 +201,12 @@ class GradientSlots:
         if self._discards:
             slot.free = after
         elif self._for_update if for_update is None else for_update:
-            memory = slot.narrow if narrow_bytes(unit) else slot.wide
+            memory = slot.sums.narrow if narrow_bytes(unit) else slot.sums.wide
             flat = memory[: landing_bytes(unit)].view(landing_dtype(unit))
             items = [item for item in unit.trained if item in self._added]
             slot.free = self._server.send_gradients(unit, flat, items, after)
         else:
-            copies = [(self._server.gradient_buffer(unit), slot.wide[: gradient_bytes(unit)])]
+            copies = [(self._server.gradient_buffer(unit), slot.sums.wide)]
             after += self._server.weights_ready(unit)
             self._on_host[unit] = self._d2h.copy(copies, after=after, label=f"flush {unit.name}")
             slot.free = [self._on_host[unit]]
@@ -250,25 +271,10 @@ class GradientSlots:
         """Frees the device's memory."""
         self.clear()
         self._slots.clear()
-        nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
-        self._resident_slot = GradientSlot(nothing, nothing, ())
+        self._resident_slot = GradientSlot(torch.empty(0, dtype=torch.uint8, device=self._device))
 
-    def _make_slots(self, groups: Sequence[SlotGroup]) -> list[GradientSlot]:
-        sizes = self._sizes(groups)
-        memories = carve([size for both in zip(*sizes, strict=True) for size in both], self._device)
-        wide, narrow = memories[: len(sizes)], memories[len(sizes) :]
-        each = zip(wide, narrow, _one_each(groups), strict=True)
-        return [GradientSlot(sums, sent, group.units) for sums, sent, group in each]
-
-    def _sizes(self, groups: Sequence[SlotGroup]) -> list[tuple[int, int]]:
-        """Bytes of each slot in float32, and in the dtype in which gradients are sent."""
-        return [
-            (max(map(gradient_bytes, group.units)), max(map(self._narrow_bytes, group.units)))
-            for group in _one_each(groups)
-        ]
-
-    def _narrow_bytes(self, unit: Unit) -> int:
-        return narrow_bytes(unit) if self._server.has_optimizer else 0
+    def _bytes_of(self, unit: Unit) -> int:
+        return gradient_slot_bytes(unit, self._server.has_optimizer)
 
     def _all_slots(self) -> list[GradientSlot]:
         return [*self._slots, self._resident_slot]
@@ -282,24 +288,32 @@ class GradientSlots:
         return None
 
     def _take_slot(self, unit: Unit) -> GradientSlot:
-        slot = self._resident_slot
+        slot, nbytes = self._resident_slot, self._bytes_of(unit)
         if unit is not self._residents:
-            usable = [slot for slot in self._slots if unit in slot.serves]
-            taken = [slot for slot in usable if slot.unit is not None]
-            if len(taken) == len(usable):
-                longest = min(taken, key=lambda slot: slot.taken_at)
+            while not (free := [slot for slot in self._serving(unit) if self._is_free(slot, nbytes)]):
+                longest = min((s for s in self._serving(unit) if s.unit is not None), key=lambda slot: slot.taken_at)
                 assert longest.unit is not None
                 self.flush(longest.unit, for_update=False)
             # Take the slot that was flushed first: the flushes of the others may still be running.
-            slot = min((s for s in usable if s.unit is None), key=lambda slot: slot.emptied_at)
-        slot.take(unit, self._flushes)
+            slot = min(free, key=lambda slot: slot.emptied_at)
+            other = self._other_end(slot)
+            if other is not None and overlap(slot, other, nbytes):
+                slot.free = [*slot.free, *other.free]
+        slot.take(unit, nbytes, self._flushes)
         return slot
+
+    def _serving(self, unit: Unit) -> list[GradientSlot]:
+        return [slot for slot in self._slots if unit in slot.serves]
+
+    def _is_free(self, slot: GradientSlot, nbytes: int) -> bool:
+        other = self._other_end(slot)
+        return slot.unit is None and (other is None or other.unit is None or not overlap(slot, other, nbytes))
+
+    def _other_end(self, slot: GradientSlot) -> GradientSlot | None:
+        """The slot with which this one shares its memory."""
+        other = self._sizes.other_end(slot.number)
+        return None if other is None else self._slots[other]
 
     def _sends(self, unit: Unit) -> bool:
         """Whether the unit's gradients are sent for an update in a dtype other than float32."""
         return self._for_update and not self._discards and narrow_bytes(unit) > 0
-
-
-def _one_each(groups: Sequence[SlotGroup]) -> list[SlotGroup]:
-    """The group of each slot."""
-    return [group for group in groups for _ in range(group.slots)]

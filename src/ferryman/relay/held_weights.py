@@ -45,7 +45,7 @@ class HeldWeights(WeightSlots):
         self._tensors.clear()
         self._slots = []  # frees the old memory before new memory is allocated
         memories = carve([unit.nbytes for unit in units], self._device)
-        self._slots = [HeldSlot(memory, unit) for memory, unit in zip(memories, units, strict=True)]
+        self._slots = [HeldSlot(memory, unit=unit) for memory, unit in zip(memories, units, strict=True)]
 
     def forget(self, *, everything: bool = False) -> None:
         for slot in self._slots:

@@ -1,6 +1,6 @@
 """Slots for weights: device memory that units are fetched into. All of it is allocated once.
 
-A pure function of the slots' contents and the upcoming visits decides which unit is fetched into which slot.
+`plan/slot_sizes.py` says how large the slots are, and `plan/slot_policy.py` which unit is fetched into which slot.
 
 Note [Fetches ahead of a step]
 When all updates of a step have been submitted, the first units of the next step are fetched, each after its own update.
@@ -19,75 +19,27 @@ is ready, because the others follow it on their stream. So another copy waits fo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from ferryman.model.spans import Span
 from ferryman.model.units import Item, Unit
+from ferryman.plan.slot_policy import LOOK_AHEAD, weight_slot_policy
+from ferryman.plan.slot_sizes import SlotSizes, weight_slot_sizes
 from ferryman.relay.parameter_server import ParameterServer
+from ferryman.relay.slot import Slot, memories_of, overlap
 from ferryman.relay.unit_tensors import Collect, Home, UnitTensors, home_in
 from ferryman.runtime.device_memory import carve
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark, busy_seconds
 
-T = TypeVar("T")
-
-_LOOK_AHEAD = 64  # visits
 _PIECE_SECONDS = 2e-3
 _SMALLEST_PIECE = 1 << 14  # bytes; less takes longer to launch than to copy
 _FIRST_RATE = 4e9  # bytes per second, until a fetch was measured: less than most links have
-
-
-def next_use(unit: T | None, upcoming: Sequence[T]) -> int:
-    """The number of visits before the next one to the unit; `len(upcoming)` if there is none."""
-    try:
-        return upcoming.index(unit)
-    except ValueError:
-        return len(upcoming)
-
-
-def choose_fetch(loaded: Sequence[T | None], busy: Collection[int], upcoming: Sequence[T]) -> tuple[T, int] | None:
-    """The next unit to fetch, and its slot; None if it is too early to fetch any.
-
-    The unit is the first of `upcoming` that is in no slot. Its slot is the one whose unit is needed last after that
-    visit (Belady's rule), except the slot of the visit before it. The fetch can begin when that slot is free: it is not
-    in `busy`, and its unit is not needed before the visit.
-    """
-    for distance, unit in enumerate(upcoming):
-        if unit in loaded:
-            continue
-        excluded = busy if distance == 0 else {loaded.index(upcoming[distance - 1])}
-        slots = [slot for slot in range(len(loaded)) if slot not in excluded]
-        if not slots:
-            return None
-        slot = max(slots, key=lambda slot: next_use(loaded[slot], upcoming[distance:]))
-        return None if slot in busy or loaded[slot] in upcoming[:distance] else (unit, slot)
-    return None
-
-
-def fetched_visits(order: Sequence[T], slots: int) -> list[int]:
-    """Indices of the visits in `order` whose unit must be fetched, if all slots are empty at the start."""
-    loaded: list[T | None] = [None] * slots
-    found: list[int] = []
-    for at, unit in enumerate(order):
-        if unit not in loaded:
-            chosen = choose_fetch(loaded, (), order[at : at + _LOOK_AHEAD])
-            assert chosen is not None, "the unit that is needed now can always be fetched"
-            loaded[chosen[1]] = unit
-            found.append(at)
-        upcoming = order[at + 1 : at + 1 + _LOOK_AHEAD]
-        while (ahead := choose_fetch(loaded, {loaded.index(unit)}, upcoming)) is not None:
-            loaded[ahead[1]] = ahead[0]
-            found.append(at + 1 + upcoming.index(ahead[0]))
-    return found
-
-
-def count_fetches(order: Sequence[T], slots: int) -> int:
-    """The number of fetches in a step with this order of visits."""
-    return len(fetched_visits(order, slots))
+_NOTHING = SlotSizes(0, is_single=True)  # in place, one slot without memory of its own has the tensors of all units
 
 
 def piece_bytes(rate: float) -> int:
@@ -114,18 +66,16 @@ class LinkRate:
 
 
 @dataclass(eq=False)
-class WeightSlot:
-    """Device memory for the weights of one unit at a time."""
+class WeightSlot(Slot):
+    """Device memory for the weights of one unit at a time. `unit`: those that are there, or are being fetched."""
 
-    memory: torch.Tensor  # bytes
-    unit: Unit | None = None  # the unit whose weights are in the slot, or are being fetched
     fetched: Mark | None = None  # the end of the fetch
     released: Mark | None = None  # the end of the last visit that used the slot
     ahead: list[int] | None = None  # if fetched ahead of a step: the versions of the host's tensors at that time
     homes: dict[Unit, Home] = field(default_factory=dict)  # views of `memory`, made once
 
     def fill(self, unit: Unit, fetched: Mark) -> None:
-        self.unit, self.fetched, self.ahead = unit, fetched, None
+        self.unit, self.fetched, self.ahead, self.taken = unit, fetched, None, unit.nbytes
 
     def ready(self) -> list[Mark]:
         """The marks after which the unit's weights can be used."""
@@ -163,17 +113,16 @@ class WeightSlots:
         self._h2d = h2d
         self._link = LinkRate()
         self._tensors: dict[Unit, UnitTensors] = {}  # units that have been in a slot
-        # In place, one slot without memory of its own has the tensors of all units.
-        self._slots: Sequence[WeightSlot] = self._make_slots([0] * (1 if self._in_place else count))
+        self._count = count
+        self._slots: Sequence[WeightSlot] = ()
+        self._set_sizes(_NOTHING)
 
     def make_room_for(self, units: Sequence[Unit]) -> None:
-        """Between steps: resizes the slots so that each can take any of these units. Drops tensors of other units."""
-        largest = 0 if self._in_place else max(unit.nbytes for unit in units)
-        if any(slot.memory.nbytes != largest for slot in self._slots):
-            count = len(self._slots)
-            self._slots = []  # frees the old memory before new memory is allocated
+        """Between steps: resizes the slots for these units. Drops tensors of other units."""
+        sizes = _NOTHING if self._in_place else weight_slot_sizes(units, self._count)
+        if sizes != self._policy.sizes:
             self._tensors.clear()
-            self._slots = self._make_slots([largest] * count)
+            self._set_sizes(sizes)
         for slot in self._slots:
             slot.homes = {unit: home for unit, home in slot.homes.items() if unit in units}
         self._tensors = {unit: tensors for unit, tensors in self._tensors.items() if unit in units}
@@ -201,9 +150,9 @@ class WeightSlots:
         self.forget(everything=True)
         loaded: list[Unit | None] = [None] * len(self._slots)
         found: list[tuple[Unit, WeightSlot]] = []
-        while len(found) != most and (chosen := choose_fetch(loaded, (), order[:_LOOK_AHEAD])) is not None:
-            loaded[chosen[1]] = chosen[0]
-            found.append((chosen[0], self._slots[chosen[1]]))
+        while len(found) != most and (fetch := self._policy.choose(loaded, (), order[:LOOK_AHEAD])) is not None:
+            fetch.put_into(loaded)
+            found.append((fetch.unit, self._slots[fetch.slot]))
         for unit, slot in reversed(found) if latest_first else found:
             after, pieces = self._before_fetch(unit, slot), self._pieces(unit, slot)
             self._fetched(unit, slot, self._h2d.copy(pieces, after=after, label=f"fetch {unit.name}"))
@@ -264,21 +213,36 @@ class WeightSlots:
         self._tensors.clear()
 
     def _before_fetch(self, unit: Unit, slot: WeightSlot) -> list[Mark]:
-        return [*([] if slot.released is None else [slot.released]), *self._server.weights_ready(unit)]
+        """The marks after which the unit can be fetched. (Fetches that came before are on the same lane.)"""
+        released, other = [slot.released], self._other_end(slot)
+        if other is not None and overlap(slot, other, unit.nbytes):
+            released.append(other.released)
+        return [*(mark for mark in released if mark is not None), *self._server.weights_ready(unit)]
 
     def _pieces(self, unit: Unit, slot: WeightSlot) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The copies of a fetch. See Note [Pieces]."""
         size = piece_bytes(self._link.rate)
-        return list(zip(slot.memory[: unit.nbytes].split(size), self._server.weights(unit).split(size), strict=True))
+        return list(zip(slot.part(unit.nbytes).split(size), self._server.weights(unit).split(size), strict=True))
 
     def _fetched(self, unit: Unit, slot: WeightSlot, mark: Mark) -> None:
         self._link.observe(mark, unit.nbytes)
         self._server.record_fetch(unit, mark, unit.nbytes)
+        other = self._other_end(slot)
+        if other is not None and overlap(slot, other, unit.nbytes):
+            other.unit = other.ahead = None  # overwritten
         slot.fill(unit, mark)
         self.fetches += 1
 
-    def _make_slots(self, sizes: Sequence[int]) -> list[WeightSlot]:
-        return [WeightSlot(memory) for memory in carve(sizes, self._device)]
+    def _set_sizes(self, sizes: SlotSizes) -> None:
+        self._slots = ()  # frees the old memory before new memory is allocated
+        self._policy = weight_slot_policy(sizes)
+        memories = carve(sizes.memories, self._device)
+        self._slots = [WeightSlot(*where) for where in memories_of(sizes, memories)]
+
+    def _other_end(self, slot: WeightSlot) -> WeightSlot | None:
+        """The slot with which this one shares its memory."""
+        other = self._policy.sizes.other_end(slot.number)
+        return None if other is None else self._slots[other]
 
     def _next_fetch(self, unit: Unit, upcoming: Sequence[Unit]) -> tuple[Unit, WeightSlot] | None:
         """The next unit to fetch, and its slot. If `unit` itself must be fetched, it comes first."""
@@ -286,11 +250,11 @@ class WeightSlots:
             return None
         loaded = [slot.unit for slot in self._slots]
         if unit in loaded:
-            chosen = choose_fetch(loaded, {loaded.index(unit)}, upcoming[:_LOOK_AHEAD])
+            fetch = self._policy.choose(loaded, (loaded.index(unit),), upcoming[:LOOK_AHEAD])
         else:
-            chosen = choose_fetch(loaded, (), [unit, *upcoming[:_LOOK_AHEAD]])
-            assert chosen is not None, "the unit that is needed now can always be fetched"
-        return None if chosen is None else (chosen[0], self._slots[chosen[1]])
+            fetch = self._policy.choose(loaded, (), [unit, *upcoming[:LOOK_AHEAD]])
+            assert fetch is not None, "the unit that is needed now can always be fetched"
+        return None if fetch is None else (fetch.unit, self._slots[fetch.slot])
 
     def _slot_of(self, unit: Unit) -> WeightSlot:
         return self._slots[0] if self._in_place else next(slot for slot in self._slots if slot.unit is unit)
@@ -299,7 +263,7 @@ class WeightSlots:
         """The unit's tensors, which refer to the memory of this slot from now on."""
         moves = self._moves and not self._in_place
         if unit not in slot.homes:
-            memory = self._server.weights(unit) if self._in_place else slot.memory
+            memory = self._server.weights(unit) if self._in_place else slot.part(unit.nbytes)
             slot.homes[unit] = home_in(unit, memory, alone=moves)
         home = slot.homes[unit]
         if unit not in self._tensors:
