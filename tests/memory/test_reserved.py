@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ferryman.engine import Engine
+from ferryman.runtime.device_memory import usual_budget
 from ferryman.runtime.segments import Segments, find_segments
 from ferryman.training.micro_batching import MicroBatching
 from support.devices import torch_virtual
@@ -199,6 +200,19 @@ def test_workspaces_that_checks_leave_are_part_of_the_budget(counted, virtual, m
     outcome = contextlib.nullcontext() if counted else pytest.raises(torch.OutOfMemoryError)
     with torch_virtual.workspace(1 << 14, DEVICE), outcome:
         gpt2_steps("256KiB")
+
+
+def test_a_default_budget_is_a_share_of_what_is_free(caching):
+    """Neither of all that the device has, nor without what only this process's allocator holds."""
+    torch_virtual.set_capacity(reserved() + (4 << 20), DEVICE)
+    device = torch.device(DEVICE)
+    alone = usual_budget(device)
+    theirs = torch.ones(2 << 20, dtype=torch.uint8, device=DEVICE)
+    beside = usual_budget(device)
+    assert alone - beside == pytest.approx(0.9 * theirs.nbytes, rel=0.01)
+    assert beside <= torch.accelerator.get_memory_info(DEVICE)[0]
+    del theirs  # it is in the allocator's cache
+    assert usual_budget(device) == alone
 
 
 def test_a_budget_above_the_free_memory_is_refused(caching):
