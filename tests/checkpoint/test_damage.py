@@ -16,7 +16,7 @@ import torch
 from ferryman.checkpoint import directory, saving, tensor_file
 from ferryman.checkpoint.manifest import crc_of, is_whole
 from ferryman.engine import Engine
-from ferryman.runtime.files import replacing_file
+from ferryman.runtime.files import naming, replacing_file
 from support.checkpoints import Run, assert_equal, everything, one_group
 from support.models import CASES, build, text
 
@@ -316,6 +316,9 @@ def _out_of_inodes(disk):
         with pytest.raises(OSError, match=rf"{left}.*: .*/report\.html"), replacing_file(disk / "report.html") as file:
             file.write_text("text")
         assert not (disk / "report.html").exists()
+        output = disk / "runs" / "new"
+        with pytest.raises(OSError, match=rf"{left}.*: '{output}'"), naming(output):  # of a run that begins
+            output.mkdir(parents=True)
         for file in files:
             file.unlink(missing_ok=True)
         run.engine.save(disk / "saved")

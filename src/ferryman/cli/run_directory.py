@@ -112,7 +112,8 @@ def new_run(options: TrainOptions, agents: Sequence[str] = ()) -> tuple[TrainOpt
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"--output {directory}: {_what_is_in(directory)}")
     was_there = directory.exists()
-    directory.mkdir(parents=True, exist_ok=True)
+    with naming(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     run = RunDirectory(directory, is_new=True, was_there=was_there, agents=agents)
     run.write_settings(options)
     return options, run

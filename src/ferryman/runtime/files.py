@@ -46,7 +46,7 @@ def why_full(error: OSError, directory: Path) -> str | None:
     """A message if the disk has no inodes left, else None. The system reports the same error as for a full disk."""
     if error.errno != errno.ENOSPC:
         return None
-    found = os.statvfs(directory)
+    found = os.statvfs(next(place for place in (directory, *directory.parents) if place.exists()))
     if found.f_files and not found.f_favail and found.f_bavail:  # some file systems do not count inodes
         return "the disk has no inodes left: there are too many files on it, though it has space. Remove some files"
     return None
