@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ferryman.engine import Engine
+from support.devices import delay_copies
 from support.models import CASES, Toy, assert_same, build, cut, on, plain_step, step, text
 
 
@@ -53,6 +54,7 @@ def stays(device):
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"precision": "bf16"}], ids=str)
 def test_updates_are_those_of_steps_that_recompute(options, device):
     """Bitwise, with gradients that are sent when the last micro-batch has left a unit."""
+    delay_copies(device)
     found, count = [], 1 if device.type == "cpu" else 3
     for recompute in ("always", "never"):
         torch.manual_seed(0)
@@ -127,3 +129,18 @@ def test_weights_that_do_not_stay_are_relayed(accelerator):
         engine.forward_backward(text(8), 4)
         assert threading.current_thread() not in threads.seen
         assert len(engine._parts.relay.gradients._slots) < len(engine.units)
+
+
+def test_weights_that_the_user_edits_are_fetched_before_they_are_used(accelerator):
+    delay_copies(accelerator)
+    model = Toy().eval()
+    plain = on(accelerator, model)
+    with Engine(model, device=accelerator, recompute="never", held=True) as engine:
+        for _ in range(3):
+            plain.zero_grad()
+            engine.zero_grad()
+            assert_same(step(engine, model, text(6), 3), plain_step(plain, cut(text(6), 3)))
+            with torch.no_grad():
+                for one in (model, plain):
+                    for parameter in one.parameters():
+                        parameter.mul_(1.25)
