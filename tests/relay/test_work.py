@@ -14,9 +14,9 @@ WIDTH = 4
 class Scales(nn.Module):
     """A block of many small tensors."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.scales = nn.ParameterList(torch.ones(WIDTH, dtype=torch.bfloat16) for _ in range(count))
+        self.scales = nn.ParameterList(torch.ones(WIDTH, dtype=dtype) for _ in range(count))
 
     def forward(self, x):
         for scale in self.scales:
@@ -24,10 +24,10 @@ class Scales(nn.Module):
         return x
 
 
-def calls_in_a_step(count, device):
+def calls_in_a_step(count, device, dtype=torch.bfloat16, micro_batches=2):
     """Functions that the caller's thread, which computes the units, calls in a step with units of so many tensors."""
-    model = nn.Sequential(*(Scales(count) for _ in range(2)))
-    batch = torch.ones(2, WIDTH, dtype=torch.bfloat16)
+    model = nn.Sequential(*(Scales(count, dtype) for _ in range(2)))
+    batch = torch.ones(micro_batches, WIDTH, dtype=dtype)
     found = 0
 
     def see(_frame, event, _argument):
@@ -37,11 +37,11 @@ def calls_in_a_step(count, device):
     optimizer = torch.optim.AdamW(model.parameters())
     with Engine(model, optimizer, device=device, loss=lambda model, x: model(x).float().mean()) as engine:
         for _ in range(2):
-            engine.step(batch, micro_batches=2)
+            engine.step(batch, micro_batches=micro_batches)
         engine.wait()
         sys.setprofile(see)
         try:
-            engine.step(batch, micro_batches=2)
+            engine.step(batch, micro_batches=micro_batches)
         finally:
             sys.setprofile(None)
     return found
@@ -50,6 +50,15 @@ def calls_in_a_step(count, device):
 def test_gradients_of_a_unit_are_collected_in_linear_time(accelerator):
     few, some, many = (calls_in_a_step(count, accelerator) for count in (16, 48, 112))
     assert many - some < 2.2 * (some - few), "64 more tensors take twice the work of 32 more, not the square"
+
+
+def test_gradients_of_later_micro_batches_are_added_by_autograd():
+    def of_a_tensor(micro_batches):
+        few, many = (calls_in_a_step(count, "cpu", torch.float32, micro_batches) for count in (16, 48))
+        return (many - few) / 64  # in two units
+
+    further = (of_a_tensor(6) - of_a_tensor(2)) / 4
+    assert further < 33, "functions for each further micro-batch, both forwards included; 28 when this was written"
 
 
 def work_of_an_update(blocks, monkeypatch):

@@ -95,6 +95,10 @@ class _Node:
         self.prefix: Prefix | None = None  # for a list: the elements before `contents`
 
 
+_EMPTY = _Node("leaf", ())
+_TENSORS = [_Node("tensor", index) for index in range(32)]  # nodes of tensors are all alike, and none ever changes
+
+
 class Snapshot:
     """The contents of some values, including nested ones.
 
@@ -121,7 +125,10 @@ class Snapshot:
 
     def restore(self, tensors: Sequence[torch.Tensor] | None = None) -> list[Any]:
         """Restores all objects, and returns the values. `tensors`: replacements for the tensors of the snapshot."""
-        restoring = _Restoring(self.tensors if tensors is None else tensors)
+        tensors = self.tensors if tensors is None else tensors
+        if len(self._nodes) == 1 and self._nodes[0].kind == "tensor":
+            return [tensors[self._nodes[0].value]]
+        restoring = _Restoring(tensors)
         return [restoring.run(node) for node in self._nodes]
 
     def same_as(self, other: Snapshot | PlainSnapshot) -> bool:
@@ -169,6 +176,8 @@ class Snapshot:
     def _take(self, value: Any, depth: int) -> _Node:
         if isinstance(value, torch.Tensor):  # most values are tensors, and an atom has many types
             return self._take_tensor(value)
+        if type(value) is tuple and not value:  # most calls have no keyword arguments
+            return _EMPTY
         if isinstance(value, ATOMS):
             return _Node("leaf", value)
         if isinstance(value, ARRAYS) and id(value) in self._edited:
@@ -192,7 +201,7 @@ class Snapshot:
         if index is None:
             index = self._indices[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
-        return _Node("tensor", index)
+        return _TENSORS[index] if index < len(_TENSORS) else _Node("tensor", index)
 
     def _take_contents(self, node: _Node, value: Any, depth: int) -> None:
         if isinstance(value, tuple):

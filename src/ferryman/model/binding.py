@@ -4,27 +4,48 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ferryman.model.units import Item
+from ferryman.model.units import Item, Place
 
 
 def bind(tensors: Sequence[tuple[Item, torch.Tensor]]) -> None:
     for item, tensor in tensors:
         for place in item.places:
-            # Into the module's own dictionaries: setattr takes several times as long, and refuses plain tensors.
-            attribute, parameters = place.attribute, place.module._parameters
-            if attribute in parameters:
-                parameters[attribute] = tensor  # type: ignore[assignment]
-            else:
-                place.module._buffers[attribute] = tensor
+            _members(place)[place.attribute] = tensor
         if item.is_recurrent:
             for place in item.places:
                 if isinstance(place.module, nn.RNNBase):
                     _bind_flat_weight(place.module, place.attribute, tensor)
+
+
+class Binding:
+    """Tensors that are bound to the same places several times, which are looked up once."""
+
+    def __init__(self, tensors: Sequence[tuple[Item, torch.Tensor]]) -> None:
+        self._places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+            (_members(place), place.attribute, tensor)
+            for item, tensor in tensors
+            if not item.is_recurrent
+            for place in item.places
+        ]
+        self._recurrent = [pair for pair in tensors if pair[0].is_recurrent]
+
+    def bind(self) -> None:
+        for members, attribute, tensor in self._places:
+            members[attribute] = tensor
+        if self._recurrent:
+            bind(self._recurrent)
+
+
+def _members(place: Place) -> dict[str, Any]:
+    """The module's own dictionary that has the place's tensor. To set the attribute would take several times as long,
+    and plain tensors are refused as parameters."""
+    module = place.module
+    return module._parameters if place.attribute in module._parameters else module._buffers
 
 
 def _bind_flat_weight(module: nn.RNNBase, attribute: str, tensor: torch.Tensor) -> None:

@@ -124,9 +124,11 @@ class BoundModel:
         """Binds placeholders after the unit's code has run: its slot on the device may be overwritten from now on."""
         bind(self._placeholders[unit])
 
-    def bind_resident_buffers(self, unit: Unit) -> None:
-        """Binds resident buffers again after the unit's code has run, which may have assigned other tensors to them."""
-        bind([(item, self.resident_tensors[item]) for item in self._resident_buffers[unit]])
+    def outside(self, unit: Unit) -> list[tuple[Item, torch.Tensor]]:
+        """What is bound while the unit's code does not run: placeholders, and resident buffers, to which its code may
+        have assigned other tensors."""
+        buffers = [(item, self.resident_tensors[item]) for item in self._resident_buffers[unit]]
+        return [*self._placeholders[unit], *buffers]
 
     def buffers_of(self, unit: Unit, tensors: Sequence[tuple[Item, torch.Tensor]]) -> list[Bound]:
         """The buffers in the unit's modules, its own and resident ones, with the device's tensors for them."""

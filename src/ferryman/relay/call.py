@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ferryman.exactness.buffers import Copies
@@ -155,14 +156,13 @@ class Call:
         self._given = (), ()
         # Tensors from before the micro-batch have a graph that was freed.
         given = [t.detach() if self._is_inherited(t) else t for t in tensors] if self._private else tensors
-        hooks = contextlib.ExitStack()
+        handle = Handle(self)
+        self._relay.step.handles.append(weakref.ref(handle))
         try:
             # With the anchor, the call is a node of the graph even if no input requires a gradient.
-            handle = Handle(self)
-            self._relay.step.handles.append(weakref.ref(handle))
-            made = CallNode.apply(handle, self._relay.anchor if trains else None, hooks, *given)  # type: ignore[no-untyped-call]
+            made = CallNode.apply(handle, self._relay.anchor if trains else None, *given)  # type: ignore[no-untyped-call]
         finally:
-            hooks.close()
+            handle.end_saving()
         run, self._first = self._first, None  # from here on, only the user's code refers to its tensors
         assert run is not None
         self._relay.step.stash.track(self.batch, made)
@@ -334,7 +334,10 @@ class Call:
         outputs, gradients = [o for o, _ in pairs], [g for _, g in pairs]
         if accumulate:
             self._relay.note_leaves(self.unit, outputs, inputs)
-            torch.autograd.backward(outputs, gradients)
+            # What torch.autograd.backward does, without checks of gradients that autograd has just made.
+            _engine_run_backward(
+                tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
             return [t.grad if t.requires_grad else None for t in inputs]
         wanted = [t for t in inputs if t.requires_grad]
         found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True) if wanted else ())

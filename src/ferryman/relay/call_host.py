@@ -15,7 +15,6 @@ from torch import nn
 from ferryman.exactness.buffers import Buffers
 from ferryman.exactness.escapes import Escapes
 from ferryman.exactness.user_state import UserState
-from ferryman.model.binding import bind
 from ferryman.model.units import Item, Unit
 from ferryman.model.watched_gradients import take_gradient
 from ferryman.plan.keep import HOST_RESERVE
@@ -28,7 +27,7 @@ from ferryman.relay.held_weights import HeldWeights
 from ferryman.relay.kept_graph import SavedTensors
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.parameter_server import ParameterServer
-from ferryman.relay.step_state import StepState
+from ferryman.relay.step_state import StepState, Visit
 from ferryman.relay.weight_slots import WeightSlots
 from ferryman.runtime import host_memory
 from ferryman.runtime.rng import Randomness
@@ -128,22 +127,12 @@ class CallHost:
         the model."""
         return unit in self._training or unit in self._using_leaves
 
-    @contextlib.contextmanager
-    def bound(self, unit: Unit, *, adopt: bool) -> Iterator[None]:
+    def bound(self, unit: Unit, *, adopt: bool) -> contextlib.AbstractContextManager[None]:
         """Context in which the modules of the visited unit have the device's tensors. `adopt`: copy tensors that they
         assign to buffers into the device's tensors for these buffers."""
         visit = self.step.visit
         assert visit is not None, "a unit's code runs only during a visit to the unit"
-        bind(visit.tensors)
-        visit.runs_code = True
-        try:
-            yield
-            if adopt:
-                self.buffers.adopt()
-        finally:
-            visit.runs_code = False
-            self._model.bind_placeholders(unit)
-            self._model.bind_resident_buffers(unit)
+        return _Bound(visit, self.buffers if adopt else None)
 
     @property
     def _is_checked(self) -> bool:
@@ -171,6 +160,8 @@ class CallHost:
             return
         visit = step.visit
         assert visit is not None, "a unit's code runs only during a visit to the unit"
+        if visit.sums is not None:
+            visit.sums.before_backward()
         visit.is_last_backward = (
             step.open_calls.count(unit) == 1 and step.has_turned() and unit not in self._called_in_backward
         )
@@ -236,8 +227,12 @@ class CallHost:
                 if (changed := hook(gradient)) is not None:
                     gradient = changed
         step.has_gradient(batch, item, gradient)
-        last = unit is not self._residents and step.visit is not None and step.visit.is_last_backward
-        self.gradients.add(unit, item, gradient, last=last)
+        visit = None if unit is self._residents else step.visit
+        self.gradients.add(unit, item, gradient, last=visit is not None and visit.is_last_backward)
+        if visit is None or visit.sums is None or hooks or self.lanes.trace is not None or not step.takes_effect:
+            return  # each gradient is looked at
+        if (total := self.gradients.plain_sum(unit, item)) is not None:
+            visit.sums.lend(item, parameter, total)
 
     def own_leaves(self) -> Iterator[torch.Tensor]:
         """The model's parameters on host and device, to which the user's code may have a reference."""
@@ -249,6 +244,26 @@ class CallHost:
     def _sample_memory(self) -> None:
         if self.lanes.trace is not None:
             self.lanes.trace.sample_memory()
+
+
+class _Bound:
+    """See `CallHost.bound`. A class, since a generator takes several times as long."""
+
+    def __init__(self, visit: Visit, adopts: Buffers | None) -> None:
+        self._visit = visit
+        self._adopts = adopts
+
+    def __enter__(self) -> None:
+        self._visit.inside.bind()
+        self._visit.runs_code = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and self._adopts is not None:
+                self._adopts.adopt()
+        finally:
+            self._visit.runs_code = False
+            self._visit.outside.bind()
 
 
 def _host_has_room() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +50,15 @@ class Handle:
 
     def __init__(self, call: Call) -> None:
         self.call: Call | None = call
+        self.saving: torch.autograd.graph.saved_tensors_hooks | None = None  # on when the node's forward returns
         self.unit = call.unit.name
         self.number = call.batch.number
+
+    def end_saving(self) -> None:
+        """Called when autograd has saved what the node's forward has given to it."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.__exit__(None, None, None)
 
     def end(self) -> None:
         """Drops the call, its inputs and its graph at the end of the step."""
@@ -84,7 +90,6 @@ class CallNode(torch.autograd.Function):
         ctx: Any,
         handle: Handle,
         anchor: torch.Tensor | None,
-        hooks: contextlib.ExitStack,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.handle, ctx.is_anchored = handle, anchor is not None
@@ -94,7 +99,8 @@ class CallNode(torch.autograd.Function):
         ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
         # Autograd keeps the stash like a saved tensor: until a backward that does not retain the graph, or until the
         # graph is freed.
-        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: stash, _unpack))
+        handle.saving = torch.autograd.graph.saved_tensors_hooks(lambda _: stash, _unpack)
+        handle.saving.__enter__()
         ctx.save_for_backward(_BLANK)
         return tuple(outputs)
 
@@ -112,7 +118,7 @@ class CallNode(torch.autograd.Function):
         if handle.call is None:
             raise handle.used("outside of its step")
         accumulate = ctx.is_anchored and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
-        return None, None, None, *handle.call.backward(gradients, accumulate=accumulate)
+        return None, None, *handle.call.backward(gradients, accumulate=accumulate)
 
 
 def _refuse_hook(node: Any, hook: Callable[..., Any]) -> None:

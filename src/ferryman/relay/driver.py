@@ -25,6 +25,7 @@ from ferryman.exactness.weight_edits import WeightEdits
 from ferryman.model.units import Unit
 from ferryman.plan.keep import CallCounts, Keep
 from ferryman.plan.plan import Plan
+from ferryman.relay.autograd_sums import AutogradSums
 from ferryman.relay.call import Call, Forward
 from ferryman.relay.call_host import CallHost
 from ferryman.relay.evaluation import Evaluation, refuse_other_devices
@@ -374,7 +375,8 @@ class Relay(CallHost):
         """Lets the micro-batch run until it parks again. The compute lane is current."""
         step = self.step
         step.micro_batch_resumes(batch)
-        self.state.enter(batch.number, functools.partial(step.stash.use, batch))
+        if self.state:
+            self.state.enter(batch.number, functools.partial(step.stash.use, batch))
         step.running = batch
         try:
             batch.resume()
@@ -405,11 +407,13 @@ class Relay(CallHost):
             backward = step.has_turned()
             with self.compute.occupy(f"visit {unit.name}", after=on_device.ready) as mark:
                 self._sample_memory()
-                step.visit = Visit(unit, on_device.of_unit)
+                step.visit = Visit(unit, on_device.of_unit, self._model.outside(unit))
+                sums = step.visit.sums = AutogradSums()
                 self.buffers.visit(self._model.buffers_of(unit, on_device.tensors))
                 edits = WeightEdits(on_device.tensors, by_bytes=self.escapes.traced, can_undo=self._edits_host(step))
                 self._serve_requests(unit, [batch for batch in batches if batch.requests(unit)])
                 edits.check()
+                sums.check()
                 direction = "backward" if backward else "turn" if step.has_turned() else "forward"
                 mark.label += f" ({direction})"
                 if finished := self.is_finished(unit):
@@ -420,6 +424,8 @@ class Relay(CallHost):
                 self._model.write_back([pair for pair in edited if pair[0] in unit.items], self.compute.here())
             return finished
         finally:
+            if step.visit is not None and step.visit.sums is not None:
+                step.visit.sums.end()
             step.visit = None
             step.drop_graph()
 

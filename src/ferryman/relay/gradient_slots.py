@@ -162,6 +162,14 @@ class GradientSlots:
         else:
             into.add_(gradient)
 
+    def plain_sum(self, unit: Unit, item: Item) -> torch.Tensor | None:
+        """The sum in float32 to which further gradients in this visit are added as they are. None if they are scaled,
+        or if the last one goes elsewhere."""
+        slot = self._slot_of(unit)
+        if slot is None or self._server.loss_scale != 1 or self._sends(unit):
+            return None
+        return slot.sums.wide_views[item]
+
     def complete(self, unit: Unit) -> None:
         """At the end of the unit's backward: converts the remaining sums to the dtype in which they are sent.
 

@@ -36,14 +36,18 @@ class Modes(NamedTuple):
         hooks = saving_hooks()
         if hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT:
             hooks = None  # checkpointing enters its own hooks in each run
+        if hooks is None and not torch._C._len_torch_function_stack():
+            return _NONE
         functions = [mode for mode in _get_current_function_mode_stack() if getattr(mode, "holds_in_units", True)]
         return Modes(functions, hooks) if functions or hooks is not None else _NONE
 
     def on(self) -> contextlib.AbstractContextManager[None]:
         """Context in which exactly these modes are on. Torch switches a function mode off while it handles a function
         such as `backward`."""
+        if self.saving is None and not (self.functions or torch._C._len_torch_function_stack()):
+            return _NOTHING  # the common case
         if self.saving is None and _get_current_function_mode_stack() == self.functions:
-            return contextlib.nullcontext()
+            return _NOTHING
         return self._exchanged()
 
     @contextlib.contextmanager
@@ -59,6 +63,7 @@ class Modes(NamedTuple):
 
 
 _NONE = Modes([], None)
+_NOTHING = contextlib.nullcontext()
 
 
 def saving_hooks() -> Hooks | None:

@@ -17,8 +17,10 @@ from ferryman.exactness.guard import Guard, NewStateError, NotRepeatableError
 from ferryman.exactness.outside_leaves import OutsideLeaves
 from ferryman.exactness.survey import Survey
 from ferryman.exactness.weight_edits import WeightEdits
+from ferryman.model.binding import Binding
 from ferryman.model.units import Item, Unit
 from ferryman.plan.keep import NOTHING, Keep
+from ferryman.relay.autograd_sums import AutogradSums
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.stash import Stash
 from ferryman.relay.unit_tensors import UnitTensors
@@ -55,12 +57,15 @@ class OpenCalls:
 class Visit:
     """A visit to a unit: the unit's tensors on the device, and the state of the current call."""
 
-    def __init__(self, unit: Unit, of_unit: UnitTensors) -> None:
+    def __init__(self, unit: Unit, of_unit: UnitTensors, outside: Sequence[tuple[Item, torch.Tensor]]) -> None:
         self.unit = unit
         self.of_unit = of_unit
         self.tensors = of_unit.pairs
+        self.inside = Binding(of_unit.pairs)  # while the unit's code runs
+        self.outside = Binding(outside)
         self.runs_code = False  # the unit's weights are bound, for its forward or its backward
         self.has_gradient_slot = False
+        self.sums: AutogradSums | None = None  # where gradients stay in their slot for the whole visit
         self.host_has_room: bool | None = None  # for graphs that are kept; None: not looked at yet
         self.is_last_backward = False  # no other call of the unit will add to its gradients
 

@@ -94,7 +94,8 @@ class Straight:
         host.compute.follow(*on_device.ready)
         edits = WeightEdits(on_device.tensors, by_bytes=False)
         buffers = self._model.buffers_of(unit, on_device.tensors)
-        stay = self._stays[unit] = _Stay(on_device, Visit(unit, on_device.of_unit), buffers, edits)
+        visit = Visit(unit, on_device.of_unit, self._model.outside(unit))
+        stay = self._stays[unit] = _Stay(on_device, visit, buffers, edits)
         return stay
 
     def _leave(self, unit: Unit) -> None:

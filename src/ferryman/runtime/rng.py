@@ -33,10 +33,12 @@ class Randomness:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
 
     def state(self) -> State:
-        return State(torch.get_rng_state(), self._module.get_rng_state(self._device) if self._module else None)
+        return State(
+            torch.default_generator.get_state(), self._module.get_rng_state(self._device) if self._module else None
+        )
 
     def restore(self, state: State) -> None:
-        torch.set_rng_state(state.cpu)
+        torch.default_generator.set_state(state.cpu)
         if self._module is not None:
             self._module.set_rng_state(state.device, self._device)
 

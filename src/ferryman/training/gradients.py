@@ -28,8 +28,9 @@ class Gradients:
 
     def show(self, units: Iterable[Unit]) -> None:
         self._shown.clear()
+        there = self._relay.gradients.on_host
         for unit in units:
-            views = gradient_views(unit, self._store.gradients(unit)) if unit in self._relay.gradients.on_host else {}
+            views = gradient_views(unit, self._store.gradients(unit)) if unit in there else {}
             for item in unit.trained:
                 item.tensor.grad = None
                 if self._relay.gradients.has(item):
@@ -37,6 +38,7 @@ class Gradients:
 
     def take(self, units: Iterable[Unit]) -> None:
         """Picks up gradients that the user has cleared, edited or assigned."""
+        cleared: list[Item] = []
         for unit in units:
             for item in unit.trained:
                 gradient = item.tensor.grad
@@ -45,13 +47,15 @@ class Gradients:
                 if saved is not None and saved is not gradient:
                     saved.data = saved.data.clone()  # the user has kept a reference; later steps must not change it
                 if gradient is None:
-                    self._relay.gradients.clear_of([item])
+                    cleared.append(item)
                     continue
                 edited = gradient._version != version and gradient.dtype != GRADIENT
                 if gradient is not saved or edited or not self._relay.gradients.has(item):
                     self._wait_for_updates()  # a pending update may still read this memory
                     gradient_views(unit, self._store.gradients(unit))[item].copy_(gradient)
                     self._relay.gradients.adopt(unit, item, self._relay.lanes.here())
+        if cleared:
+            self._relay.gradients.clear_of(cleared)
 
     def _show(self, item: Item, gradient: torch.Tensor) -> None:
         if item.tensor.dtype != GRADIENT:
