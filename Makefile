@@ -29,7 +29,7 @@ test: $(STAMPS)/native $(STAMPS)/virtual ## run the tests, except the slow ones 
 
 test-all: $(STAMPS)/native $(STAMPS)/virtual ## run all tests (DEVICE=cuda: on a GPU)
 	$(if $(filter virtual,$(DEVICE)),$(PYTEST) virtual/tests)
-	$(PYTEST) -n 2 --dist worksteal --copy-delay 0.05 --trials all --timeout 1800 $(ON_DEVICES) tests
+	$(PYTEST) -n 3 --dist worksteal --copy-delay 0.05 --trials all --timeout 1800 $(ON_DEVICES) tests
 
 lint: $(STAMPS)/requirements ## check style and types
 	$(BIN)/ruff check .

@@ -265,7 +265,15 @@ class EditedView(Model):
         return self.head(x)
 
 
-def test_edits_of_a_view_that_a_unit_returns(device):
-    with pytest.raises(RuntimeError, match="is a view and is being modified inplace") as caught:
-        train(made(EditedView, None), loss, device, 2)
-    assert any("let the unit return x.clone()" in note for note in caught.value.__notes__)
+class EditedViewInTransform(EditedView):
+    """The unit's first run can have no graph, since hooks on saved tensors are refused."""
+
+    class block(EditedView.block):  # noqa: N801
+        def forward(self, x):
+            with torch.autograd.graph.disable_saved_tensors_hooks("no saved tensor hooks here"):
+                return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [EditedView, EditedViewInTransform])
+def test_edits_of_a_view_that_a_unit_returns(kind, device):
+    assert_equal_to_plain(kind, loss, None, 2, device)

@@ -46,13 +46,14 @@ def using(kind):
     return type("Using", (Using,), {"block": kind})
 
 
+@pytest.mark.parametrize("recompute", ["auto", "always"])
 @pytest.mark.parametrize("memory", [None, "16MiB"])
 @pytest.mark.parametrize("kind", [Storing, StoringLate, Gate])
-def test_what_units_store_has_its_gradient_where_graphs_are_kept(kind, memory, device):
+def test_what_units_store_has_its_gradient(kind, memory, recompute, device):
     model, plain = made(using(kind), None), made(using(kind), None).to(device)
     theirs, mine = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model))
     memory = None if device.type == "cpu" else memory
-    with Engine(model, mine, device=device, loss=loss, memory=memory, recompute="auto") as engine:
+    with Engine(model, mine, device=device, loss=loss, memory=memory, recompute=recompute) as engine:
         for number, (x, y) in enumerate(batches(3)):
             Storing.step = number
             expected = 0.0

@@ -1,9 +1,9 @@
 """Escapes: tensors that leave a unit neither as a result of its call nor in a variable that the engine knows.
 
-Units run without a graph, so such a tensor would reach the loss as a constant, and its gradient would be lost silently.
-The same holds for tensors that reach a unit's code in such a way.
-Therefore units run with a graph in one pass of a trial, and the graph of the loss is searched for nodes that were made
-inside a unit. Autograd numbers the nodes that each thread makes, so the nodes of a call form a range of numbers.
+Such a tensor would reach the loss as a constant, or with a graph that has saved nothing, so its gradient would be lost.
+The same holds for tensors that reach a unit's code in such a way. Therefore the graph of a loss is searched in one pass
+of a trial for nodes that were made inside a unit. Autograd numbers the nodes that each thread makes, so the nodes of a
+call form a range of numbers.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ device. Everything between units is ordinary autograd in the micro-batch's own t
 
 Forward saves its inputs (the stash). If there is room for what a graph saves, it runs the module with one, which is
 *kept* until the backward, and nothing runs twice (`kept_graph.py`). That is so where the plan says so, and where the
-backward is expected to follow the forward at once (the turn). Otherwise forward runs the module without a graph, and
-backward runs it again with one, with the same inputs and random numbers, and backpropagates through that graph.
+backward is expected to follow the forward at once (the turn). Otherwise forward drops what its graph would save, and
+backward runs the module again, with the same inputs and random numbers, and backpropagates through the second graph.
 
 Note [What a unit reads and writes]
 The inputs of a call are the tensors in its arguments and in the user's variables that its code can reach
@@ -40,7 +40,7 @@ from ferryman.relay.call_driver import CallDriver
 from ferryman.relay.call_node import CallNode, Handle, SavedInputs
 from ferryman.relay.hooked_inputs import are_hooked, drop_hooks, move_hooks
 from ferryman.relay.hooked_outputs import HookedOutputs
-from ferryman.relay.kept_graph import KeptGraph, is_freed, refuses_hooks
+from ferryman.relay.kept_graph import DROPPING, DroppedError, KeptGraph, refuses_hooks
 from ferryman.relay.micro_batch import Direction, MicroBatch
 from ferryman.relay.modes import Modes, saving_hooks
 from ferryman.relay.stash import Stashed
@@ -61,10 +61,6 @@ _NEEDS_GRAPH = (
 
 # Errors of torch where an input, which is a leaf in the unit's graph, is edited in place.
 _EDITS_LEAF = ("a leaf Variable that requires grad", "a view of a leaf Variable that requires grad")
-
-
-class OtherOutputsError(ValueError):
-    """The second run of a unit gives other outputs than its first run."""
 
 
 class _Run(NamedTuple):
@@ -207,7 +203,8 @@ class Call:
         self._stash = weakref.ref(stash)
         keeps_graph = lasts or (can_keep and relay.turns_at(self.module))
         needs_graph = relay.escapes.traced or self.unit in relay.graph_needed
-        has_graph = keeps_graph or needs_graph
+        drops_graph = not (keeps_graph or needs_graph or self.unit in relay.without_graph)
+        has_graph = keeps_graph or needs_graph or drops_graph
         saving = relay.saving(self.unit) if lasts else None
         first_node, start = relay.escapes.next_number(), time.perf_counter()
         inputs = leaves = self._detached(tensors) if has_graph else [t.detach() for t in tensors]
@@ -217,13 +214,18 @@ class Call:
         if relay.escapes.traced:
             relay.escapes.inputs = list(zip(inputs, tensors, strict=True))
         try:
-            with torch.set_grad_enabled(has_graph), self._modes.on(), saving or contextlib.nullcontext():
+            hooks = DROPPING if drops_graph else saving or contextlib.nullcontext()
+            with torch.set_grad_enabled(has_graph), self._modes.on(), hooks:
                 run = self._first = self._execute(inputs, relay.bound(self.unit, adopt=True))
         except RuntimeError as error:
-            if lasts and (str(error).startswith(_EDITS_LEAF) or (saving is not None and refuses_hooks(error))):
-                relay.cannot_keep(self.unit)
-            elif not has_graph and str(error).startswith(_NEEDS_GRAPH):
+            if isinstance(error, DroppedError) or (not has_graph and str(error).startswith(_NEEDS_GRAPH)):
                 relay.graph_needed.add(self.unit)
+            elif not (str(error).startswith(_EDITS_LEAF) or refuses_hooks(error)):
+                raise
+            elif lasts:
+                relay.cannot_keep(self.unit)
+            elif drops_graph:
+                relay.without_graph.add(self.unit)
             else:
                 raise
             randomness.restore(before)
@@ -234,9 +236,7 @@ class Call:
         self._buffers = relay.buffers.ran(self.unit, self._buffers)
         if not lasts:
             relay.checksums.first(self, run.outputs)
-        outputs = run.outputs
-        if has_graph:
-            outputs = [t.detach() for t in outputs]
+        outputs = [t.detach() for t in run.outputs]  # without a graph, too: autograd forbids edits of a node's views
         if relay.escapes.traced:
             relay.escapes.ran(self.batch.number, self.unit, first_node, run.outputs)
             relay.note_leaves(self.unit, run.outputs, leaves)
@@ -304,20 +304,14 @@ class Call:
             else:
                 outputs = kept.outputs
             if len(outputs) != len(gradients):
-                self._relay.graph_needed.add(self.unit)
-                raise OtherOutputsError(
+                raise ValueError(
                     f"the unit {self.unit.name!r} returns or stores {len(outputs)} tensors when it runs again in the "
                     f"backward, and {len(gradients)} in its first run. Let it store the same tensors in each run"
                 )
             self.outputs.check(outputs)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-            try:
-                with buffers.in_backward(self.unit, now):
-                    found = self._backpropagate(pairs, inputs, accumulate=accumulate)
-            except RuntimeError as error:
-                if kept is not None and is_freed(error):
-                    self._relay.cannot_keep(self.unit)  # another backward has gone through its graph
-                raise
+            with buffers.in_backward(self.unit, now):
+                found = self._backpropagate(pairs, inputs, accumulate=accumulate)
             self.outputs.keep_gradients(outputs)
             return found
 

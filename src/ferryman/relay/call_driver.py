@@ -33,7 +33,8 @@ class CallDriver(Protocol):
     randomness: Randomness
     autocast_devices: list[str]  # device types for which autocast may be enabled
     anchor: torch.Tensor  # a scalar that requires a gradient
-    graph_needed: set[Unit]  # units whose code needs a graph in its first run, too
+    graph_needed: set[Unit]  # units whose code uses the graph of its first run
+    without_graph: set[Unit]  # units whose code cannot run with a graph that saves nothing
     computes_in_own_threads: bool  # micro-batches compute units in their own threads, and not the driver in its thread
     inside: dict[Unit, list[nn.Module]]  # the modules of each unit
 

@@ -49,6 +49,7 @@ class CallHost:
         self.autocast_devices = sorted({"cpu", device.type})
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.graph_needed: set[Unit] = set()
+        self.without_graph: set[Unit] = set()
         self.computes_in_own_threads = False  # for code that keeps state per thread where no survey finds it
         self.inside: dict[Unit, list[nn.Module]] = {}  # the modules of each unit, in a fixed order
         self._residents = plan.residents

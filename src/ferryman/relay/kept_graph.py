@@ -13,7 +13,7 @@ not kept (`unit_tensors.py`, Note [Aliases]).
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -117,11 +117,22 @@ class KeptGraph(NamedTuple):
     hold: Hold | None = None  # keeps on the device what the graph has saved
 
 
+class DroppedError(RuntimeError):
+    """A backward reaches the graph of a first run, whose saved tensors were dropped."""
+
+
+def _refuse_backward(_: object) -> NoReturn:
+    raise DroppedError(
+        "a unit keeps tensors with their graph where the engine has not seen it in its trial run. Let the unit store "
+        "them from the first step on, or return them"
+    )
+
+
+# Hooks for a graph that is not kept. The unit's code sees that there is one, as in plain PyTorch, but nothing is saved.
+# `id` takes a tensor, returns no reference to it, and is faster than any function in Python.
+DROPPING = torch.autograd.graph.saved_tensors_hooks(id, _refuse_backward)
+
+
 def refuses_hooks(error: RuntimeError) -> bool:
     """Whether the code of a unit failed because there were hooks on saved tensors."""
     return _NO_HOOKS in str(error)
-
-
-def is_freed(error: RuntimeError) -> bool:
-    """Whether a backward failed because another one had freed its graph."""
-    return "through the graph a second time" in str(error)

@@ -40,7 +40,6 @@ from ferryman.exactness.user_state import VariablePolicy
 from ferryman.exactness.variables import Variable
 from ferryman.model.units import Item, Unit
 from ferryman.plan.keep import NOTHING, Keep
-from ferryman.relay.call import OtherOutputsError
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch, ThreadState
 from ferryman.relay.observer import Roots
@@ -69,18 +68,6 @@ class CrossCheck:
         """Finds the variables and their policies for steps of these micro-batches. Raises a ValueError if results
         differ. Returns the losses of the micro-batches that it has tried.
         """
-        while True:
-            known = set(self._relay.graph_needed)
-            try:
-                return self._run(works, seed, stash_on_host=stash_on_host, keep=keep)
-            except OtherOutputsError:
-                # The code may look whether there is a graph (`if x.requires_grad`), which first runs do not have.
-                if self._relay.graph_needed == known:
-                    raise
-                self._relay.lanes.drain()
-                self._relay.recover()
-
-    def _run(self, works: Sequence[Work], seed: int, *, stash_on_host: bool, keep: Keep) -> list[float]:
         relay, works = self._relay, works[:TRIED]
 
         def trial(
@@ -104,29 +91,18 @@ class CrossCheck:
             try:
                 trial(works[:2], discovery, in_turn=True, forward_only=True)
                 break
-            except (RuntimeError, AssertionError):
-                # The code may need the graph of a tensor that a unit has stored (register_hook, autograd.grad), which
-                # such a tensor has once its variable is known.
+            except Exception:
+                # The code may need the gradient of a tensor that a unit has stored (autograd.grad). Once the variable
+                # is known, the tensor is part of the loss's graph.
                 if discovery.found.keys() == known:
                     raise
                 relay.lanes.drain()
                 relay.recover()
                 discovery.teach()
         discovery.teach()
-        while True:  # each attempt finds more variables
-            in_own_thread = _Trial(relay, self._roots)
-            try:
-                with relay.escapes.tracing():
-                    trial(works[:1], in_own_thread, in_turn=True, forward_only=True)
-            except ValueError:
-                # Of a tensor with a graph that a unit has stored where it would not store one without.
-                if not self._note_units_that_look_for_a_graph(discovery, in_own_thread):
-                    raise
-                relay.lanes.drain()
-                relay.recover()
-            else:
-                self._note_units_that_look_for_a_graph(discovery, in_own_thread)
-                break
+        in_own_thread = _Trial(relay, self._roots)
+        with relay.escapes.tracing():
+            trial(works[:1], in_own_thread, in_turn=True, forward_only=True)
         for _ in range(_MAX_ATTEMPTS):
             known = set(discovery.found)
             discovery.teach()
@@ -139,7 +115,7 @@ class CrossCheck:
         if not relay.computes_in_own_threads and not _agree(losses[0], _floats(in_own_thread.losses)[0]):
             # The user's code keeps state per thread in a place that no survey finds.
             relay.computes_in_own_threads = True
-            return self._run(works, seed, stash_on_host=stash_on_host, keep=keep)
+            return self.run(works, seed, stash_on_host=stash_on_host, keep=keep)
         self._check_second_runs()
         discovery.teach(in_turn.ends)
         if len(works) == 1:
@@ -196,16 +172,6 @@ class CrossCheck:
             discovery.teach()  # as in the trial in turn
         return losses
 
-    def _note_units_that_look_for_a_graph(self, without: Discovery, traced: _Trial) -> bool:
-        """Finds units that change variables only if there is a graph, as in the traced trial (`if x.requires_grad`).
-        Returns whether there are such variables."""
-        if only := traced.found.keys() - without.found.keys():
-            without.learn({key: traced.found[key] for key in only})
-            without.teach()
-            reached = {unit: {v.key for found in self._relay.state.of(unit) for v in found} for unit in self._units}
-            self._relay.graph_needed.update(unit for unit, keys in reached.items() if keys & only)
-        return bool(only)
-
     def _share_logs(self, logs: Sequence[Variable], is_right: Callable[[dict[Any, VariablePolicy]], bool]) -> bool:
         """Shares lists that only grew, if results are then still those of running in turn. Returns whether all are.
 
@@ -257,8 +223,7 @@ class CrossCheck:
     def _check_second_runs(self) -> None:
         name = self._relay.checksums.disagreement()
         if name is not None:
-            self._relay.graph_needed.update(unit for unit in self._units if unit.name == name)
-            raise OtherOutputsError(second_run_differs(name, self._relay.state.variables))
+            raise ValueError(second_run_differs(name, self._relay.state.variables))
 
     def _separate_counters(self, is_right: Callable[[dict[Any, VariablePolicy]], bool]) -> bool:
         """Gives each micro-batch its own value of counters that it reads again after other micro-batches have counted.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -46,32 +45,15 @@ def measure(
         run_trial(relay, works[:2], 0, discovery, stash_on_host=True, in_turn=True, forward_only=True, check=False)
         discovery.teach()
     for _ in range(2):  # the second run knows where the turn is, and keeps the graph there
-        memory = _run(relay, works, measured, roots, choice)
+        relay.host_stash.reset_peak()
+        memory = _Memory(measured, roots)
+        on_host, staying = choice.stash_on_host, choice.staying
+        run_trial(relay, works, 0, memory, stash_on_host=on_host, staying=staying, keep=choice.keep, check=False)
         if relay.order == known:
             break
         known = relay.order
     stash = relay.host_stash.peak // len(works)
     return Trial(memory.stretches, stash, memory.boundary, memory.reserved, memory.costs())
-
-
-def _run(
-    relay: Relay, works: Sequence[Callable[[], torch.Tensor]], measured: Measured, roots: Roots, choice: Choice
-) -> _Memory:
-    while True:
-        relay.host_stash.reset_peak()
-        memory, unkeepable = _Memory(measured, roots), set(relay.unkeepable)
-        on_host, staying = choice.stash_on_host, choice.staying
-        try:
-            run_trial(relay, works, 0, memory, stash_on_host=on_host, staying=staying, keep=choice.keep, check=False)
-        except (RuntimeError, ValueError):
-            # A unit may store tensors only if there is a graph, which first runs have here for the first time.
-            if relay.unkeepable == unkeepable:
-                raise
-            relay.lanes.drain()
-            relay.recover()
-        else:
-            return memory
-        gc.collect()  # the exception's traceback keeps the trial's tensors on the device
 
 
 class Measured(NamedTuple):

@@ -42,12 +42,6 @@ def weighted_loss(
                 "ferryman: precision= sets the dtype of the weights, and not that of the batch: convert what the model "
                 "is given (x.to(torch.bfloat16)), as for model.to(torch.bfloat16)"
             )
-        if "CallNode is a view" in str(error):
-            error.add_note(
-                "ferryman: an output of a unit is edited in place, and this output is a view of another tensor. Use an "
-                "operation that returns a new tensor (x = x + y, nn.ReLU(inplace=False)), or let the unit return "
-                "x.clone()"
-            )
         raise
     check_loss(value)
     if value.dim():
