@@ -284,7 +284,7 @@ class _Driver:
         self.autocast_devices = ["cpu"]
         self.anchor = torch.zeros((), device=_META, requires_grad=True)
         self.graph_needed: set[Unit] = set()
-        self.without_graph: set[Unit] = set()
+        self.without_graph = set(units)  # the result of a repeated call has no graph: see Note [Repeated blocks]
         self.computes_in_own_threads = False
         self.inside = {unit: [module for top in unit.modules for module in top.modules()] for unit in units}
         self._meter = _Meter()
