@@ -3,7 +3,7 @@
 // work on all of these types. `split` takes two registers, because AVX2 packs two as cheaply as one.
 // No #include here: see Note [One source, several instruction sets].
 //
-// Functions that end in `_mixed` fill a pair of registers with neighbouring elements in another order, which
+// Functions that end in `_mixed` fill a pair of registers with neighboring elements in another order, which
 // `lanes_mixed` returns. In that order no element crosses to the other half of a register, so AVX2 needs half as many
 // instructions to unpack and pack narrow numbers.
 

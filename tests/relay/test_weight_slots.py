@@ -213,7 +213,7 @@ def test_slots_that_take_what_their_units_take_need_no_more_fetches(name, slots)
     assert policy.sizes.nbytes < slots * max(sizes) or slots == 1
 
 
-def test_two_slots_are_as_large_as_two_neighbours():
+def test_two_slots_are_as_large_as_two_neighbors():
     assert of_sizes([9, 4, 4, 4, 8], 2).sizes == SlotSizes(13)
     assert of_sizes([9, 4, 4, 4, 8], 5).sizes == SlotSizes(13, (8, 4, 4))
     assert of_sizes([4, 4, 4, 9], 4).sizes == SlotSizes(13, (4, 4))
@@ -229,7 +229,7 @@ def test_with_a_slot_for_each_unit_nothing_is_fetched_twice():
         assert policy.count_fetches(order) == len(sizes), name
 
 
-def test_any_order_is_served_though_large_units_are_no_neighbours():
+def test_any_order_is_served_though_large_units_are_no_neighbors():
     generator = random.Random(0)
     for order in random_orders(500):
         sizes = [generator.randint(1, 9) for _ in range(6)]
@@ -244,4 +244,4 @@ def test_large_units_that_follow_each_other_against_the_order_of_the_model_wait(
     assert policy.choose([0, None], (), [3]).overwrites == (0,)
     assert policy.choose([1, 0], (), [3]).overwrites == (1,), "what is beside a block may stay"
     assert set(of_sizes([5, 3, 3, 7], 2).choose([0, 0], (), [3]).overwrites) == {0, 1}
-    assert policy.choose([0, None], {0}, [1]).overwrites == (1,), "a neighbour is beside it"
+    assert policy.choose([0, None], {0}, [1]).overwrites == (1,), "a neighbor is beside it"

@@ -80,9 +80,9 @@ class Blocks:
             raise ValueError(f"a block cannot be inserted at {position!r}: {name!r} takes positions 0 to {len(blocks)}")
         if [child for child, _ in blocks.named_children()] != [str(number) for number in range(len(blocks))]:
             raise ValueError(f"{name!r} has blocks with names of their own, so none can be inserted between them")
-        neighbour = min(index, len(blocks) - 1)
+        neighbor = min(index, len(blocks) - 1)
         blocks.insert(index, block)
-        self._tell(name, len(blocks) - 1, lambda kinds: kinds.insert(index, kinds[neighbour]))
+        self._tell(name, len(blocks) - 1, lambda kinds: kinds.insert(index, kinds[neighbor]))
 
     def remove(self, block: nn.Module) -> None:
         name, blocks = next(pair for pair in self._lists.items() if block in list(pair[1].children()))

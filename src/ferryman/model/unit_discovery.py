@@ -266,7 +266,7 @@ def _made_of(
 ) -> tuple[tuple[Unit, ...], Unit]:
     """The units of these modules, and the residents."""
     found: list[Unit] = []
-    travelling: set[int] = set()
+    traveling: set[int] = set()
     groups = _merge(candidates)
     # A buffer that several units share stays on the device. (Those that share a parameter have become one unit.)
     owners = Counter(key for group in groups for key in {id(tensor) for c in group for tensor in c.tensors()})
@@ -274,9 +274,9 @@ def _made_of(
     for group in groups:
         tensors = (tensor for candidate in group for tensor in candidate.tensors() if id(tensor) not in staying)
         items = _lay_out(tensors, places, dtype_of)
-        travelling.update(id(item.tensor) for item in items)
+        traveling.update(id(item.tensor) for item in items)
         found.append(Unit(tuple(c.name for c in group), tuple(c.module for c in group), items))
-    rest = (tensor for _, tensor in _tensors("", model) if id(tensor) not in travelling)
+    rest = (tensor for _, tensor in _tensors("", model) if id(tensor) not in traveling)
     return tuple(found), Unit((), (), _lay_out(rest, places, dtype_of))
 
 

@@ -18,7 +18,7 @@ _TOGETHER = 1 << 18  # elements: less than half a millisecond of work, so nobody
 
 
 def together(work: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Groups neighbours that are so small that one piece of work for all of them is better than one for each.
+    """Groups neighbors that are so small that one piece of work for all of them is better than one for each.
     `size_of`: elements."""
     group, size = list[T](), 0
     for each in work:

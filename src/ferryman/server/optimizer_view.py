@@ -37,7 +37,7 @@ _LEFT_TO_TORCH = (
 _REFUSED = {
     "Adafactor": "it keeps moments of whole rows and columns",
     "LBFGS": "it needs the gradients of all parameters at once, several times a step",
-    "Muon": "it orthogonalises whole matrices",
+    "Muon": "it orthogonalizes whole matrices",
     "SparseAdam": "it takes sparse gradients, which the engine does not make",
 }
 

@@ -260,10 +260,10 @@ class Server:
         if is_finite:
             self._log.observe()
             clip = _clip_factor(self._norm, self._options.max_grad_norm)
-            for neighbours in together(units, lambda unit: unit.trained_elements):
-                owned = {unit: self._exchange.owned(self.subgroups(unit)) for unit in neighbours}
+            for neighbors in together(units, lambda unit: unit.trained_elements):
+                owned = {unit: self._exchange.owned(self.subgroups(unit)) for unit in neighbors}
                 self._strategy.update_waiting(owned, clip)
-                for unit in () if self._strategy.is_eager else neighbours:
+                for unit in () if self._strategy.is_eager else neighbors:
                     self._exchange.share(unit)
             requested = {unit: step.requested.args[unit] for unit in step.waiting}
             self._last_requested = RequestedUpdates(requested, step.requested.begun)

@@ -364,7 +364,7 @@ class UnitState:
         width, spans = subgroup.unit.weight_itemsize, list[Span]()
         before: Item | None = None  # in the unit
         for item in subgroup.unit.items:
-            neighbour, before = before, item
+            neighbor, before = before, item
             shared = (
                 overlap(item, self._offsets[item], subgroup.start, subgroup.size) if item in self._offsets else None
             )
@@ -374,7 +374,7 @@ class UnitState:
             offset, at = item.offset + own.start * item.dtype.itemsize, theirs.start * width
             end = item.offset + own.stop * item.dtype.itemsize
             last = spans[-1] if spans else None
-            if last is not None and neighbour in self._offsets and offset - last.offset == at - last.at:
+            if last is not None and neighbor in self._offsets and offset - last.offset == at - last.at:
                 spans[-1] = Span(weights[last.offset : end], last.offset, last.at)
             else:
                 spans.append(Span(weights[offset:end], offset, at))

@@ -58,7 +58,7 @@ def _modules(model: nn.Module) -> None:
                 "batch before you make the engine"
             )
         if type(module).__module__.startswith("torch.ao.nn.quantized"):
-            raise ValueError(f"{where} is quantised ({type(module).__name__}) and does not train; quantise afterwards")
+            raise ValueError(f"{where} is quantized ({type(module).__name__}) and does not train; quantize afterwards")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ValueError(f"{where} has sparse gradients, which the engine cannot accumulate; use sparse=False")
 
@@ -228,5 +228,5 @@ def can_step(model: nn.Module) -> None:
             raise ValueError(
                 f"the module {name!r} is a {type(module).__name__} in training mode: its output for a sample depends "
                 "on the other samples of its micro-batch, and its statistics would be updated twice, since units run "
-                "again in the backward. Freeze it (module.eval()), or normalise within samples (LayerNorm)"
+                "again in the backward. Freeze it (module.eval()), or normalize within samples (LayerNorm)"
             )
