@@ -23,7 +23,7 @@ def choose_fetch(loaded, busy, upcoming):
 
 
 def count_fetches(order, slots):
-    return alike(slots).count_fetches(order)
+    return len(alike(slots).fetched_visits(order))
 
 
 def next_use(unit, upcoming):
@@ -207,9 +207,9 @@ def test_slots_that_take_what_their_units_take_need_no_more_fetches(name, slots)
     (order, several), sizes = order_of(name), BLOCKS[name]
     policy = of_sizes(sizes, slots, several)
     ahead, late = walk_with(policy, order)
-    assert ahead + late == policy.count_fetches(order)
+    assert ahead + late == len(policy.fetched_visits(order))
     assert late == (1 if slots > 1 else len(order)), "no fetch but the first waits for the visit that needs it"
-    assert policy.count_fetches(order) <= count_fetches(order, slots) + (name == "growing")
+    assert len(policy.fetched_visits(order)) <= count_fetches(order, slots) + (name == "growing")
     assert policy.sizes.nbytes < slots * max(sizes) or slots == 1
 
 
@@ -226,7 +226,7 @@ def test_with_a_slot_for_each_unit_nothing_is_fetched_twice():
         order, several = order_of(name)
         policy = of_sizes(sizes, len(sizes), several)
         assert policy.sizes.nbytes == sum(sizes)
-        assert policy.count_fetches(order) == len(sizes), name
+        assert len(policy.fetched_visits(order)) == len(sizes), name
 
 
 def test_any_order_is_served_though_large_units_are_no_neighbors():
@@ -235,7 +235,7 @@ def test_any_order_is_served_though_large_units_are_no_neighbors():
         sizes = [generator.randint(1, 9) for _ in range(6)]
         for slots in (1, 2, 3, 4):
             policy = of_sizes(sizes, slots)
-            assert sum(walk_with(policy, order)) == policy.count_fetches(order) <= len(order), (order, sizes)
+            assert sum(walk_with(policy, order)) == len(policy.fetched_visits(order)) <= len(order), (order, sizes)
 
 
 def test_large_units_that_follow_each_other_against_the_order_of_the_model_wait():
