@@ -71,7 +71,7 @@ def test_a_parameter_twice():
         ({"max_grad_norm": 0}, "max_grad_norm=0: it must be a number above 0"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1': it must be a number above 0"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore': choose 'raise' or 'skip'"),
-        ({"host_threads": 0}, "host_threads=0: it must be a whole number"),
+        ({"host_threads": 0}, "host_threads=0: it must be an integer"),
     ],
 )
 def test_arguments(options, words):
