@@ -190,7 +190,9 @@ def hint(pattern: str, names: Iterable[str]) -> str:
     """The end of an error message: the closest existing name."""
     known = list(names)
     near = difflib.get_close_matches(pattern, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known[:8])}, ..."
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; there are {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}" if known else ""
 
 
 def find_units(

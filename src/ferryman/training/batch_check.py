@@ -1,9 +1,9 @@
 """Checks whether a batch may be cut, before the engine cuts it to stay within a budget.
 
-Cutting a batch preserves its loss only if that is the mean (with reduction="sum", the sum) of the samples' losses. It
-is not for a loss across the batch (contrastive), for data whose first dimension is not that of samples (time-major),
-nor for a mean over tokens if samples have different numbers of tokens. So the loss of two samples together is compared
-with the mean or sum of their separate losses.
+Cutting a batch preserves its loss only if the loss is the mean (with reduction="sum", the sum) of the samples' losses.
+That does not hold for a loss across the batch (contrastive), for data whose first dimension is not the samples
+(time-major), or for a mean over tokens if samples have different numbers of tokens. So the loss of two samples together
+is compared with the mean or sum of their separate losses.
 
 Note [How losses are compared]
 The model runs without gradients, with its units streamed as in an evaluation, and in training mode; if it draws random
@@ -84,7 +84,7 @@ class BatchCheck:
         self._checked: dict[Shape, set[_Number]] = {}  # shapes, and the numbers in which their samples differed
 
     def check(self, batch: Any, asked: int | None, chosen: int, assembly: Assembly, roots: Roots) -> None:
-        """Raises a ValueError if cutting the batch would change its loss, or if that cannot be found out. A number of
+        """Raises a ValueError if cutting the batch would change its loss, or if this cannot be checked. A number of
         micro-batches that the user `asked` for is not checked, only one that the engine has `chosen`."""
         if self._budget is None or asked is not None or chosen <= 1 or isinstance(batch, list):
             return

@@ -63,12 +63,6 @@ def _modules(model: nn.Module) -> None:
             raise ValueError(f"{where} has sparse gradients, which the engine cannot accumulate; use sparse=False")
 
 
-def on_host(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.device.type not in ("cpu", "meta"):
-            raise ValueError(f"the model must be on the host, and {name!r} is on {tensor.device}; use model.cpu()")
-
-
 def arguments(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -78,7 +72,7 @@ def arguments(
 ) -> None:
     """Checks that the arguments of an engine fit each other and the device."""
     settings(options, device)
-    free(model)
+    available(model)
     if optimizer is None:
         _no_settings_of_updates(options)
     parameters(model.named_parameters(), dtype_of)
@@ -101,8 +95,11 @@ def parameters(named: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf) -> 
         )
 
 
-def free(model: nn.Module) -> None:
-    on_host(model)
+def available(model: nn.Module) -> None:
+    """Checks that the model is on the host, and that no engine has it."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type not in ("cpu", "meta"):
+            raise ValueError(f"the model must be on the host, and {name!r} is on {tensor.device}; use model.cpu()")
     if any(is_taken(module) for module in model.modules()):
         raise ValueError("the model has an engine already; close it first: engine.close()")
 
@@ -114,13 +111,13 @@ def block(block: Any, model: nn.Module, dtype_of: DtypeOf) -> None:
     mine = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     if any(id(tensor) in mine for tensor in (*block.parameters(), *block.buffers())):
         raise ValueError("the block shares a parameter or buffer with the model; insert a block with its own")
-    free(block)
+    available(block)
     parameters(block.named_parameters(prefix="block"), dtype_of)
     named = (*block.named_parameters(prefix="block"), *block.named_buffers(prefix="block"))
     refuse_overlaps((*named, *model.named_parameters(), *model.named_buffers()))
 
 
-def apart(blocks: nn.Module, units: Sequence[Unit]) -> None:
+def one_by_one(blocks: nn.Module, units: Sequence[Unit]) -> None:
     """Checks that the blocks of a list can be inserted and removed one at a time."""
     for unit in units:
         if any(blocks in set(module.modules()) for module in unit.modules):
@@ -130,7 +127,7 @@ def apart(blocks: nn.Module, units: Sequence[Unit]) -> None:
             )
 
 
-def own(block: nn.Module, position: int | str, units: Sequence[Unit], residents: Unit) -> None:
+def removable(block: nn.Module, position: int | str, units: Sequence[Unit], residents: Unit) -> None:
     """Checks that a block can be removed: none of its tensors is used elsewhere."""
     inside = set(block.modules())
     for unit in (*units, residents):
