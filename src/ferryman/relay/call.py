@@ -58,7 +58,6 @@ _NEEDS_GRAPH = (
     "element 0 of tensors does not require grad and does not have a grad_fn",
 )
 
-
 # Errors of torch where an input, which is a leaf in the unit's graph, is edited in place.
 _EDITS_LEAF = ("a leaf Variable that requires grad", "a view of a leaf Variable that requires grad")
 
