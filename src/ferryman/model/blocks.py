@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ferryman.model.unit_discovery import block_lists
+from ferryman.model.units import Forward
 from ferryman.runtime.rng import Randomness
 
-Forward = Callable[..., Any]
 Position = int | str
 
 # Names in transformers. In a configuration: the number of blocks, and a list with the type of each. In the modules of a

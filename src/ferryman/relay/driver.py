@@ -22,11 +22,11 @@ from ferryman.exactness.guard import Guard
 from ferryman.exactness.reach import beyond, context_variables, tensors_in
 from ferryman.exactness.user_locks import UserLocks
 from ferryman.exactness.weight_edits import WeightEdits
-from ferryman.model.units import Unit
+from ferryman.model.units import Forward, Unit
 from ferryman.plan.keep import CallCounts, Keep
 from ferryman.plan.plan import Plan
 from ferryman.relay.autograd_sums import AutogradSums
-from ferryman.relay.call import Call, Forward
+from ferryman.relay.call import Call
 from ferryman.relay.call_host import CallHost
 from ferryman.relay.evaluation import Evaluation, refuse_other_devices
 from ferryman.relay.held_weights import HeldWeights

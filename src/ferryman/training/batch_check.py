@@ -113,7 +113,7 @@ class BatchCheck:
             found = self._losses(batch, first, second, assembly, roots, room)
         except Exception as error:
             raise ValueError(
-                f"{about}, and whether it may be cut could not be checked: {_reason(error)}. {_WAYS_OUT}"
+                f"{about}, and that this does not change the loss could not be checked: {_reason(error)}. {_WAYS_OUT}"
             ) from error
         whole, expected = found.whole, sum(found.parts) / (2 if self._reduction == "mean" else 1)
         same = abs(whole - expected) <= self._tolerance(found, assembly)
@@ -197,8 +197,8 @@ _REASONS = {
     "by the count of a micro-batch.",
 }
 _WAYS_OUT = (
-    "Ways out: set micro_batches= yourself, as in plain gradient accumulation; pass a list of ready-made "
-    "micro-batches, or your own function that cuts a batch, Engine(split=...) (time-major data, graphs); use "
+    "Instead, set micro_batches= yourself, as in plain gradient accumulation; pass a list of ready-made micro-batches, "
+    "or your own function that cuts a batch, Engine(split=...) (time-major data, graphs); use "
     'reduction="sum" with a loss that is divided by a count over the whole batch, such as its tokens; or set a budget '
     "(memory=) that is large enough for the whole batch"
 )

@@ -43,10 +43,9 @@ from ferryman.plan.keep import NOTHING, Keep
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch, ThreadState
 from ferryman.relay.observer import Roots
+from ferryman.relay.step_state import Work
 from ferryman.relay.trial import run_trial
 from ferryman.training.discovery import Discovery, Watcher
-
-Work = Callable[[], torch.Tensor]
 
 TRIED = 3  # micro-batches per trial: the third one sees how the second has changed the state of the first
 
