@@ -36,7 +36,6 @@ KINDS = {
 }
 
 
-@covering
 def assert_trains_as_plain(model, device, max_grad_norm=None):
     """Losses of a few steps, and the weights after them."""
     plain = on(device, model)
@@ -55,6 +54,7 @@ def assert_trains_as_plain(model, device, max_grad_norm=None):
     assert_near(dict(model.state_dict()), {name: value.cpu() for name, value in plain.state_dict().items()})
 
 
+@covering
 @pytest.mark.parametrize("kind", ["LoRA", "dropout", "one layer, biases", *slow("a trained head", "DoRA, rsLoRA")])
 @pytest.mark.parametrize("model", ["llama", *slow("gpt2")])
 def test_equals_plain_training(device, model, kind):
