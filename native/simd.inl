@@ -3,7 +3,7 @@
 // work on all of these types. `split` takes two registers, because AVX2 packs two as cheaply as one.
 // No #include here: see Note [One source, several instruction sets].
 //
-// Functions that end in `_mixed` fill a pair of registers with neighbouring elements in another order: those with even
+// Functions that end in `_mixed` fill a pair of registers with neighboring elements in another order: those with even
 // indices, then those with odd ones. So numbers of 16 bits are unpacked and packed by shifts and masks, which every
 // processor executes on several ports, and no element moves to another lane.
 

@@ -35,7 +35,7 @@ from ferryman.model.placeholder import UsedOutsideError
 from ferryman.model.precision import dtype_of
 from ferryman.model.units import Unit
 from ferryman.options import EngineArguments, EngineOptions, describe, takes_options
-from ferryman.plan.fit import Choice, advice
+from ferryman.plan.fit import Choice, out_of_memory_advice
 from ferryman.plan.plan import Plan, PlanTooLargeError
 from ferryman.runtime.caller import Caller, one_call_at_a_time
 from ferryman.runtime.device_memory import DeviceMemory
@@ -290,7 +290,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """
         self._check_open()
         checks.block(block, self._model, self._planner.dtype_of)
-        checks.apart(self._blocks.list_at(position), self.units)
+        checks.one_by_one(self._blocks.list_at(position), self.units)
         self._blocks.insert(position, block)
         try:
             added, plan = self._planner.insert(self._parts.plan, block)
@@ -305,7 +305,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """Removes a block from the model and returns it, with its current weights."""
         self._check_open()
         block = self._blocks.at(position)
-        checks.apart(self._blocks.list_at(position), self.units)
+        checks.one_by_one(self._blocks.list_at(position), self.units)
         gone, plan = self._planner.remove(self._parts.plan, block, position)
         self._blocks.remove(block)
         self._parts.remove(block, gone, plan)
@@ -434,7 +434,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._ranks.fail(error)
             self._parts.lanes.drain()
             if isinstance(error, torch.OutOfMemoryError):
-                error.add_note(advice(self._parts.plan, choice))
+                error.add_note(out_of_memory_advice(self._parts.plan, choice))
             if isinstance(error, NotRepeatableError):
                 self._preparation.first_steps.forget()  # the next step must find the same error
             if for_update:

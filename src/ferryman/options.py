@@ -49,10 +49,10 @@ class Setting:
 # Checks.
 
 
-def _whole_number(least: int, of: str = "") -> Check:
+def _integer(least: int) -> Check:
     def check(name: str, value: Any) -> None:
         if type(value) is not int or value < least:
-            raise ValueError(f"{name}={value!r}: it must be a whole number{of}, at least {least}")
+            raise ValueError(f"{name}={value!r}: it must be an integer of at least {least}")
 
     return check
 
@@ -156,7 +156,7 @@ class PlainOptions:
     ] = False
     host_threads: Annotated[
         int | None,
-        Setting(help="Threads for updates on the host.", default="most CPUs", check=_whole_number(1), is_local=True),
+        Setting(help="Threads for updates on the host.", default="most CPUs", check=_integer(1), is_local=True),
     ] = None
     units: Annotated[
         Sequence[str] | None,
@@ -185,7 +185,7 @@ class PlainOptions:
         Setting(
             help="Number of units whose weights are on the device at once; 2 or more overlap fetches with compute.",
             default="as many as the budget allows",
-            check=_whole_number(1),
+            check=_integer(1),
         ),
     ] = None
     held: Annotated[
@@ -210,7 +210,7 @@ class PlainOptions:
         Setting(
             help="Number of parameters in a subgroup, which is updated as a whole.",
             default="chosen by the rate of the link and the budget",
-            check=_whole_number(GRAIN, " of parameters"),
+            check=_integer(GRAIN),
             needs_optimizer=True,
         ),
     ] = None

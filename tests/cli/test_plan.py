@@ -59,7 +59,7 @@ def test_what_does_not_fit_has_exit_code_1_and_a_budget_that_does():
         text = " ".join(result.stdout.split())
         assert text.startswith("does not fit")
         assert "train with" not in text
-        enough = re.search(r"([\d.]+\wiB) would do", text)[1]
+        enough = re.search(r"([\d.]+\wiB) would be enough", text)[1]
         assert document("gpt:tiny", *MACHINE, "--device-memory", enough)["fits"]
 
 

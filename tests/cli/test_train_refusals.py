@@ -46,9 +46,9 @@ def test_a_loss_that_is_not_finite(corpus, tmp_path):
         (["--data", "text.txt", "--batch", "1000000000"], "--batch 1000000000: the data has 117 windows of 32 tokens"),
         (
             ["--data", "text.txt", "--seed", "9" * 20],
-            "--seed 99999999999999999999: must be a whole number from 0 to 9223372",
+            "--seed 99999999999999999999: must be an integer from 0 to 9223372",
         ),
-        (["--data", "text.txt", "--seed", "-1"], "--seed -1: must be a whole number from 0"),
+        (["--data", "text.txt", "--seed", "-1"], "--seed -1: must be an integer from 0"),
         (["--data", "text.txt", "--epochs", "0"], "--epochs 0: must be greater than 0"),
         (["--data", "text.txt", "--lr", "inf"], "--lr inf: must be a finite number"),
     ],
@@ -126,7 +126,7 @@ def test_a_run_keeps_its_data_and_its_model(corpus, tmp_path):
     [
         (["--steps", "0"], "'--steps'"),
         (["--betas", "0.9", "0.95"], "give two numbers separated by a comma, such as 0.9,0.95"),
-        (["--slots", "two"], "'two' is neither a whole number of at least 1 nor 'none'"),
+        (["--slots", "two"], "'two' is neither an integer of at least 1 nor 'none'"),
         (["--max-grad-norm", "inf"], "inf is neither a number nor 'none'"),
     ],
 )

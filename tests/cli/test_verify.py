@@ -4,6 +4,10 @@ import contextlib
 import itertools
 import json
 import re
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,10 +156,32 @@ def test_a_missing_wait_fails(monkeypatch, take_races):
     assert "race" in rows["races", "weights late"]["reason"]
 
 
+def outlast_others(seconds):
+    """A delay that ends only when no other thread of this process has been able to go on for so long, however busy the
+    machine is: none is ready to run, and none has run since the last sample."""
+
+    def state():
+        ready = False
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+                is_own = int(task.name) == threading.get_native_id()
+                ready |= not is_own and (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+        return ready, time.process_time() - time.thread_time()
+
+    idle, (_, before) = 0.0, state()
+    for _ in range(10_000):
+        time.sleep(seconds / 4)
+        ready, taken = state()
+        idle, before = 0.0 if ready or taken - before > 1e-4 else idle + seconds / 4, taken
+        if idle >= seconds:
+            return
+    raise AssertionError("other threads never rest")
+
+
 def test_values_alone_show_a_missing_wait(monkeypatch):
     """As on a device without a detector."""
     monkeypatch.setattr(Server, "weights_ready", lambda self, unit: [])
-    monkeypatch.setattr(delays, "_DELAY_SECONDS", 0.1)  # far more than a visit takes on a busy machine
+    monkeypatch.setattr(delays, "time", SimpleNamespace(sleep=outlast_others))
     monkeypatch.setattr(races, "_CONTROL_DELAYS", (1,))
     ran = run("--device", "cpu", "--quick", "--only", "races", "--json")
     assert ran.exit_code == 1

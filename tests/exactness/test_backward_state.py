@@ -20,10 +20,10 @@ class TensorHook(Model):
         def forward(self, x):
             y = self.linear(x)
             if y.requires_grad:
-                y.register_hook(self.normalise)
+                y.register_hook(self.normalize)
             return x + torch.tanh(y)
 
-        def normalise(self, gradient):
+        def normalize(self, gradient):
             self.residual = 0.5 * self.residual + 0.5 * float(gradient.norm())
             return gradient / self.residual
 
@@ -34,14 +34,14 @@ class AverageInBuffer(Model):
             super().__init__()
             self.register_buffer("average", torch.ones(()))
 
-        def normalise(self, gradient):
+        def normalize(self, gradient):
             self.average.mul_(0.5).add_(gradient.norm(), alpha=0.5)
             return gradient / self.average
 
 
 class AssignedInBackward(Model):
     class block(AverageInBuffer.block):  # noqa: N801
-        def normalise(self, gradient):
+        def normalize(self, gradient):
             self.average = 0.5 * self.average + 0.5 * gradient.norm()
             return gradient / self.average
 
@@ -68,7 +68,7 @@ class AverageInTensor(Model):
             del self.average
             self.average = None
 
-        def normalise(self, gradient):
+        def normalize(self, gradient):
             if self.average is None:
                 self.average = torch.ones((), device=gradient.device)
             self.average.mul_(0.5).add_(gradient.norm(), alpha=0.5)
@@ -80,14 +80,14 @@ class ModuleHook(Model):
         def __init__(self):
             super().__init__()
             self.residual = 1.0
-            self.linear.register_full_backward_hook(self.normalise)
+            self.linear.register_full_backward_hook(self.normalize)
 
-        def normalise(self, module, gradients, output_gradients):
+        def normalize(self, module, gradients, output_gradients):
             self.residual = 0.9 * self.residual + 0.1 * float(output_gradients[0].norm())
             return None if gradients[0] is None else (gradients[0] / self.residual,)
 
 
-class Quantise(torch.autograd.Function):
+class Quantize(torch.autograd.Function):
     """Delayed scaling: the backward keeps a history of maxima, which scales the gradients that follow."""
 
     @staticmethod
@@ -109,7 +109,7 @@ class DelayedScaling(Model):
             self.log = [1e-3]
 
         def forward(self, x):
-            return x + torch.tanh(Quantise.apply(self.linear(x), self))
+            return x + torch.tanh(Quantize.apply(self.linear(x), self))
 
 
 class Collected(Model):
@@ -129,7 +129,7 @@ class OneForAllBlocks(Model):
     """The blocks have one average in common, so that the order of all backwards matters."""
 
     class block(TensorHook.block):  # noqa: N801
-        def normalise(self, gradient):
+        def normalize(self, gradient):
             self.common[0] = 0.5 * self.common[0] + 0.5 * float(gradient.norm())
             return gradient / self.common[0]
 

@@ -61,7 +61,7 @@ def in_training_only_loss(model, batch):
     return loss + model(batch["x"]).mean((0, 1)).square().sum() if model.training else loss
 
 
-def with_regulariser(model, batch):
+def with_regularizer(model, batch):
     return mean_loss(model, batch) + 1e-2 * model.head.weight.square().sum()
 
 
@@ -139,7 +139,7 @@ def test_a_loss_that_cutting_would_change_is_refused(kind, loss, options, virtua
 
 @pytest.mark.exact
 @covering
-@pytest.mark.parametrize("loss", [mean_loss, with_regulariser, by_parts, with_gradients_only], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss", [mean_loss, with_regularizer, by_parts, with_gradients_only], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_mean_over_samples_is_cut_and_the_check_leaves_no_trace(loss, dropout, virtual):
     model = net(Counting, dropout=dropout)

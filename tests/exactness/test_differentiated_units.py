@@ -294,7 +294,7 @@ def test_other_derivatives_through_a_unit(function):
     refused(Model, function, torch.device("cpu"), words)
 
 
-class Normalised(Model):
+class Normalized(Model):
     def prepare(self):
         for block in self.blocks:
             parametrizations.weight_norm(block.linear)
@@ -306,10 +306,10 @@ def cached(model, batch):
 
 
 def test_a_cache_of_parametrized_weights_around_units(device):
-    refused(Normalised, cached, device, r"the unit 'blocks\.0' is called in torch\.nn\.utils\.parametrize\.cached")
+    refused(Normalized, cached, device, r"the unit 'blocks\.0' is called in torch\.nn\.utils\.parametrize\.cached")
 
 
-class NormalisedInside(Normalised):
+class NormalizedInside(Normalized):
     class block(Block):  # noqa: N801
         def forward(self, x):
             with parametrize.cached():
@@ -319,7 +319,7 @@ class NormalisedInside(Normalised):
 @covering
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_cache_of_parametrized_weights_inside_a_unit(micro_batches, device):
-    assert_equal_to_plain(NormalisedInside, loss, None, micro_batches, device)
+    assert_equal_to_plain(NormalizedInside, loss, None, micro_batches, device)
 
 
 class Listens(Model):

@@ -96,7 +96,7 @@ def test_edits_of_parts_of_one_tensor_do_not_disturb_the_other_parts(on_device, 
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-class Renormalised(nn.Module):
+class Renormalized(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(11, WIDTH, max_norm=1.0)
@@ -106,7 +106,7 @@ class Renormalised(nn.Module):
         return self.rest(self.embedding(x))
 
 
-class EditsData(Renormalised):
+class EditsData(Renormalized):
     def forward(self, x):
         self.embedding.weight.data.mul_(0.5)
         return self.rest(F.embedding(x, self.embedding.weight))
@@ -114,7 +114,7 @@ class EditsData(Renormalised):
 
 @pytest.mark.parametrize(
     ("make", "resident"),
-    [(Renormalised, []), (Renormalised, ["embedding.weight"]), (EditsData, ["embedding.weight"])],
+    [(Renormalized, []), (Renormalized, ["embedding.weight"]), (EditsData, ["embedding.weight"])],
 )
 def test_weights_are_as_they_were_after_edits_were_refused(make, resident, device):
     torch.manual_seed(0)

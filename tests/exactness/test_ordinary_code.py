@@ -242,7 +242,7 @@ def logging(model, batch):
     return value
 
 
-def regularised(model, batch):
+def regularized(model, batch):
     """By a weight of the last unit, which is still on the device by then."""
     return loss(model, batch) + 0.1 * model.head.weight.square().sum()
 
@@ -269,7 +269,7 @@ CASES_EQUAL = {
     "temporary hooks": (Model, temporary_hooks, None),
     "hooks on parameters": (Model, loss, hook_parameters),
     "a log of losses": (Model, logging, log_losses),
-    "a regulariser": (Model, regularised, None),
+    "a regularizer": (Model, regularized, None),
 }
 
 

@@ -425,7 +425,7 @@ def of_queue(model, batch):
     return loss(model, batch) + sum(QUEUE.get() for _ in model.blocks)
 
 
-class Renormalised(Model):
+class Renormalized(Model):
     def prepare(self):
         self.embed = nn.Embedding(5, WIDTH, max_norm=0.5)
         nn.init.normal_(self.embed.weight, std=3.0)
@@ -466,7 +466,7 @@ class Drawing:
 REFUSED = {
     "a tensor in a queue": (Queueing, lambda: of_queue, {}, r"from inside the unit 'blocks\.\d'.*Return it from"),
     "of inputs": (QueueingInputs, lambda: of_queue, {}, r"from inside the unit 'blocks\.\d'.*Return it from"),
-    "max_norm": (Renormalised, lambda: loss, {}, r"'embed\.weight' is edited in place.*max_norm"),
+    "max_norm": (Renormalized, lambda: loss, {}, r"'embed\.weight' is edited in place.*max_norm"),
     "a decay in a block": (Decaying, lambda: loss, {}, r"'blocks\.0\.linear\.weight' is edited in place"),
     "a teacher through .data": (
         Teacher, lambda: loss, {"resident": ["teacher.*"]}, r"'teacher\.weight' is edited in place",

@@ -248,7 +248,7 @@ def test_a_budget_too_small_is_refused_with_one_that_will_do(layers, virtual):
             engine.forward_backward(tokens(4))
 
     for_what_is_always_there = refusal_of("100.00KiB", "is needed before any activations")
-    for_a_sample_too = refusal_of(for_what_is_always_there, "would do")
+    for_a_sample_too = refusal_of(for_what_is_always_there, "would be enough")
     train(for_a_sample_too)
 
 
@@ -272,7 +272,7 @@ def test_small_budgets_are_kept_in_every_step_or_refused(kib, stash, around, vir
                 assert peak_of(engine, few_tokens(8, 16)) <= kib * 1024
     except ValueError as error:
         assert stash == "device" or kib < 350, error  # noqa: PT017 - that it is refused is one of two right answers
-        assert "would do" in str(error)  # noqa: PT017
+        assert "would be enough" in str(error)  # noqa: PT017
 
 
 @pytest.mark.parametrize(("layers", "deeper"), [(1, 2), *slow((2, 4), (4, 10), (4, 16))])

@@ -63,7 +63,7 @@ def test_never_is_refused_with_a_budget_that_would_do(virtual):
     batch = numbers(4 * COUNT, 64, WIDTH)
     with make("1MiB", recompute="never") as engine, pytest.raises(ValueError, match="recompute='never'") as caught:
         run(engine, batch)
-    enough = str(caught.value).split("memory=")[2].split(" would do")[0]
+    enough = str(caught.value).split("memory=")[2].split(" would be enough")[0]
     with make(enough, recompute="never") as engine:
         run(engine, batch)
         assert calls_of(engine).recomputed == 0

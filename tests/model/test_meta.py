@@ -111,7 +111,7 @@ def test_buffers_that_are_not_in_a_state_dict_need_values_too(device):
         assert_steps(engine, model, on(device, source), steps=1)
 
 
-@pytest.mark.parametrize("how", ["in place", "data", "initialised"])
+@pytest.mark.parametrize("how", ["in place", "data", "initialized"])
 def test_ways_to_give_values(how, device):
     source, model = build(CASES["toy"]), on_meta("toy")
     with Engine(model, device=device) as engine:

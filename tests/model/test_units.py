@@ -278,7 +278,7 @@ def test_parameters_can_be_kept_on_the_device():
     kept = {item.name for item in residents.items}
     assert "transformer.wpe.weight" in kept
     assert "transformer.h.0.ln_1.bias" in kept
-    travelling = {item.name for unit in units for item in unit.items}
-    assert not kept & travelling
+    traveling = {item.name for unit in units for item in unit.items}
+    assert not kept & traveling
     with pytest.raises(ValueError, match=r"resident=.*no parameter.*'wpe'"):
         find_units(model, resident=["wpe"])

@@ -93,7 +93,7 @@ def test_figures_equal_those_computed_apart(run):
 def made_of(tmp_path, spans, seconds=0.0, **facts):
     """A trace file of these spans, in a step that lasts a little where `seconds` says so."""
     trace, path = Trace(), tmp_path / "made.json"
-    trace.know(facts)
+    trace.add_facts(facts)
     for span in spans:
         trace.add_lane(span.lane)
         trace.add(span)
@@ -202,7 +202,7 @@ def shown(value, units):
     return f"{scaled:.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f} {unit}"
 
 
-def test_hovering_tells_what_bytes_and_rate(run, show):
+def test_hovering_writes_facts_what_bytes_and_rate(run, show):
     trace, path = run
     page = show(path)
     x, y, index = place_of(page, "h2d")

@@ -11,7 +11,7 @@ WIDTH = 32
 
 
 class GraphNet(nn.Module):
-    """Each node adds what its neighbours have."""
+    """Each node adds what its neighbors have."""
 
     def __init__(self):
         super().__init__()

@@ -7,7 +7,7 @@ from torch import nn
 
 from ferryman.engine import Engine
 from support.devices import delay_copies
-from support.models import CASES, Block, Toy, assert_same, build, cut, on, plain_step, step, text
+from support.models import CASES, Block, Toy, assert_same, build, compare_steps, cut, on, plain_step, step, text
 from support.slow import covering, slow
 
 
@@ -15,13 +15,8 @@ def assert_parity(device, model, batch, *, micro_batches=4, loose=(), steps=2, *
     """Some steps of the same model, plain and by an engine."""
     plain = on(device, model)
     with Engine(model, device=device, **options) as engine:
-        for number in range(steps):
-            plain.zero_grad()
-            engine.zero_grad()
-            torch.manual_seed(number)
-            expected = plain_step(plain, cut(batch, micro_batches))
-            torch.manual_seed(number)
-            assert_same(step(engine, model, batch, micro_batches), expected, loose)
+        for _ in compare_steps(engine, model, plain, batch, [micro_batches] * steps, loose):
+            pass
 
 
 @covering

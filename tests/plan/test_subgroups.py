@@ -1,5 +1,7 @@
 """Subgroups are as large as the link is fast: what crosses it for one takes about 2 ms."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -34,8 +36,13 @@ def test_two_measurements_of_a_link_find_the_same_rate(link):
 
 
 def test_a_slow_link_is_measured_as_one(virtual):
-    with torch_virtual.link(virtual, h2d=4e8):
-        assert link_rate(virtual, 1 << 25) == pytest.approx(4e8, rel=0.42)
+    """No faster than it is; and no slower than the time that the whole measurement takes allows."""
+    rate, nbytes = 4e8, 1 << 20
+    with torch_virtual.link(virtual, h2d=rate):
+        began = time.perf_counter()
+        found = link_rate(virtual, 1 << 25)
+        elapsed = time.perf_counter() - began
+    assert class_of(3 * nbytes / elapsed) <= found <= class_of(1.1 * rate)  # the fastest of three copies counts
 
 
 @pytest.mark.parametrize(("link", "size"), [(50e9, 1200 * 1200), (1e9, SUBGROUP)])

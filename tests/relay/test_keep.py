@@ -13,7 +13,7 @@ from ferryman.relay.kept_graph import SavedTensors
 from ferryman.relay.unit_tensors import UnitTensors
 from ferryman.runtime import host_memory
 from support.devices import delay_copies
-from support.models import CASES, Toy, assert_same, build, cut, on, plain_step, step, text
+from support.models import CASES, Toy, assert_same, build, compare_steps, on, step, text
 from support.slow import covering
 
 
@@ -23,17 +23,9 @@ def calls_of(engine):
 
 def assert_parity(device, model, batch, loose=(), counts=(4, 2, 4), **options):
     """Some steps with different numbers of micro-batches, plain and by an engine. Returns the engine's calls."""
-    plain, seen = on(device, model), []
+    plain = on(device, model)
     with Engine(model, device=device, **{"recompute": "never", **options}) as engine:
-        for number, count in enumerate(counts):
-            plain.zero_grad()
-            engine.zero_grad()
-            torch.manual_seed(number)
-            expected = plain_step(plain, cut(batch, count))
-            torch.manual_seed(number)
-            assert_same(step(engine, model, batch, count), expected, loose)
-            seen.append(calls_of(engine))
-    return seen
+        return [calls_of(engine) for _ in compare_steps(engine, model, plain, batch, counts, loose)]
 
 
 def relayed(device, slots=1):

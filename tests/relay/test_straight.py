@@ -9,7 +9,7 @@ from torch import nn
 
 from ferryman.engine import Engine
 from support.devices import delay_copies
-from support.models import CASES, Toy, assert_same, build, cut, on, plain_step, step, text
+from support.models import CASES, Toy, assert_same, build, compare_steps, cut, on, plain_step, step, text
 
 
 class Threads:
@@ -25,16 +25,10 @@ def assert_straight(device, model, batch, counts, loose=(), **options):
     plain = on(device, model)
     threads = Threads(model)
     with Engine(model, device=device, **{"recompute": "never", **options}) as engine:
-        for number, count in enumerate(counts):
-            plain.zero_grad()
-            engine.zero_grad()
-            torch.manual_seed(number)
-            expected = plain_step(plain, cut(batch, count))
-            torch.manual_seed(number)
-            threads.seen.clear()
-            assert_same(step(engine, model, batch, count), expected, loose)
+        for number in compare_steps(engine, model, plain, batch, counts, loose):
             if number:
                 assert threads.seen == {threading.current_thread()}
+            threads.seen.clear()
 
 
 @pytest.mark.parametrize(

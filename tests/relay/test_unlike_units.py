@@ -41,8 +41,8 @@ class Twice(Head):
         return x
 
 
-class Neighbours(Toy):
-    """Calls two large blocks one after the other that are not neighbours in the model, so that they overlap."""
+class Neighbors(Toy):
+    """Calls two large blocks one after the other that are not neighbors in the model, so that they overlap."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class Neighbours(Toy):
         return x
 
 
-MODELS = {"head": Head, "tied": Tied, "twice": Twice, "neighbours": Neighbours}
+MODELS = {"head": Head, "tied": Tied, "twice": Twice, "neighbors": Neighbors}
 OTHERS = ["t5", "mixtral"]
 LOOSE = {"tied": ("embed.weight",), "twice": ("blocks.*",)}  # where gradients are added up in another order
 
@@ -110,7 +110,7 @@ def test_a_missing_wait_for_the_other_end_is_found(slots, virtual, monkeypatch):
     delay_copies(virtual)
     monkeypatch.setattr(WAITS[slots], "_other_end", lambda self, slot: None)
     with pytest.raises((RuntimeError, AssertionError, ValueError)):
-        compare("neighbours", virtual, 2)
+        compare("neighbors", virtual, 2)
     monkeypatch.undo()
     with contextlib.suppress(RuntimeError):
         torch_virtual.synchronize()

@@ -23,7 +23,7 @@ def choose_fetch(loaded, busy, upcoming):
 
 
 def count_fetches(order, slots):
-    return alike(slots).count_fetches(order)
+    return len(alike(slots).fetched_visits(order))
 
 
 def next_use(unit, upcoming):
@@ -207,13 +207,13 @@ def test_slots_that_take_what_their_units_take_need_no_more_fetches(name, slots)
     (order, several), sizes = order_of(name), BLOCKS[name]
     policy = of_sizes(sizes, slots, several)
     ahead, late = walk_with(policy, order)
-    assert ahead + late == policy.count_fetches(order)
+    assert ahead + late == len(policy.fetched_visits(order))
     assert late == (1 if slots > 1 else len(order)), "no fetch but the first waits for the visit that needs it"
-    assert policy.count_fetches(order) <= count_fetches(order, slots) + (name == "growing")
+    assert len(policy.fetched_visits(order)) <= count_fetches(order, slots) + (name == "growing")
     assert policy.sizes.nbytes < slots * max(sizes) or slots == 1
 
 
-def test_two_slots_are_as_large_as_two_neighbours():
+def test_two_slots_are_as_large_as_two_neighbors():
     assert of_sizes([9, 4, 4, 4, 8], 2).sizes == SlotSizes(13)
     assert of_sizes([9, 4, 4, 4, 8], 5).sizes == SlotSizes(13, (8, 4, 4))
     assert of_sizes([4, 4, 4, 9], 4).sizes == SlotSizes(13, (4, 4))
@@ -226,16 +226,16 @@ def test_with_a_slot_for_each_unit_nothing_is_fetched_twice():
         order, several = order_of(name)
         policy = of_sizes(sizes, len(sizes), several)
         assert policy.sizes.nbytes == sum(sizes)
-        assert policy.count_fetches(order) == len(sizes), name
+        assert len(policy.fetched_visits(order)) == len(sizes), name
 
 
-def test_any_order_is_served_though_large_units_are_no_neighbours():
+def test_any_order_is_served_though_large_units_are_no_neighbors():
     generator = random.Random(0)
     for order in random_orders(500):
         sizes = [generator.randint(1, 9) for _ in range(6)]
         for slots in (1, 2, 3, 4):
             policy = of_sizes(sizes, slots)
-            assert sum(walk_with(policy, order)) == policy.count_fetches(order) <= len(order), (order, sizes)
+            assert sum(walk_with(policy, order)) == len(policy.fetched_visits(order)) <= len(order), (order, sizes)
 
 
 def test_large_units_that_follow_each_other_against_the_order_of_the_model_wait():
@@ -244,4 +244,4 @@ def test_large_units_that_follow_each_other_against_the_order_of_the_model_wait(
     assert policy.choose([0, None], (), [3]).overwrites == (0,)
     assert policy.choose([1, 0], (), [3]).overwrites == (1,), "what is beside a block may stay"
     assert set(of_sizes([5, 3, 3, 7], 2).choose([0, 0], (), [3]).overwrites) == {0, 1}
-    assert policy.choose([0, None], {0}, [1]).overwrites == (1,), "a neighbour is beside it"
+    assert policy.choose([0, None], {0}, [1]).overwrites == (1,), "a neighbor is beside it"

@@ -31,9 +31,9 @@ def test_pieces_do_not_overlap_and_are_aligned(arena):
     assert len(arena._regions) == 2
 
 
-def test_freed_neighbours_are_merged(arena):
+def test_freed_neighbors_are_merged(arena):
     pieces = [arena.take(MB // 4) for _ in range(4)]
-    for number in (1, 3, 0, 2):  # each order of neighbours: none, none, after, on both sides
+    for number in (1, 3, 0, 2):  # each order of neighbors: none, none, after, on both sides
         arena.give(pieces[number])
     again = arena.take(MB)
     assert (len(arena._regions), arena.reserved, arena.peak) == (1, MB, MB)

@@ -98,7 +98,8 @@ def fetched(engine, micro_batches=4):
 def fetches_without(engine, *skipped):
     """The number of fetches in a step that skips these units."""
     units = [unit for unit in engine.units if not unit.name.startswith(skipped)]
-    return weight_slot_policy(engine.plan.weight_slot_sizes).count_fetches([*units, *reversed(units[:-1])])
+    policy = weight_slot_policy(engine.plan.weight_slot_sizes)
+    return len(policy.fetched_visits([*units, *reversed(units[:-1])]))
 
 
 # Inserting and removing.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -255,6 +255,21 @@ def step(engine: Engine, model: nn.Module, batch: Any, micro_batches: int | None
 def on(device: torch.device, model: nn.Module) -> nn.Module:
     """A deep copy of the model on the device: the plain model."""
     return copy.deepcopy(model).to(device)
+
+
+def compare_steps(
+    engine: Engine, model: nn.Module, plain: nn.Module, batch: Any, counts: Iterable[int], loose: tuple[str, ...] = ()
+) -> Iterator[int]:
+    """Makes steps with these numbers of micro-batches, each also with the plain copy of the model, which must give the
+    same. Yields the number of each step after it."""
+    for number, count in enumerate(counts):
+        plain.zero_grad()
+        engine.zero_grad()
+        torch.manual_seed(number)
+        expected = plain_step(plain, cut(batch, count))
+        torch.manual_seed(number)
+        assert_same(step(engine, model, batch, count), expected, loose)
+        yield number
 
 
 def assert_same(result: Result, plain: Result, loose: tuple[str, ...] = ()) -> None:

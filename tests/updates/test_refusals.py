@@ -37,7 +37,7 @@ def assert_unchanged(model, before):
         (lambda m: torch.optim.SparseAdam(m.parameters()), "SparseAdam cannot be used: .* sparse"),
         (lambda m: type("Mine", (torch.optim.SGD,), {})(m.parameters(), lr=1), "Mine cannot be used: it is not known"),
         (lambda m: torch.optim.AdamW(m.parameters(), capturable=True), "capturable=True. is not supported"),
-        (lambda m: "AdamW", "must be a torch.optim.Optimizer, this is a str"),
+        (lambda m: "AdamW", "must be a torch.optim.Optimizer; this is a str"),
         (lambda m: adamw(Toy()), r"the optimizer does not have 'embed.weight' and \d+ more"),
         (lambda m: torch.optim.SGD(list(m.parameters())[1:], lr=1), "does not have 'embed.weight', which trains"),
         (
@@ -71,7 +71,7 @@ def test_a_parameter_twice():
         ({"max_grad_norm": 0}, "max_grad_norm=0: it must be a number above 0"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1': it must be a number above 0"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore': choose 'raise' or 'skip'"),
-        ({"host_threads": 0}, "host_threads=0: it must be a whole number"),
+        ({"host_threads": 0}, "host_threads=0: it must be an integer"),
     ],
 )
 def test_arguments(options, words):

@@ -64,10 +64,10 @@ void Arena::give(size_t offset, size_t bytes) {
 }
 
 void Arena::add_hole(size_t offset, size_t bytes) {
-  auto absorb = [&](Holes::iterator neighbour) {
-    bytes += neighbour->second;
-    by_size_.erase({neighbour->second, neighbour->first});
-    holes_.erase(neighbour);
+  auto absorb = [&](Holes::iterator neighbor) {
+    bytes += neighbor->second;
+    by_size_.erase({neighbor->second, neighbor->first});
+    holes_.erase(neighbor);
   };
   auto next = holes_.lower_bound(offset);
   if (next != holes_.begin()) {

@@ -17,7 +17,7 @@ class Event {
   void block(Stream& stream);  // the stream waits for it
   bool query();
   // `spins`: how the host waits. PyTorch's own events keep a core busy meanwhile, as CUDA's do unless they were made with
-  // blocking synchronisation.
+  // blocking synchronization.
   void synchronize(bool spins);
   double elapsed(Event& to);  // milliseconds
 

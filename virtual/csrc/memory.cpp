@@ -275,10 +275,10 @@ void Memory::return_room(Block& block) {
 
 void Memory::free_piece(Segments::iterator segment, Piece piece) {
   auto& pool = pools_[{segment->second.stream, segment->second.small}];
-  auto absorb = [&](std::map<size_t, size_t>::iterator neighbour) {
-    piece = {std::min(piece.offset, neighbour->first), piece.bytes + neighbour->second};
-    pool.erase({neighbour->second, neighbour->first});
-    pieces_.erase(neighbour);
+  auto absorb = [&](std::map<size_t, size_t>::iterator neighbor) {
+    piece = {std::min(piece.offset, neighbor->first), piece.bytes + neighbor->second};
+    pool.erase({neighbor->second, neighbor->first});
+    pieces_.erase(neighbor);
   };
   auto next = pieces_.lower_bound(piece.offset);
   if (next != pieces_.begin()) {

@@ -242,7 +242,7 @@ bool Detector::check(const Touch& touch, const Clock& clock, const Access& by, s
   const char* verb = touch.use == Use::Write ? " writes what " : " reads what ";
   auto report = [&](const History::Span& span, const Access& earlier, const char* deed) {
     found.push_back(
-        "race: " + describe(by) + verb + describe(earlier) + deed + ", and no event, wait or synchronisation orders " +
+        "race: " + describe(by) + verb + describe(earlier) + deed + ", and no event, wait or synchronization orders " +
         "the two, at " + describe(touch, span));
     return true;
   };
@@ -302,7 +302,7 @@ std::string Detector::describe(const Access& access) const {
 
 std::string Detector::describe(const Touch& touch, const History::Span& span) const {
   const size_t lo = std::max(touch.lo, span.lo), hi = std::min(touch.hi, span.hi);
-  std::string name = "an unlabelled tensor";
+  std::string name = "an unlabeled tensor";
   size_t best = SIZE_MAX;  // the narrowest label says most
   for (const auto& label : touch.history->labels) {
     if (label.lo < hi && lo < label.hi && label.hi - label.lo < best) {

@@ -1,7 +1,7 @@
 // The race detector: happens-before over streams, events and the host's own waiting.
 //
 // Whether two accesses race is a question of logic here, never of timing: every stream and every host clock carries
-// the list of what it knows to be over, a launch, a wait or a synchronisation hands that knowledge on, and an access
+// the list of what it knows to be over, a launch, a wait or a synchronization hands that knowledge on, and an access
 // that meets an older one which its actor does not know to be over is a race, however long ago the older one ended.
 #pragma once
 

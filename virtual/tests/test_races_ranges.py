@@ -31,7 +31,7 @@ REGIONS = {
     "even and odd rows": (lambda g: g[::2], lambda g: g[1::2], False),
     "transposed": (lambda g: g.t()[:32], lambda g: g.t()[32:], False),
     "another dtype": (lambda g: g[0].view(torch.int16), lambda g: g[1].view(torch.int16), False),
-    "one element and its neighbour": (lambda g: g[0, 0], lambda g: g[0, 1], False),
+    "one element and its neighbor": (lambda g: g[0, 0], lambda g: g[0, 1], False),
     "one element, seen twice": (lambda g: g[4, 4], lambda g: g.view(-1)[4 * 64 + 4], True),
     "views of views": (lambda g: g.view(64, 32)[2:4].view(-1)[:8], lambda g: g[1, 8:], False),
 }

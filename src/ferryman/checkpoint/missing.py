@@ -16,8 +16,8 @@ def fill_missing(contents: Contents) -> None:
     For other models, the first step reports what is missing. `_init_weights` may also change tensors that have values,
     so these are restored afterwards.
     """
-    initialise: Any = getattr(contents.model, "_init_weights", None)
-    if initialise is None:
+    initialize: Any = getattr(contents.model, "_init_weights", None)
+    if initialize is None:
         return
     empty, in_files = set(contents.store.empty()), contents.names()
     owners = {place.module for item in empty for place in item.places}
@@ -31,6 +31,6 @@ def fill_missing(contents: Contents) -> None:
             continue  # another rank writes this shared memory
         before = [(item, item.tensor.detach().clone()) for item in own if item not in empty]
         with torch.no_grad():
-            initialise(module)
+            initialize(module)
         for item, values in before:
             item.tensor.data.copy_(values)

@@ -105,7 +105,7 @@ class LivePanel:
         kind = event["event"]
         if kind == "step":
             loss = event["loss"]
-            if math.isfinite(loss):  # inf or NaN would stay in the moving average for ever
+            if math.isfinite(loss):  # inf or NaN would stay in the moving average forever
                 self._loss = loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
             self._live.update(self._panel(event))
             return

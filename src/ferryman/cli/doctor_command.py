@@ -48,7 +48,7 @@ ferryman doctor --json | jq '.findings[] | select(.severity == "problem")'
 
 Severity = Literal["ok", "note", "problem"]
 
-_COLOURS: dict[Severity, str] = {"ok": "green", "note": "yellow", "problem": "red"}
+_COLORS: dict[Severity, str] = {"ok": "green", "note": "yellow", "problem": "red"}
 _LOW_BYTES = 4 << 30  # of host memory or disk: less than this is worth a note
 _SLOW_LINK = 6e9  # bytes per second; PCIe 3.0 x16 gives twice as much
 _PINNED_BYTES = 1 << 26  # how much is pinned as a test
@@ -344,7 +344,7 @@ def _show(console: Console, report: Report) -> None:
     console.print(", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items()))
     table = Table("", "", "found", "how to fix it", box=None, pad_edge=False)
     for finding in report.findings:
-        mark = f"[{_COLOURS[finding.severity]}]{finding.severity}[/{_COLOURS[finding.severity]}]"
+        mark = f"[{_COLORS[finding.severity]}]{finding.severity}[/{_COLORS[finding.severity]}]"
         table.add_row(mark, finding.what, escape(finding.message), escape(finding.fix))
     console.print(table)
     problems = sum(finding.severity == "problem" for finding in report.findings)

@@ -78,7 +78,7 @@ def parameter(name: str, default_text: str = "") -> inspect.Parameter:
 
 def number_or_none(kind: type[int] | type[float], least: int | None = None) -> dict[str, Any]:
     """Arguments of `typer.Option` for an option that accepts a number or `none`."""
-    what = ("a whole number" if kind is int else "a number") + ("" if least is None else f" of at least {least}")
+    what = ("an integer" if kind is int else "a number") + ("" if least is None else f" of at least {least}")
 
     def parse(text: str) -> int | float | None:
         if text.lower() == NONE:

@@ -380,8 +380,8 @@ def _bounds(phase: LaneTimes, lane: str) -> bool:
     return phase.bound == lane and phase.named[lane] > 0
 
 
-def _bar(share: float, colour: str = "blue") -> str:
-    return f"[{colour}]{'█' * max(1 if share > 0 else 0, round(share * _BAR_WIDTH))}[/{colour}]"
+def _bar(share: float, color: str = "blue") -> str:
+    return f"[{color}]{'█' * max(1 if share > 0 else 0, round(share * _BAR_WIDTH))}[/{color}]"
 
 
 def _parameters(model: nn.Module) -> int:

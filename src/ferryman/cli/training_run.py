@@ -378,7 +378,7 @@ def _check_numbers(options: TrainOptions) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{flag(field.name)} {value}: must be a finite number")
     if not 0 <= options.seed <= _MAX_SEED:
-        raise ValueError(f"--seed {options.seed}: must be a whole number from 0 to {_MAX_SEED}")
+        raise ValueError(f"--seed {options.seed}: must be an integer from 0 to {_MAX_SEED}")
     if options.epochs == 0:
         raise ValueError("--epochs 0: must be greater than 0, such as 0.5 for half of the data")
     given = [name for name in LENGTHS if getattr(options, name) is not None]

@@ -21,7 +21,7 @@ from ferryman.verify.suite import GROUPS
 from ferryman.verify.suite import verify as run
 from ferryman.verify.user_model import UserModel
 
-_COLOURS = {Outcome.OK: "green", Outcome.FAILED: "bold red", Outcome.INCONCLUSIVE: "yellow", Outcome.SKIPPED: "dim"}
+_COLORS = {Outcome.OK: "green", Outcome.FAILED: "bold red", Outcome.INCONCLUSIVE: "yellow", Outcome.SKIPPED: "dim"}
 
 
 def verify(
@@ -130,7 +130,7 @@ def _table(results: list[Result]) -> Table:
         groups.add(check.group)
         said = check.compared if check.compared not in compared else '"'
         compared.add(check.compared)
-        outcome = f"[{_COLOURS[verdict.outcome]}]{verdict.outcome}[/]"
+        outcome = f"[{_COLORS[verdict.outcome]}]{verdict.outcome}[/]"
         table.add_row(f"{check.group}: {check.name}", said, outcome, _shown(verdict.figures, verdict.reason))
     return table
 

@@ -48,7 +48,7 @@ class WeightEdits:
         raise ValueError(
             f"{item.name!r} is edited in place while the model or the loss runs. The engine moves weights between host "
             "and device and runs parts of the model twice, so such edits would be lost or made twice. Edit weights "
-            "between steps, after engine.step(): for example, renormalise there instead of using "
+            "between steps, after engine.step(): for example, renormalize there instead of using "
             "nn.Embedding(max_norm=...). Weights that are not trained, such as a teacher's moving average, can also be "
             "buffers"
         )

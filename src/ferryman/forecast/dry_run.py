@@ -42,10 +42,10 @@ from ferryman.model.binding import bind
 from ferryman.model.chunked_loss import ChunkedHead
 from ferryman.model.loss import Loss
 from ferryman.model.patching import ModelPatch
-from ferryman.model.units import Item, Unit
+from ferryman.model.units import Forward, Item, Unit
 from ferryman.plan.fit import IN_FLIGHT, Stretch, Trial
 from ferryman.plan.keep import CallCost
-from ferryman.relay.call import Call, Forward
+from ferryman.relay.call import Call
 from ferryman.relay.call_node import SavedInputs
 from ferryman.relay.checksums import Checksums
 from ferryman.relay.kept_graph import SavedTensors

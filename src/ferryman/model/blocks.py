@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ferryman.model.unit_discovery import block_lists
+from ferryman.model.units import Forward
 from ferryman.runtime.rng import Randomness
 
-Forward = Callable[..., Any]
 Position = int | str
 
 # Names in transformers. In a configuration: the number of blocks, and a list with the type of each. In the modules of a
@@ -80,16 +80,16 @@ class Blocks:
             raise ValueError(f"a block cannot be inserted at {position!r}: {name!r} takes positions 0 to {len(blocks)}")
         if [child for child, _ in blocks.named_children()] != [str(number) for number in range(len(blocks))]:
             raise ValueError(f"{name!r} has blocks with names of their own, so none can be inserted between them")
-        neighbour = min(index, len(blocks) - 1)
+        neighbor = min(index, len(blocks) - 1)
         blocks.insert(index, block)
-        self._tell(name, len(blocks) - 1, lambda kinds: kinds.insert(index, kinds[neighbour]))
+        self._adjust_config(name, len(blocks) - 1, lambda kinds: kinds.insert(index, kinds[neighbor]))
 
     def remove(self, block: nn.Module) -> None:
         name, blocks = next(pair for pair in self._lists.items() if block in list(pair[1].children()))
         assert isinstance(blocks, nn.ModuleList | nn.Sequential)
         index = list(blocks).index(block)
         del blocks[index]
-        self._tell(name, len(blocks) + 1, lambda kinds: kinds.pop(index))
+        self._adjust_config(name, len(blocks) + 1, lambda kinds: kinds.pop(index))
 
     def skippable(self, block: nn.Module, forward: Forward) -> Forward:
         """Wraps a block's forward: it returns its input if the block is skipped."""
@@ -137,7 +137,7 @@ class Blocks:
         ((name, blocks),) = lists.items()
         return name, cast("nn.ModuleList", blocks), position
 
-    def _tell(self, name: str, before: int, change: Callable[[list[Any]], object]) -> None:
+    def _adjust_config(self, name: str, before: int, change: Callable[[list[Any]], object]) -> None:
         """Adjusts the configuration of a transformers model, which sets how many blocks it runs.
 
         This is the configuration of the closest module around the list: encoder and decoder have one each.

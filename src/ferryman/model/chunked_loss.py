@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional
 
 from ferryman.model.chunked_cross_entropy import COLUMNS, Adjustment, chunked_cross_entropy
-from ferryman.model.patching import Forward, ModelPatch
-from ferryman.model.units import Unit
+from ferryman.model.patching import ModelPatch
+from ferryman.model.units import Forward, Unit
 
 _OFF = "Use chunked_loss=False to train with whole logits"
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-Forward = Callable[..., Any]
+from ferryman.model.units import Forward
+
 Compile = Callable[[Forward], Forward]
 
 # A unit runs with and without a graph, and in several shapes. Beyond the usual limit of 8, it would not be compiled.

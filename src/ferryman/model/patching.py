@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ferryman.model.reads import Reads
-
-Forward = Callable[..., Any]
+from ferryman.model.units import Forward
 
 
 class _StandIn:

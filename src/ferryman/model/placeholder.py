@@ -68,7 +68,7 @@ class Placeholder(torch.Tensor):
         raise UsedOutsideError(
             f"the parameter {absent._name!r} is used outside the forward of its unit {absent._unit!r}, when it is not "
             f"on the device (by {function}). Keep it there: resident=[{absent._name!r}]. If the loss uses all "
-            "parameters, as a regulariser does, resident=['*'] keeps all of them there; weight_decay= of the optimizer "
+            "parameters, as a regularizer does, resident=['*'] keeps all of them there; weight_decay= of the optimizer "
             "needs none of them",
             absent._name,
             absent._unit,

@@ -1,4 +1,4 @@
-"""A span: neighbouring weights of a unit that one copy can move."""
+"""A span: neighboring weights of a unit that one copy can move."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Span(NamedTuple):
-    """Weights of neighbouring tensors, or of parts of them, that are contiguous in the unit's memory."""
+    """Weights of neighboring tensors, or of parts of them, that are contiguous in the unit's memory."""
 
     host: torch.Tensor  # their bytes on the host
     offset: int  # where they begin in the unit's flat memory, in bytes

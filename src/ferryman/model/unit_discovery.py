@@ -190,7 +190,9 @@ def hint(pattern: str, names: Iterable[str]) -> str:
     """The end of an error message: the closest existing name."""
     known = list(names)
     near = difflib.get_close_matches(pattern, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known[:8])}, ..."
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; there are {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}" if known else ""
 
 
 def find_units(
@@ -266,7 +268,7 @@ def _made_of(
 ) -> tuple[tuple[Unit, ...], Unit]:
     """The units of these modules, and the residents."""
     found: list[Unit] = []
-    travelling: set[int] = set()
+    traveling: set[int] = set()
     groups = _merge(candidates)
     # A buffer that several units share stays on the device. (Those that share a parameter have become one unit.)
     owners = Counter(key for group in groups for key in {id(tensor) for c in group for tensor in c.tensors()})
@@ -274,9 +276,9 @@ def _made_of(
     for group in groups:
         tensors = (tensor for candidate in group for tensor in candidate.tensors() if id(tensor) not in staying)
         items = _lay_out(tensors, places, dtype_of)
-        travelling.update(id(item.tensor) for item in items)
+        traveling.update(id(item.tensor) for item in items)
         found.append(Unit(tuple(c.name for c in group), tuple(c.module for c in group), items))
-    rest = (tensor for _, tensor in _tensors("", model) if id(tensor) not in travelling)
+    rest = (tensor for _, tensor in _tensors("", model) if id(tensor) not in traveling)
     return tuple(found), Unit((), (), _lay_out(rest, places, dtype_of))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ SMALL = 4096  # tensors with fewer elements have their moments in float32, whate
 
 ALIGNMENT = 256  # bytes: alignment of tensors in a unit's flat memory; enough for any vector load
 
+
+Forward = Callable[..., Any]  # the forward of a module
 
 DtypeOf = Callable[[str, torch.Tensor], torch.dtype]  # from a tensor's name and the tensor to its dtype in transfers
 

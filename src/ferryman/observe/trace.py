@@ -210,7 +210,7 @@ class Trace:
         """The newest note."""
         return self._last_note
 
-    def know(self, facts: Mapping[str, Any]) -> None:
+    def add_facts(self, facts: Mapping[str, Any]) -> None:
         """Adds or replaces facts about the run, as JSON values."""
         with self._lock:
             self._facts.update(facts)

@@ -29,7 +29,7 @@ def parts_of(batch: Any, micro_batches: int | None, reduction: str = "mean", own
     count too much. If samples cannot be counted, as in graphs, all weights are equal. With "sum", all weights are 1.
     """
     if micro_batches is not None and type(micro_batches) is not int:
-        raise ValueError(f"micro_batches={micro_batches!r}: it must be a whole number")
+        raise ValueError(f"micro_batches={micro_batches!r}: it must be an integer")
     if isinstance(batch, list):
         if micro_batches is not None and micro_batches != len(batch):
             raise ValueError(f"micro_batches={micro_batches}, but the batch is a list of {len(batch)} micro-batches")

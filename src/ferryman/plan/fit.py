@@ -40,7 +40,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ferryman.plan.batch import Shape, bytes_in, shape_of, take
-from ferryman.plan.keep import EVERYTHING, NOTHING, Costs, Keep, bytes_of, fill, is_all, line, seconds_of
+from ferryman.plan.keep import EVERYTHING, NOTHING, Costs, Keep, bytes_of, extrapolate, fill, is_all, seconds_of
 from ferryman.plan.plan import Need, Plan
 from ferryman.runtime.sizes import show_bytes
 
@@ -125,23 +125,23 @@ class Needs:
             pairs = [(_highest(self.one.stretches), _highest(self.two.stretches))]
         else:
             pairs = list(zip(self.one.stretches, self.two.stretches, strict=True))
-        return _highest([Stretch(a.where, _line(a.peak, b.peak, samples)) for a, b in pairs])
+        return _highest([Stretch(a.where, _extrapolate(a.peak, b.peak, samples)) for a, b in pairs])
 
     def stash(self, samples: int) -> int:
-        return _line(self.one.stash, self.two.stash, samples)
+        return _extrapolate(self.one.stash, self.two.stash, samples)
 
     def boundary(self, samples: int) -> int:
-        return _line(self.one.boundary, self.two.boundary, samples)
+        return _extrapolate(self.one.boundary, self.two.boundary, samples)
 
     def costs(self, samples: int) -> Costs:
-        return self.one.costs if samples == 1 else line(self.one.costs, self.two.costs, samples)
+        return self.one.costs if samples == 1 else extrapolate(self.one.costs, self.two.costs, samples)
 
 
 def _highest(stretches: Sequence[Stretch]) -> Stretch:
     return max(stretches, key=lambda stretch: stretch.peak)
 
 
-def _line(one: int, two: int, samples: int) -> int:
+def _extrapolate(one: int, two: int, samples: int) -> int:
     return one + max(0, two - one) * (samples - 1)
 
 
@@ -255,8 +255,8 @@ class Fit:
             Need(whole, most.where),
             f"recompute='never' keeps the activations of all calls until their backward: {show_bytes(kept)} for "
             f"{count} micro-batches of {samples} samples, in addition to {show_bytes(fixed + most.peak)} for all else, "
-            f"where memory={show_bytes(self.budget)}. memory={show_bytes(fixed + whole)} would do, or fewer "
-            "samples in a step; recompute='auto' keeps those for which there is room",
+            f"where memory={show_bytes(self.budget)}. memory={show_bytes(fixed + whole)} would be enough, or "
+            "fewer samples in a step; recompute='auto' keeps those for which there is room",
         )
 
     def _largest(self, needs: Needs, batch: Any, size: int, room: int) -> Choice:
@@ -419,7 +419,7 @@ def _padded(nbytes: int) -> int:
     return int(nbytes * (1 + _ALLOCATOR_SLACK))
 
 
-def advice(plan: Plan, choice: Choice) -> str:
+def out_of_memory_advice(plan: Plan, choice: Choice) -> str:
     """Advice for a user whose device ran out of memory."""
     place = "host" if choice.stash_on_host else "device"
     fewer = "recompute='always', " if choice.keep else ""

@@ -110,7 +110,7 @@ def _counts(keep: Keep, costs: Costs, micro_batches: int) -> Mapping[Any, int]:
     return {module: keep.counts.get(module, 0) for module in costs}
 
 
-def line(one: Costs, two: Costs, samples: int) -> Costs:
+def extrapolate(one: Costs, two: Costs, samples: int) -> Costs:
     """The costs for so many samples, given those for one and for two."""
     more = samples - 1
     return {

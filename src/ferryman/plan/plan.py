@@ -218,12 +218,12 @@ def make_plan(
 def _what_would_do(least: Plan, needed: Need | None) -> str:
     if needed is None:
         return (
-            f"{show_bytes(least.fixed)} is needed before any activations, {least.explain()}; what a micro-batch of one "
-            "sample takes comes on top, and is known at the first batch"
+            f"{show_bytes(least.fixed)} is needed before any activations, {least.explain()}; a micro-batch of one "
+            "sample needs more, which is measured at the first batch"
         )
     total = show_bytes(least.fixed + int(needed.nbytes * _REMEASURE_MARGIN))
     return (
-        f"{f'{total} would do' if needed.is_all else f'more than {total} is needed'}, {least.explain()}, and "
+        f"{f'{total} would be enough' if needed.is_all else f'more than {total} is needed'}, {least.explain()}, and "
         f"{show_bytes(needed.nbytes)} for a micro-batch of one sample (the most in {needed.where!r})"
     )
 

@@ -61,7 +61,7 @@ def parse_policy(text: object) -> Policy:
     meant = f" (did you mean {_FORMS[near[0]]!r}?)" if near else ""
     raise ValueError(
         f"updates={text!r} is not a policy{meant}; choose 'host', 'static:R' with a share R from 0 to 1, 'stride:K' "
-        "with a whole number K of at least 2, or 'auto'"
+        "with an integer K of at least 2, or 'auto'"
     )
 
 
@@ -81,7 +81,7 @@ def _share(value: str) -> float:
 def _stride(value: str) -> int:
     if not (value.isascii() and value.isdigit() and int(value) >= 2):
         raise ValueError(
-            f"updates='stride:{value}': one subgroup in K is updated on the device, and K must be a whole number of at "
+            f"updates='stride:{value}': one subgroup in K is updated on the device, and K must be an integer of at "
             "least 2; 'stride:2', every other subgroup, gives the device the most"
         )
     return int(value)

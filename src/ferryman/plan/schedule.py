@@ -28,7 +28,7 @@ from ferryman.plan.rates import Rates
 MAX_SIMULATED = 256  # subgroups; longer lists are extrapolated from the first ones
 
 _MAX_EXHAUSTIVE = 128  # subgroups; for more, only some patterns are simulated
-_MAX_NEIGHBOURS = 400  # schedules that `best_discrete` tries in addition to regular patterns
+_MAX_NEIGHBORS = 400  # schedules that `best_discrete` tries in addition to regular patterns
 
 
 @dataclass(frozen=True)
@@ -155,14 +155,14 @@ def best_discrete(sizes: Sequence[int], traffic: Traffic, rates: Rates, queues: 
     for some in range(count + 1):
         search.consider([index < some for index in range(count)])
         search.consider([index >= count - some for index in range(count)])
-    until = search.simulated + _MAX_NEIGHBOURS
+    until = search.simulated + _MAX_NEIGHBORS
     improved = True
     while improved:
         improved = False
-        for neighbour in _neighbours(search.best):
+        for neighbor in _neighbors(search.best):
             if search.simulated == until:
                 return search.seconds, search.best
-            if search.consider(neighbour):
+            if search.consider(neighbor):
                 improved = True
                 break
     return search.seconds, search.best
@@ -205,7 +205,7 @@ class _Search:
         )
 
 
-def _neighbours(choices: Sequence[bool]) -> Iterator[list[bool]]:
+def _neighbors(choices: Sequence[bool]) -> Iterator[list[bool]]:
     """Schedules that differ in one subgroup, or in two that are exchanged, the closest ones first."""
     for index in range(len(choices)):
         yield [*choices[:index], not choices[index], *choices[index + 1 :]]

@@ -92,10 +92,6 @@ class SlotPolicy(Generic[T]):
                 found.append(at + 1 + upcoming.index(fetch.unit))
         return found
 
-    def count_fetches(self, order: Sequence[T]) -> int:
-        """The number of fetches in a step with this order of visits."""
-        return len(self.fetched_visits(order))
-
 
 def weight_slot_policy(sizes: SlotSizes) -> SlotPolicy[Unit]:
     """The policy for slots for weights."""

@@ -4,12 +4,12 @@ Note [Two ends]
 The first two slots are the ends of one memory: one slot begins where it begins, the other ends where it ends. While a
 unit is in use at one end, the next one comes to the other, or the last one leaves it. So the memory is as large as any
 two units that follow each other, and not twice as large as the largest: an embedding or a head is large, but its
-neighbours are blocks. A unit that is too large to be beside the one at the other end takes the place of both.
+neighbors are blocks. A unit that is too large to be beside the one at the other end takes the place of both.
 
-Note [Neighbours]
-Which units follow each other is not known before the first step. It is taken from the model: the neighbours of a unit
+Note [Neighbors]
+Which units follow each other is not known before the first step. It is taken from the model: the neighbors of a unit
 are those before and after it, and a unit with several modules, such as an embedding and the head tied to it, may have
-any other as its neighbour. A model that calls its units in another order is served, too. If two large ones follow each
+any other as its neighbor. A model that calls its units in another order is served, too. If two large ones follow each
 other in it, the fetch of the second one waits for the end of the visit to the first.
 """
 
@@ -59,7 +59,7 @@ class SlotSizes:
 def slot_sizes(units: Sequence[Unit], count: int, size: Callable[[Unit], int]) -> SlotSizes:
     """Sizes of `count` slots for units in the order of the model; of fewer, if there are fewer units.
 
-    The two that share a memory take any two neighbours. The others take the units that are left, beginning with the
+    The two that share a memory take any two neighbors. The others take the units that are left, beginning with the
     last, since the last units can stay on the device from the forward to the backward.
     """
     sizes = [size(unit) for unit in units]

@@ -35,7 +35,7 @@ from ferryman.exactness.buffers import Copies
 from ferryman.exactness.reach import behind, beyond
 from ferryman.exactness.snapshot import Snapshot
 from ferryman.exactness.variables import Array, Elements, Variable
-from ferryman.model.units import Unit
+from ferryman.model.units import Forward, Unit
 from ferryman.relay.call_driver import CallDriver
 from ferryman.relay.call_node import CallNode, Handle, SavedInputs
 from ferryman.relay.hooked_inputs import are_hooked, drop_hooks, move_hooks
@@ -48,7 +48,6 @@ from ferryman.relay.tensor_identity import edited_since, version_of
 from ferryman.relay.unit_arguments import refuse_cached_parametrizations, refuse_result, refuse_transforms
 from ferryman.runtime.rng import State
 
-Forward = Callable[..., Any]
 T = TypeVar("T")
 
 # Errors of torch in code that needs a graph: Tensor.register_hook, Tensor.retain_grad, and torch.autograd.grad.
@@ -57,7 +56,6 @@ _NEEDS_GRAPH = (
     "can't retain_grad on Tensor that has requires_grad=False",
     "element 0 of tensors does not require grad and does not have a grad_fn",
 )
-
 
 # Errors of torch where an input, which is a leaf in the unit's graph, is edited in place.
 _EDITS_LEAF = ("a leaf Variable that requires grad", "a view of a leaf Variable that requires grad")

@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from ferryman.relay.call import Call
 
 # The largest difference between the two sums of an output, relative to its norm, that rounding can explain.
-_WIDE = (torch.float32, torch.float64)
 _TOLERANCE = 1e-5
 _NARROW_TOLERANCE = 3e-2
-
+_WIDE = (torch.float32, torch.float64)  # other dtypes are narrow
 
 _ROOM = 256  # numbers kept on the device; of a step with more calls, each step checks a different part
 

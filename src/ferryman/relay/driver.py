@@ -22,11 +22,11 @@ from ferryman.exactness.guard import Guard
 from ferryman.exactness.reach import beyond, context_variables, tensors_in
 from ferryman.exactness.user_locks import UserLocks
 from ferryman.exactness.weight_edits import WeightEdits
-from ferryman.model.units import Unit
+from ferryman.model.units import Forward, Unit
 from ferryman.plan.keep import CallCounts, Keep
 from ferryman.plan.plan import Plan
 from ferryman.relay.autograd_sums import AutogradSums
-from ferryman.relay.call import Call, Forward
+from ferryman.relay.call import Call
 from ferryman.relay.call_host import CallHost
 from ferryman.relay.evaluation import Evaluation, refuse_other_devices
 from ferryman.relay.held_weights import HeldWeights
@@ -174,7 +174,7 @@ class Relay(CallHost):
             if self.device.type != "cpu":
                 step.leaves.hand_over(self.device)
             visited, turning = step.visited, step.turning_modules
-            # Python's own clock knows nothing of an accelerator.
+            # On an accelerator the host's clock does not show how long kernels take.
             saved = step.kept_seconds if self.device.type == "cpu" else step.keep.seconds
             self.calls = CallCounts(step.kept_calls, step.recomputed_calls, saved if step.keep else 0.0)
         if step.runs_backward and not step.skips_units:
@@ -201,7 +201,7 @@ class Relay(CallHost):
                     self._sample_memory()
                     self._resume(batch)
                     step.drop_graph()
-                    straight.settle()
+                    straight.send_finished()
             straight.end()
         finally:
             straight.leave()

@@ -151,7 +151,8 @@ class HostStash(Stash):
         self.held = Counter[int]()  # storages that kept graphs need on the device, and how many of them
         self._held_inputs: dict[int, list[tuple[weakref.ref[_HeldInput], Geometry]]] = {}  # by storage
         self.staying = 0  # the first micro-batches of the step, whose calls' inputs stay on the device
-        # Of these, saved inputs of the last backward: the next may need the same, such as a mask that all blocks use.
+        # For these micro-batches, the saved inputs that the last backward used: the next one may use the same, such as
+        # a mask that all blocks share.
         self._recalled: dict[MicroBatch, dict[HostCopy, Fetched]] = {}
 
     @property

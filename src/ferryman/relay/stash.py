@@ -1,6 +1,6 @@
 """The stash: inputs that calls save for their backward, and tensors of micro-batches that wait.
 
-`Stash` leaves tensors on the device. It is the fastest, but grows with depth and the number of micro-batches.
+`Stash` leaves tensors on the device. That is fastest, but takes memory that grows with depth and micro-batches.
 `HostStash` (`host_stash.py`) leaves no tensors of a parked micro-batch on the device.
 """
 
@@ -22,7 +22,7 @@ class Stashed(Protocol):
 
     @property
     def source(self) -> tuple[int, int]:
-        """What its bytes on the host are identified by, as long as they are there, and their number."""
+        """Identifies its bytes on the host, as long as these exist: a key, and the number of bytes."""
 
     def prefetch(self) -> None:
         """Starts to bring it to the device, ahead of `recall`."""

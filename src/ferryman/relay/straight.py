@@ -47,7 +47,7 @@ class Straight:
     def compute(self, call: Call, compute: Callable[[], T]) -> T:
         """Computes a call's forward or backward."""
         step, unit, host = self._step, call.unit, self._host
-        self.settle()
+        self.send_finished()
         step.between_visits()
         stay = self._stays.get(unit) or self._enter(unit)
         stay.visit.has_gradient_slot = False
@@ -64,7 +64,7 @@ class Straight:
             self._went_backward = unit
         return result
 
-    def settle(self) -> None:
+    def send_finished(self) -> None:
         """Sends the gradients of the unit whose backward was the last, if it is over for all micro-batches."""
         unit, self._went_backward = self._went_backward, None
         if unit is None or not self._host.is_finished(unit):

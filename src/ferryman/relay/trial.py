@@ -33,19 +33,19 @@ def run_trial(
     stash_on_host: bool,
     staying: int = 0,
     keep: Keep = NOTHING,
-    in_turn: bool = False,
+    interleaved: bool = True,
     forward_only: bool = False,
     check: bool,
 ) -> None:
     """Runs forward and backward of all micro-batches, reports to the observer, and undoes everything.
 
-    `staying`: see `Relay.stash_for`. `keep`: the calls that keep their graphs. `in_turn`: run one micro-batch after the
-    other, as in plain gradient accumulation. `forward_only`: end each micro-batch with its loss. `check`: compare the
-    second run of each call with the first, refuse in-place edits that the stash has not seen, and record which buffers
-    are edited.
+    `staying`: see `Relay.stash_for`. `keep`: the calls that keep their graphs. `interleaved`: micro-batches take turns;
+    otherwise they run one after the other, as in plain gradient accumulation. `forward_only`: end each micro-batch with
+    its loss. `check`: compare the second run of each call with the first, refuse in-place edits that the stash has not
+    seen, and record which buffers are edited.
     """
     stash = relay.stash_for(on_host=stash_on_host, staying=staying)
-    step = TrialStep(works, seed, stash, relay.expectation(), keep, observer, relay.escapes, in_turn, forward_only)
+    step = TrialStep(works, seed, stash, relay.expectation(), keep, observer, relay.escapes, interleaved, forward_only)
     with (
         _undone(relay, check=check),
         stash.checking() if check else contextlib.nullcontext(),
@@ -68,10 +68,10 @@ class TrialStep(StepState):
         keep: Keep,
         observer: Observer,
         escapes: Escapes,
-        in_turn: bool,
+        interleaved: bool,
         forward_only: bool,
     ) -> None:
-        super().__init__(works, seed, stash, expected, keep=keep, interleaved=not in_turn)
+        super().__init__(works, seed, stash, expected, keep=keep, interleaved=interleaved)
         self.runs_backward = not forward_only
         self._observer, self._escapes = observer, escapes
 

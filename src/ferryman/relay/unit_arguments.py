@@ -4,16 +4,14 @@ tensors of transformations that are no backward, and results that are computed l
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from ferryman.model.units import Unit
-
-Forward = Callable[..., Any]
+from ferryman.model.units import Forward, Unit
 
 
 def refuse_transforms(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:

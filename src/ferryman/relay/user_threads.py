@@ -7,7 +7,8 @@ Note [Why Thread.start is replaced]
 A dispatch mode belongs to one thread, so some code must run in each new thread. `threading.setprofile` and `settrace`
 could do that, but they would replace those of a profiler, a debugger or a coverage tool. They also do not say which
 thread has started another, so a data loader's threads, which may use the device, would be refused. The device does not
-know which Python thread has launched an operator. So `Thread.start` is replaced, only while a trial runs.
+know which Python thread has launched an operator. An audit hook (`sys.addaudithook`) is called when a thread starts,
+but it cannot be removed. So `Thread.start` is replaced, and only while a trial runs.
 """
 
 from __future__ import annotations

@@ -70,12 +70,10 @@ class Balancer:
         self._numbers: dict[Subgroup, int] = {}  # those that the device can update, in forward order
         self._traffic = Traffic(0, 0, 0, 0)
         self._weight_bytes = 0
-        self.waiting_bytes = (
-            0  # bytes per element of a waiting gradient that must cross to the device; 0 if it waits there
-        )
-        self._assigned: dict[
-            int, tuple[Rates, list[bool]]
-        ] = {}  # by bytes per element of gradients from the host: the rates, and who updates each subgroup
+        # Bytes per element of a waiting gradient that must cross to the device; 0 if it waits there.
+        self.waiting_bytes = 0
+        # By bytes per element of gradients from the host: the rates, and who updates each subgroup at these rates.
+        self._assigned: dict[int, tuple[Rates, list[bool]]] = {}
         self._berths = [0.0] * BERTHS  # when each is free, as estimated: seconds of `time.perf_counter`
 
     def serve(self, units: Sequence[Unit], staging: Staging, *, held: bool) -> None:
@@ -156,7 +154,7 @@ class Balancer:
         self.rates = self.rates.following(host=host, device=device, link_in=seen[2], link_out=seen[3])
 
     def forget(self) -> None:
-        """After a failure, when no lane has work any more."""
+        """Called after a failure, when no lane has work: forgets work that was not done."""
         for meter in (self.host, self.device, self.link_in, self.link_out):
             meter.forget()
 

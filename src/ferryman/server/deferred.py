@@ -1,4 +1,4 @@
-"""Deferred updates: gradients wait until all of them are there, and their norm is known."""
+"""Deferred updates: gradients wait until all of them have arrived and their norm is known."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DeferredUpdates(Strategy):
         subgroup, gradient, items = arrival.subgroup, arrival.gradient, arrival.items
         waiting = self._waiting(subgroup.unit, gradient.dtype, items)
         landed = [HostGradient(subgroup, gradient, items)]
-        if arrival.buffer is None:  # it has landed where it waits
+        if arrival.buffer is None:  # the gradient waits where it has landed
             self._checks.check_on_host(landed, [arrival.mark])
             return
         target = waiting.of(subgroup)

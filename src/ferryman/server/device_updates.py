@@ -55,7 +55,7 @@ class SquaredSums(NamedTuple):
     items: list[Item]
     sums: torch.Tensor  # pinned, in double
     landed: Mark
-    read: Mark  # the gradient is not needed for them any more
+    read: Mark  # the gradient has been read
 
 
 class DeviceUpdates:
@@ -81,7 +81,7 @@ class DeviceUpdates:
         self._landing = LandingBuffers(arena)  # for gradients whose squares the host sums
         self._berths: list[Berth] = []  # subgroups pass through these
         self._own_berths: dict[Subgroup, Berth] = {}  # of subgroups whose state stays on the device
-        self._turn = 0
+        self._latest_berth = 0
         self._scratch, self._sums_scratch = Scratch(0, device), Scratch(0, device)
         self._sums = torch.empty(0, device=device)  # of the subgroup whose squares are summed, and one number more
         self._sums_memory: Allocation | None = None
@@ -89,7 +89,7 @@ class DeviceUpdates:
         self.gradient_berths: dict[Subgroup, Berth] = {}  # where gradients wait for the global norm
 
     def make_room_for(self, units: Sequence[Unit], staging: Staging, *, held: bool) -> None:
-        """Allocates all memory that updates of these units will need; between steps, when no lane has work."""
+        """Allocates all memory that updates of these units will need. Called between steps, when no lane has work."""
         self.copy_state_to_host()
         self._staging = staging
         self.release()
@@ -146,8 +146,8 @@ class DeviceUpdates:
         return SquaredSums(list(parts), on_host, summed, mark)
 
     def update(self, requested: SubgroupUpdate) -> Mark:
-        """Makes an update, whose gradient is on the device or on the host; returns the mark after which the gradient is
-        not needed any more."""
+        """Makes an update, whose gradient is on the device or on the host. Returns the mark after which the gradient
+        may be overwritten."""
         subgroup, gradient = requested.subgroup, requested.gradient
         unit, begun = subgroup.unit, self._log.step.requested.begun
         own = self._own_berths.get(subgroup)
@@ -188,7 +188,7 @@ class DeviceUpdates:
     def copy_state_to_host(self) -> None:
         """Copies state that stays on the device to the host, where it can be read; the next update copies it back.
 
-        When no lane has work. The host has the weights already, unless a failure prevented that.
+        No lane may have work. The host has the weights already, unless a failure prevented that.
         """
         marks = []
         for subgroup, berth in self._own_berths.items():
@@ -208,7 +208,7 @@ class DeviceUpdates:
         self._out.wait()
 
     def recover(self) -> None:
-        """After a failure, when no lane has work any more. Updates that were made are copied to the host."""
+        """Called after a failure, when no lane has work. Copies the updates that were made to the host."""
         self.copy_state_to_host()
         self._landing.recover()
         for berth in (*self._berths, *self._own_berths.values(), *self.gradient_berths.values()):
@@ -228,10 +228,8 @@ class DeviceUpdates:
         self.gradient_berths.clear()
 
     def probe(self, rule: Rule, count: int, dtype: torch.dtype) -> tuple[tuple[Callable[[], Mark], ...], int] | None:
-        """Functions that submit a copy in, an update and a copy out of `count` unused elements, to be timed; and the
-        number of bytes that are copied. `dtype`: the format of the state.
-
-        None: no berth is large enough.
+        """Functions to be timed, which submit a copy in, an update and a copy out of `count` unused elements; and the
+        number of bytes that are copied. `dtype`: the format of the state. None if no berth is large enough.
         """
         sizes = [count * GRADIENT.itemsize] + [count * dtype.itemsize] * len(rule.states)
         if dtype == torch.uint8:
@@ -268,8 +266,8 @@ class DeviceUpdates:
         return (copy_in, update, copy_out), length
 
     def _next_berth(self) -> Berth:
-        self._turn = (self._turn + 1) % len(self._berths)
-        return self._berths[self._turn]
+        self._latest_berth = (self._latest_berth + 1) % len(self._berths)
+        return self._berths[self._latest_berth]
 
     def _make_berths(self, sizes: Iterable[int]) -> list[Berth]:
         return [Berth(memory) for memory in carve(list(sizes), self._device)]

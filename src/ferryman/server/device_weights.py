@@ -1,4 +1,4 @@
-"""What the server asks of weights on the device. The relay implements it, with slots or with weights that stay."""
+"""What the server needs of the weights on the device. The relay implements it, with slots or with held weights."""
 
 from __future__ import annotations
 

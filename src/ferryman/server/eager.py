@@ -1,4 +1,4 @@
-"""Eager updates: each gradient is used as soon as it is there."""
+"""Eager updates: each gradient is used as soon as it has arrived."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ferryman.server.update_step import SubgroupUpdate
 
 
 class EagerUpdates(Strategy):
-    """Updates run beside the backward of the units before. A gradient that is not finite ends the step."""
+    """Updates run during the backward of earlier units. A gradient that is not finite ends the step."""
 
     is_eager = True
 

@@ -1,6 +1,7 @@
-"""From this rank's gradients to those of all ranks, and from this rank's updated weights to everyone's.
+"""Exchanges gradients and updated weights between ranks.
 
-A single rank takes the same path with all communication skipped: what has landed has arrived (`SingleRank`).
+A single rank takes the same path, and all communication is skipped: its gradients on the host are the sums over all
+ranks (`SingleRank`).
 
 With several ranks (`RankExchange`), a subgroup's gradients are gathered by the rank that owns it and added up in the
 order of ranks. Collectives are matched by their order, so units are exchanged in an order that all ranks know: from the
@@ -8,9 +9,8 @@ last to the first, residents at the end, whatever order a rank's own backward ta
 message ends with one byte for each tensor of the unit, which says whether this rank has a gradient for it: ranks may
 differ, and only the gradients that exist are added up.
 
-Weights that their owner has updated lie in memory that the ranks of its node share; they are sent to other nodes.
-Residents have no shared memory, so they are sent to every rank. Then all ranks report that they are done with the unit,
-and from there on it can be fetched.
+Updated weights are in memory that the ranks of a node share, and are sent to other nodes. Residents have no shared
+memory, so they are sent to every rank. When all ranks have reported that they are done with a unit, it can be fetched.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ LeftForUser = Mapping[Unit, Collection[Item]]  # gradients in float32 on the hos
 
 
 class Exchange(ABC):
-    """Takes this rank's gradients when they have landed, and returns gradients of all ranks."""
+    """Takes this rank's gradients when they are on the host, and returns the sums over all ranks."""
 
-    is_local: bool  # whether this rank's gradients are those of all: then they can be used where they are
+    is_local: bool  # whether there is only one rank, whose gradients can be used wherever they are
 
     def serve(self, strategy: Strategy) -> None:
-        """Has gradients go to this strategy from now on; when no lane has work."""
+        """Sets the strategy that receives gradients. No lane may have work."""
         self._strategy = strategy
 
     @abstractmethod
     def begin(self, units: Sequence[Unit], *, left_for_user: bool) -> None:
-        """A step begins: gradients of these units, in forward order with residents first, will be sent.
+        """Called when a step begins, with all units in forward order, residents first.
 
-        `left_for_user`: those that `forward_backward` has left on the host, in float32.
+        `left_for_user`: the gradients are those that `forward_backward` has left on the host, in float32.
         """
 
     @abstractmethod
@@ -71,14 +71,15 @@ class Exchange(ABC):
 
     @abstractmethod
     def send_rest(self, left: LeftForUser) -> Iterable[Arrival]:
-        """The same for everything that has not been sent, when no more backward follows on this rank.
+        """Called when this rank runs no more backwards: sends everything that has not been sent, as `send` does.
 
-        Sent are the gradients that were left for the user; of other units other ranks learn that there are none.
+        These are the gradients that were left for the user. For all other units, the other ranks are told that there
+        are none.
         """
 
     @abstractmethod
     def unsent(self, left: LeftForUser) -> LeftForUser:
-        """The gradients left for the user that `send_rest` does not send, as no other rank adds to them."""
+        """The gradients left for the user that `send_rest` does not send, because there are no other ranks."""
 
     @abstractmethod
     def owned(self, subgroups: Sequence[Subgroup]) -> Sequence[Subgroup]:
@@ -86,7 +87,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def share(self, unit: Unit) -> None:
-        """This rank's updates of the unit have been submitted: has all ranks get the weights of all owners."""
+        """Called when this rank's updates of the unit have been submitted: sends updated weights to all ranks."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -94,15 +95,15 @@ class Exchange(ABC):
 
     @abstractmethod
     def recover(self) -> None:
-        """After a failure, when no lane has work any more."""
+        """Called after a failure, when no lane has work: drops what has not been sent."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees memory; no lane has work."""
+        """Frees memory. No lane may have work."""
 
 
 class SingleRank(Exchange):
-    """One process: every gradient that has landed has arrived, without a copy."""
+    """A single process: a gradient on the host is the sum over all ranks already."""
 
     is_local = True
 
@@ -148,7 +149,7 @@ class _Parcel:
 
 
 @dataclass
-class _Turn:
+class _UnitExchange:
     """The exchange of one unit's gradients in one step."""
 
     unit: Unit
@@ -158,7 +159,7 @@ class _Turn:
 
 
 class RankExchange(Exchange):
-    """Several ranks. `subgroups` returns the subgroups of a unit, those of all ranks."""
+    """Several ranks. `subgroups` returns the subgroups of a unit that all ranks own."""
 
     is_local = False
 
@@ -176,33 +177,33 @@ class RankExchange(Exchange):
         self._ranks, self._store, self._log = ranks, store, log
         self._optimizer_view, self._scale, self._subgroups = optimizer_view, scale, subgroups
         self._host_lane, self._gradients_lane, self._weights_lane = streams.host, streams.exchange, streams.share
-        self._turns: list[_Turn] = []
+        self._exchanges: list[_UnitExchange] = []
         self._cuts: weakref.WeakKeyDictionary[Unit, list[int]] = weakref.WeakKeyDictionary()
         self._messages, self._sums = LandingBuffers(arena), LandingBuffers(arena)
         self._gathered = torch.empty(0, dtype=torch.uint8)  # the messages of all ranks
 
     def begin(self, units: Sequence[Unit], *, left_for_user: bool) -> None:
         order = [*reversed(units[1:]), units[0]]
-        turns = (
-            _Turn(unit, GRADIENT if left_for_user else landing_dtype(unit), len(self._subgroups(unit)))
+        exchanges = (
+            _UnitExchange(unit, GRADIENT if left_for_user else landing_dtype(unit), len(self._subgroups(unit)))
             for unit in order
         )
-        self._turns = [turn for turn in turns if turn.missing]
+        self._exchanges = [exchange for exchange in exchanges if exchange.missing]
 
     def landing(self, subgroup: Subgroup) -> Landing:
-        turn = self._turn_of(subgroup.unit)
-        nbytes = subgroup.size * turn.dtype.itemsize
+        exchange = self._exchange_of(subgroup.unit)
+        nbytes = subgroup.size * exchange.dtype.itemsize
         room = nbytes + len(subgroup.unit.trained)
         # A unit that comes before its turn must not take the buffers of the one whose turn it is.
-        is_next = turn is self._turns[0]
+        is_next = exchange is self._exchanges[0]
         buffer = self._messages.next(room) if is_next else self._messages.one_more(room)
-        return Landing(buffer.memory.bytes[:nbytes].view(turn.dtype), buffer.after, buffer)
+        return Landing(buffer.memory.bytes[:nbytes].view(exchange.dtype), buffer.after, buffer)
 
     def send(self, subgroup: Subgroup, landing: Landing, items: Collection[Item], mark: Mark) -> Iterable[Arrival]:
         return self._send(subgroup, landing, items, [mark])
 
     def send_rest(self, left: LeftForUser) -> Iterable[Arrival]:
-        for unit in [turn.unit for turn in self._turns if turn.missing and not turn.waiting]:
+        for unit in [one.unit for one in self._exchanges if one.missing and not one.waiting]:
             flat = self._store.gradients(unit).view(GRADIENT) if unit in left else None
             for subgroup in self._subgroups(unit):
                 landing = self.landing(subgroup)
@@ -248,7 +249,7 @@ class RankExchange(Exchange):
         self._weights_lane.wait()
 
     def recover(self) -> None:
-        self._turns.clear()
+        self._exchanges.clear()
         self._messages.recover()
         self._sums.recover()
 
@@ -256,8 +257,8 @@ class RankExchange(Exchange):
         self._messages.close()
         self._sums.close()
 
-    def _turn_of(self, unit: Unit) -> _Turn:
-        return next(turn for turn in self._turns if turn.unit is unit)
+    def _exchange_of(self, unit: Unit) -> _UnitExchange:
+        return next(exchange for exchange in self._exchanges if exchange.unit is unit)
 
     def _owner(self, subgroup: Subgroup) -> int:
         if subgroup.unit not in self._cuts:
@@ -270,17 +271,17 @@ class RankExchange(Exchange):
     ) -> Iterable[Arrival]:
         """Submits the exchange of all parcels whose turn it is, and yields the sums that this rank owns."""
         assert landing.buffer is not None, "messages lie in buffers"
-        turn = self._turn_of(subgroup.unit)
-        turn.missing -= 1
-        turn.waiting.append(_Parcel(subgroup, landing.buffer, items, after))
-        while self._turns:
-            first = self._turns[0]
+        exchange = self._exchange_of(subgroup.unit)
+        exchange.missing -= 1
+        exchange.waiting.append(_Parcel(subgroup, landing.buffer, items, after))
+        while self._exchanges:
+            first = self._exchanges[0]
             for parcel in first.waiting:
-                yield from self._submit(first, parcel)
+                yield from self._submit(parcel, first.dtype)
             first.waiting.clear()
             if first.missing:
                 return
-            self._turns.pop(0)
+            self._exchanges.pop(0)
             if self._strategy.is_eager:
                 self.share(first.unit)
 
@@ -291,12 +292,12 @@ class RankExchange(Exchange):
             self._gathered = torch.empty(self._ranks.size * each, dtype=torch.uint8)
         return [self._gathered[rank * each : rank * each + nbytes] for rank in range(self._ranks.size)]
 
-    def _submit(self, turn: _Turn, parcel: _Parcel) -> Iterable[Arrival]:
-        """Has the owner gather a subgroup's gradients and add them up; on the owner, yields the sum."""
+    def _submit(self, parcel: _Parcel, dtype: torch.dtype) -> Iterable[Arrival]:
+        """Submits the exchange of a subgroup: its owner gathers the gradients, and adds them up; yields the sum."""
         subgroup, owner = parcel.subgroup, self._owner(parcel.subgroup)
-        nbytes, trained = subgroup.size * turn.dtype.itemsize, subgroup.unit.trained
+        nbytes, trained = subgroup.size * dtype.itemsize, subgroup.unit.trained
         message = parcel.buffer.memory.bytes[: nbytes + len(trained)]
-        total = self._sums.landing(subgroup.size, turn.dtype) if owner == self._ranks.rank else None
+        total = self._sums.landing(subgroup.size, dtype) if owner == self._ranks.rank else None
         found: list[Item] = []  # the tensors that have a gradient on some rank
 
         def exchange() -> None:
@@ -304,7 +305,7 @@ class RankExchange(Exchange):
             parts = None if total is None else self._messages_of_all(len(message))
             self._ranks.gather(message, owner, parts)
             if parts is not None and total is not None:
-                gradients = [(part[:nbytes].view(turn.dtype), part[nbytes:]) for part in parts]
+                gradients = [(part[:nbytes].view(dtype), part[nbytes:]) for part in parts]
                 found.extend(_add_up(subgroup, gradients, total.gradient))
 
         mark = self._gradients_lane.submit(
@@ -345,4 +346,7 @@ def _add_up(subgroup: Subgroup, parts: Sequence[tuple[torch.Tensor, torch.Tensor
 
 
 def _multiply_into(source: torch.Tensor, factor: float, into: torch.Tensor) -> None:
-    torch.mul(source, factor, out=into) if factor != 1 else into.copy_(source)
+    if factor == 1:
+        into.copy_(source)
+    else:
+        torch.mul(source, factor, out=into)

@@ -36,7 +36,7 @@ DescribeChanges = Callable[[], str]  # which weights this step has changed alrea
 
 
 class GradientChecks:
-    """Checks of the step that runs.
+    """Checks of the current step.
 
     Gradients on the host are checked on the host lane, before they are used there. Sums that the device has computed
     are checked on a lane of their own: the host lane may be far behind.
@@ -65,9 +65,9 @@ class GradientChecks:
         self._losses.append((loss, mark))
 
     def check_losses(self) -> None:
-        """Checks the losses that have come since the last call, before the first weight changes.
+        """Checks the losses received since the last call, before the first weight changes.
 
-        If a loss is not finite, its gradients are not, either, and the loss is what the user should be told of.
+        If a loss is not finite, neither are its gradients, and the error should name the loss.
         """
         if not self._losses:
             return
@@ -93,9 +93,9 @@ class GradientChecks:
         after: Collection[Mark],
         describe_changes: DescribeChanges | None = None,
     ) -> Mark:
-        """Sums the squares of gradients on the host, after the marks; returns when that is done.
+        """Sums the squares of gradients on the host, after the marks. Returns the mark of the sums.
 
-        With `describe_changes`, a gradient that is not finite raises, and so cancels what comes after the mark.
+        With `describe_changes`, a gradient that is not finite raises an error, which cancels work after that mark.
         """
 
         def check() -> None:
@@ -115,7 +115,7 @@ class GradientChecks:
     def check_sums(
         self, subgroup: Subgroup, squared: SquaredSums, describe_changes: DescribeChanges | None = None
     ) -> Mark:
-        """The same for a gradient whose squares the device has summed."""
+        """As `check_on_host`, for a gradient whose squares the device has summed."""
 
         def check() -> None:
             found = dict(zip(squared.items, squared.sums.tolist(), strict=True))
@@ -143,11 +143,11 @@ class GradientChecks:
         return math.sqrt(math.fsum(parts)) if all(map(math.isfinite, parts)) else math.nan
 
     def serve(self) -> None:
-        """There are other subgroups from now on."""
+        """Called when the subgroups have changed."""
         self._parts.clear()
 
     def forget(self) -> None:
-        """Another step begins."""
+        """Drops the results of the last step."""
         self._sums.clear()
         self._marks.clear()
         self._losses.clear()

@@ -176,8 +176,8 @@ class TablePieces(Sequence[Piece]):
 
 
 class Scratch:
-    """Temporary memory for an update in torch, which processes `length` elements at a time, or if states are compact,
-    fewer; then `length` is at least SHORTEST_COMPACT."""
+    """Temporary memory for an update in torch, which processes `length` elements at a time. If states are compact, it
+    processes fewer, and `length` is at least SHORTEST_COMPACT."""
 
     def __init__(self, length: int, device: torch.device | str = "cpu") -> None:
         self.length = length
@@ -374,17 +374,17 @@ def _check_tensor(tensor: torch.Tensor) -> None:
     """Refuses tensors whose raw pointer would give a wrong result or a crash."""
     if not tensor.is_cpu or tensor.dtype not in _DTYPES or not tensor.is_contiguous():
         raise ValueError(
-            "A host kernel needs a contiguous CPU tensor of float32, bfloat16 or float16; this one is "
-            f"{'' if tensor.is_contiguous() else 'not contiguous, '}{tensor.dtype}, on {tensor.device}."
+            "a host kernel needs a contiguous CPU tensor of float32, bfloat16 or float16; this one is "
+            f"{'' if tensor.is_contiguous() else 'not contiguous, '}{tensor.dtype}, on {tensor.device}"
         )
 
 
 def _check_path(threads: int | None, path: str | None) -> str:
     """Returns the path to take."""
     if threads is not None and threads < 1:
-        raise ValueError(f"threads must be at least 1, not {threads}.")
+        raise ValueError(f"threads={threads}: it must be at least 1")
     if path is None:
         return paths()[0]
     if path not in paths():
-        raise ValueError(f"There is no path {path!r} on this machine; there are: {', '.join(paths())}.")
+        raise ValueError(f"path={path!r}: this machine has {', '.join(paths())}")
     return path

@@ -40,24 +40,24 @@ class LandingBuffers:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._ring: list[Buffer | None] = [None] * _BUFFERS
-        self._turn = 0
+        self._latest = 0
 
     def next(self, nbytes: int) -> Buffer:
         """The buffer whose last use is longest ago, with room for `nbytes`."""
-        self._turn = (self._turn + 1) % _BUFFERS
-        buffer = self._ring[self._turn]
+        self._latest = (self._latest + 1) % _BUFFERS
+        buffer = self._ring[self._latest]
         if buffer is None or buffer.memory.bytes.nbytes < nbytes:
             if buffer is not None:
                 self._arena.give(buffer.memory, buffer.after)
-            buffer = self._ring[self._turn] = self.one_more(nbytes)
+            buffer = self._ring[self._latest] = self.one_more(nbytes)
         return buffer
 
     def one_more(self, nbytes: int) -> Buffer:
-        """A buffer beside those in the ring, for one use."""
+        """An additional buffer, for one use."""
         return Buffer(self._arena.take(nbytes))
 
     def used(self, buffer: Buffer, until: Mark) -> None:
-        """The buffer is in use until the mark."""
+        """Records that the buffer is in use until the mark."""
         buffer.free = until
         if buffer not in self._ring:
             self._arena.give(buffer.memory, [until])
@@ -69,13 +69,13 @@ class LandingBuffers:
         return Landing(buffer.memory.bytes[:nbytes].view(dtype), buffer.after, buffer)
 
     def recover(self) -> None:
-        """After a failure, when no lane has work any more: no buffer is in use."""
+        """Called after a failure, when no lane has work: no buffer is in use."""
         for buffer in filter(None, self._ring):
             buffer.free = None
             buffer.memory.after.clear()
 
     def close(self) -> None:
-        """Gives the memory back; no lane has work."""
+        """Gives the memory back. No lane may have work."""
         for buffer in filter(None, self._ring):
             self._arena.give(buffer.memory)
         self._ring = [None] * _BUFFERS

@@ -1,7 +1,7 @@
 """The formats of moments, in torch: float32, bfloat16 with stochastic rounding, and eight bits with a scale per block.
 
 The compiled kernels have the same formats (`native/update.inl`; Note [Eight bits] in `native/codes.inl` explains the
-codes). Nothing is allocated here: what is needed in between goes into memory that the caller gives.
+codes). Nothing is allocated here: temporary values go into memory that the caller passes.
 """
 
 from __future__ import annotations

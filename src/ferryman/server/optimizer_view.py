@@ -37,7 +37,7 @@ _LEFT_TO_TORCH = (
 _REFUSED = {
     "Adafactor": "it keeps moments of whole rows and columns",
     "LBFGS": "it needs the gradients of all parameters at once, several times a step",
-    "Muon": "it orthogonalises whole matrices",
+    "Muon": "it orthogonalizes whole matrices",
     "SparseAdam": "it takes sparse gradients, which the engine does not make",
 }
 
@@ -47,7 +47,7 @@ class OptimizerView:
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, state: str = "fp32") -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(f"the optimizer must be a torch.optim.Optimizer, this is a {type(optimizer).__name__}")
+            raise ValueError(f"the optimizer must be a torch.optim.Optimizer; this is a {type(optimizer).__name__}")
         self.optimizer = optimizer
         self._parameters = Parameters(model)
         self._groups: dict[int, int] = {}  # by parameter, as of the last `check_groups`
@@ -173,7 +173,7 @@ class OptimizerView:
         return self._rules[number]
 
     def numbers(self, number: int, step: int) -> tuple[Numbers, Group]:
-        """What a group says to a step of its tensors: the rule's numbers and the group's options, read once after each
+        """The rule's numbers for a step of a group's tensors, and the group's options. They are read once after each
         `check_groups`."""
         if (number, step) not in self._numbers:
             group, rule = self.optimizer.param_groups[number], self._rules[number]
@@ -182,7 +182,7 @@ class OptimizerView:
         return self._numbers[number, step]
 
     def try_options(self, number: int, options: Mapping[str, Any]) -> None:
-        """Raises if a group could not take these options. What they are of the wrong kind for may raise, too."""
+        """Raises if a group could not take these options: a ValueError, or any error that a wrong type causes."""
         group = {**self.optimizer.param_groups[number], **options}
         rule = _rule_of(self.optimizer, group)
         if rule is not self._rules[number]:
@@ -211,7 +211,7 @@ class OptimizerView:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """For a step: refuses `optimizer.zero_grad()` in the user's code, because it would not find the gradients."""
+        """Context of a step: refuses `optimizer.zero_grad()` in the user's code, which would not find the gradients."""
         self.optimizer.zero_grad = _refuse_zero_grad  # type: ignore[method-assign]
         try:
             yield
@@ -224,7 +224,7 @@ class OptimizerView:
         return self._served is not None and (self._served.is_shown or self.optimizer.state is not self._served)
 
     def hide_states(self) -> None:
-        """The server has taken over the state. Entries that it does not know, such as of frozen tensors, stay."""
+        """Called when the server has taken over the state. Entries that it does not know (frozen tensors) stay."""
         assert self._served is not None
         if self.optimizer.state is not self._served:
             left = dict(self.optimizer.state)

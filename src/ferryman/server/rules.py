@@ -1,8 +1,8 @@
 """The optimizers' rules: which numbers each needs of a parameter group, and its arithmetic in torch.
 
-A rule is elementwise. It has a compiled form (`native/update.inl`) and one in torch, which serves where there is no
-compiler and on a device. Both take the same list of numbers. The one in torch allocates nothing: what it needs in
-between goes into two spare tensors, of which the first may be the gradient itself.
+A rule is elementwise. It has a compiled form (`native/update.inl`) and a form in torch, which is used on a device, and
+on the host if there is no compiler. Both take the same list of numbers. The form in torch allocates nothing: temporary
+values go into two spare tensors, of which the first may be the gradient itself.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ NATIVE = (ADAM, MOMENTUM, DESCENT, LION, ADAGRAD)  # in the order of native/upda
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al., 2023), which torch does not have. Also works by itself, without an engine."""
+    """Lion (Chen et al., 2023), which torch does not have. It also works without an engine."""
 
     def __init__(
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0

@@ -33,7 +33,7 @@ from ferryman.server.device_weights import DeviceWeights
 from ferryman.server.eager import EagerUpdates
 from ferryman.server.exchange import Exchange, LeftForUser, RankExchange, SingleRank
 from ferryman.server.gradient_checks import GradientChecks, GradientParts, HostGradient, nonfinite_error
-from ferryman.server.host_updates import HostUpdates, together
+from ferryman.server.host_updates import HostUpdates, grouped
 from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.state import bounds, is_whole
 from ferryman.server.stats import Stats
@@ -79,10 +79,10 @@ class Server:
         self._norm: float | None = None  # the global norm of the last step
         self._strategy = self._make_strategy()
 
-    # The model's units, and what the user has done to them.
+    # The model's units, and changes by the user.
 
     def serve(self, units: Sequence[Unit], weights: DeviceWeights, staging: Staging, *, held: bool) -> None:
-        """Serves these units from now on, in forward order; when no lane has work."""
+        """Sets the units, in forward order. No lane may have work."""
         self._staging, self._units = staging, units
         self._subgroups.clear()
         self._log.fix_prediction()
@@ -135,13 +135,13 @@ class Server:
             self._device_updates.copy_state_to_host()
 
     def forget_unit(self, unit: Unit) -> None:
-        """The unit has left the model."""
+        """Called when the unit has been removed from the model."""
         self._log.forget_unit(unit)
         self._log.step.waiting.pop(unit, None)
         self._last_requested.args.pop(unit, None)
 
     def restart(self, steps: int) -> None:
-        """Everything was loaded as it was after `steps` steps; no lane has work."""
+        """Called when a checkpoint from after `steps` steps has been loaded. No lane may have work."""
         self._norm = None
         self._log.restart(steps)
 
@@ -162,11 +162,11 @@ class Server:
         return self.store.weights(unit)
 
     def weights_ready(self, unit: Unit) -> list[Mark]:
-        """The marks after which the working copy has the last update."""
+        """The marks after which the working copy includes the last update."""
         return self._log.weights_ready(unit)
 
     def record_fetch(self, unit: Unit, mark: Mark, nbytes: int) -> None:
-        """The working copy is being read until the mark."""
+        """Records that the working copy is being read until the mark."""
         self._log.add_fetch(unit, mark, nbytes)
 
     def gradient_buffer(self, unit: Unit) -> torch.Tensor:
@@ -215,28 +215,28 @@ class Server:
     # The life of a step.
 
     def begin_step(self, *, left_for_user: bool = False) -> None:
-        """Gradients will be sent for an update, by this rank or by another.
+        """Called before gradients are sent for an update, by this rank or by another.
 
-        `left_for_user`: not from a backward, but those that `forward_backward` has left in float32.
+        `left_for_user`: they do not come from a backward, but were left in float32 by `forward_backward`.
         """
         self._log.step.waiting.clear()
         self._exchange.begin(self._units, left_for_user=left_for_user)
 
     def send_rest(self, left: LeftForUser) -> None:
-        """No more backward follows on this rank: other ranks get the gradients that were left for the user."""
+        """Called when this rank runs no more backwards: sends the gradients left for the user to other ranks."""
         for arrival in self._exchange.send_rest(left):
             self._strategy.receive(arrival)
 
     def leave_for_user(self, unit: Unit, items: Collection[Item]) -> WaitingGradients:
-        """The unit's gradients were added up in float32, in `gradient_buffer`; they wait until `finish` uses them."""
+        """Records that the unit's gradients are in `gradient_buffer`, in float32, until `finish` uses them."""
         flat = self.store.gradients(unit).view(GRADIENT)
         waiting = self._log.step.waiting[unit] = WaitingGradients(flat, tuple(items), 1.0, is_left_for_user=True)
         return waiting
 
     def finish(self, units: Iterable[Unit], left: LeftForUser) -> None:
-        """All gradients were sent: checks them, and updates what has not been updated yet, in the order given.
+        """Called when all gradients have been sent: checks them, and updates the units that have not been updated yet.
 
-        `left`: gradients that were left for the user and are used now.
+        Units are updated in the order given. `left`: gradients that were left for the user and are used now.
         """
         checks, step = self._checks, self._log.step
         self._strategy.check_losses()
@@ -244,7 +244,7 @@ class Server:
         for unit, items in self._exchange.unsent(left).items():
             waiting = self.leave_for_user(unit, items)
             on_host += (HostGradient(subgroup, waiting.of(subgroup), items) for subgroup in self.subgroups(unit))
-        for gradients in together(on_host, lambda gradient: gradient.subgroup.size):
+        for gradients in grouped(on_host, lambda gradient: gradient.subgroup.size):
             checks.check_on_host(gradients, [])
         checks.wait()
         self._release_losses()
@@ -260,10 +260,10 @@ class Server:
         if is_finite:
             self._log.observe()
             clip = _clip_factor(self._norm, self._options.max_grad_norm)
-            for neighbours in together(units, lambda unit: unit.trained_elements):
-                owned = {unit: self._exchange.owned(self.subgroups(unit)) for unit in neighbours}
+            for neighbors in grouped(units, lambda unit: unit.trained_elements):
+                owned = {unit: self._exchange.owned(self.subgroups(unit)) for unit in neighbors}
                 self._strategy.update_waiting(owned, clip)
-                for unit in () if self._strategy.is_eager else neighbours:
+                for unit in () if self._strategy.is_eager else neighbors:
                     self._exchange.share(unit)
             requested = {unit: step.requested.args[unit] for unit in step.waiting}
             self._last_requested = RequestedUpdates(requested, step.requested.begun)
@@ -277,12 +277,12 @@ class Server:
             self._sent_losses.clear()
 
     def forget_gradients(self) -> None:
-        """Gradients were used up, or given up."""
+        """Called when all gradients have been used, or are discarded."""
         self._log.begin_step()
         self._checks.forget()
 
     def recover(self) -> None:
-        """After a failure, when no lane has work any more: what was not done does not count, and is not waited for."""
+        """Called after a failure, when no lane has work: updates that were not made do not count as steps."""
         for requested in (self._log.step.requested, self._last_requested):
             for unit, args in requested.args.items():
                 if unit not in requested.begun:
@@ -297,7 +297,7 @@ class Server:
         self._exchange.recover()
 
     def close(self) -> None:
-        """Frees memory; no lane has work."""
+        """Frees memory. No lane may have work."""
         self._strategy.close()
         self._exchange.close()
         self._log.trace_last()
@@ -343,7 +343,7 @@ class Server:
         return math.sqrt(sum(sums)) if math.isfinite(sum(sums)) else math.nan
 
     def describe_changes(self) -> str:
-        """Which weights the step that runs has changed, for an error that ends it."""
+        """Which weights the current step has changed, for an error that ends it."""
         last = self._last_requested.args
         if lost := [unit for unit in last if any(mark.failed() for mark in self._log.weights_ready(unit))]:
             return f"The update of the previous step failed: {len(lost)} of {len(last)} units were not updated"
@@ -353,8 +353,8 @@ class Server:
         return f"{len(begun)} units had been updated already, eagerly; deferred=True waits for all gradients"
 
     def subgroups(self, unit: Unit) -> list[Subgroup]:
-        """The subgroups of a unit, those of all ranks."""
-        if unit not in self._subgroups:  # several times in a step, and they change only with the plan
+        """The subgroups of a unit that all ranks own."""
+        if unit not in self._subgroups:  # needed several times in a step; they change only with the plan
             self._subgroups[unit] = self._cut(unit)
         return self._subgroups[unit]
 

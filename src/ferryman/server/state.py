@@ -1,4 +1,4 @@
-"""Optimizer state of a unit: the float32 masters of its weights, moments, and how many steps each tensor has made."""
+"""Optimizer state of a unit: the float32 masters of its weights, the moments, and the step count of each tensor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ALIGNMENT = 64  # bytes, of each array: a cache line
 
 @dataclass(frozen=True)
 class UpdateArgs:
-    """How some tensors are updated. Read when the update is requested: what their group says later does not matter."""
+    """How some tensors are updated. Read when the update is requested: later changes of their group do not matter."""
 
     items: tuple[Item, ...]  # of one group, and with the same number of steps
     rule: Rule | None  # None: torch's own optimizer makes the update
@@ -199,7 +199,7 @@ class UnitState:
                 state.fill_(rule.start(self._optimizer_view.group(item)))
 
     def undo(self, requested: Sequence[UpdateArgs]) -> None:
-        """These updates were requested and not made: their steps do not count."""
+        """Called when requested updates were not made: their steps do not count."""
         for args in requested:
             for item in args.items:
                 self._steps[item] -= 1
@@ -297,7 +297,7 @@ class UnitState:
             kernels.split(flat[begin - start : end - start].to(torch.float32), into.view(-1)[begin:end], rest)
 
     def taken(self, item: Item) -> None:
-        """The tensor's weights are as stored: only edits from now on count."""
+        """Called when the tensor's weights have been stored: only later edits count."""
         self._versions[item] = item.tensor._version
 
     @property
@@ -364,7 +364,7 @@ class UnitState:
         width, spans = subgroup.unit.weight_itemsize, list[Span]()
         before: Item | None = None  # in the unit
         for item in subgroup.unit.items:
-            neighbour, before = before, item
+            neighbor, before = before, item
             shared = (
                 overlap(item, self._offsets[item], subgroup.start, subgroup.size) if item in self._offsets else None
             )
@@ -374,7 +374,7 @@ class UnitState:
             offset, at = item.offset + own.start * item.dtype.itemsize, theirs.start * width
             end = item.offset + own.stop * item.dtype.itemsize
             last = spans[-1] if spans else None
-            if last is not None and neighbour in self._offsets and offset - last.offset == at - last.at:
+            if last is not None and neighbor in self._offsets and offset - last.offset == at - last.at:
                 spans[-1] = Span(weights[last.offset : end], last.offset, last.at)
             else:
                 spans.append(Span(weights[offset:end], offset, at))
@@ -458,7 +458,7 @@ class UnitState:
         return [scale[at : at + nbytes].view(moments.SCALE) for scale in scales]
 
     def _update_by_torch(self, args: UpdateArgs, item: Item, gradient: torch.Tensor, factor: float) -> None:
-        """Has an optimizer of torch's own make the step, in float32, with the state that it keeps for the tensor."""
+        """Lets torch's own optimizer make the step, in float32, with the state that it keeps for the tensor."""
         optimizer = self._torch.get(item)
         values = self.in_float32(item).view(item.tensor.shape)
         if optimizer is None:
@@ -483,7 +483,7 @@ def _apart(part: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(part.numpy()) if part.numel() else torch.empty(0, dtype=part.dtype)
 
 
-def fill(values: torch.Tensor, weights: torch.Tensor, start: int) -> None:
+def put_weights(values: torch.Tensor, weights: torch.Tensor, start: int) -> None:
     """Stores a tensor's weights as `UnitState.take` does, but also those that other ranks own, and no master."""
     flat = values.detach().reshape(-1)
     into = weights.view(-1)[start : start + flat.numel()]

@@ -44,8 +44,8 @@ class Stats:
 class DeviceUpdate(NamedTuple):
     """The marks of one update on the device, and the bytes that crossed the link for it."""
 
-    used: Mark  # the gradient is not needed any more; weights that stay on the device are the new ones
-    ended: Mark  # the host has weights and state
+    used: Mark  # the gradient may be overwritten; weights that stay on the device are updated
+    ended: Mark  # the host has the new weights and state
     bytes_in: int
     bytes_out: int
     state_in: list[Mark]  # copies to the device: at most one

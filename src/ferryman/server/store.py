@@ -17,7 +17,7 @@ from ferryman.model.units import (
 )
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server.optimizer_view import OptimizerView
-from ferryman.server.state import UnitState, bounds, fill, part_elements, state_bytes
+from ferryman.server.state import UnitState, bounds, part_elements, put_weights, state_bytes
 
 _NOTHING = 0xFF  # each byte of tensors without values yet: NaN in any floating-point format
 
@@ -102,7 +102,7 @@ class RamStore:
         return self._states[unit]
 
     def take(self, unit: Unit, item: Item, values: torch.Tensor, start: int = 0) -> None:
-        """Stores a tensor's values, given in any dtype, from the element `start` on; when no lane has work.
+        """Stores a tensor's values, given in any dtype, from the element `start` on. No lane may have work.
 
         With several ranks, all call this with the same values.
         """
@@ -118,7 +118,7 @@ class RamStore:
                 into.view(-1)[start : start + values.numel()].copy_(values.reshape(-1))
             return
         if self.writes(unit) and not self._ranks.alone:
-            fill(values, into, start)  # also the parts that ranks of other nodes own
+            put_weights(values, into, start)  # also the parts that ranks of other nodes own
         self._states[unit].take(item, values, into, start)
 
     def _is_common(self, unit: Unit) -> bool:

@@ -1,8 +1,9 @@
 """When updates are made: the interface of the two strategies, and what they have in common.
 
-*Eager* (`eager.py`): a gradient is used as soon as it is there, beside the backward of the units before; a few small
-landing buffers are enough. *Deferred* (`deferred.py`): gradients wait until all are there and their norm is known; then
-units are updated in forward order, beside the next forward. Updates are eager where nothing needs all gradients first.
+*Eager* (`eager.py`): a gradient is used as soon as it has arrived, during the backward of earlier units. A few small
+landing buffers are enough. *Deferred* (`deferred.py`): gradients wait until all have arrived and their norm is known.
+Then units are updated in forward order, during the next forward. Updates are eager unless something needs all gradients
+first.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark
 from ferryman.server.device_updates import DeviceUpdates
 from ferryman.server.gradient_checks import GradientChecks
-from ferryman.server.host_updates import HostUpdates, together
+from ferryman.server.host_updates import HostUpdates, grouped
 from ferryman.server.landing_buffers import Buffer, Landing
 from ferryman.server.state import UpdateArgs
 from ferryman.server.store import RamStore
@@ -83,7 +84,7 @@ class Strategy(ABC):
         """Takes a gradient on the host."""
 
     def check_losses(self) -> None:
-        """Has losses checked that have not been yet."""
+        """Checks the losses that have not been checked yet."""
         if self._checks_losses:
             self._checks.check_losses()
 
@@ -104,7 +105,7 @@ class Strategy(ABC):
                 used = self._device_updates.update(update)
                 if on_device is not None:
                     on_device.berth.free = used
-        for updates in together(on_host, lambda update: update.subgroup.size):
+        for updates in grouped(on_host, lambda update: update.subgroup.size):
             self._host_updates.update(updates)
 
     def _is_for_device(self, subgroup: Subgroup, waiting: WaitingGradients) -> bool:
@@ -114,11 +115,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def recover(self) -> None:
-        """After a failure, when no lane has work any more."""
+        """Called after a failure, when no lane has work."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees memory; no lane has work."""
+        """Frees memory. No lane may have work."""
 
     def _args(self, unit: Unit, items: Collection[Item]) -> list[UpdateArgs]:
         """The arguments of the unit's updates in this step, made once."""

@@ -1,7 +1,7 @@
 """The log of updates: which marks others must wait for, and how fast host, device and link were.
 
-Updates on the host and on the device write to it. From it follows what must be over before weights are fetched or
-updated again, how the next updates are divided (`balancer.py`), and the statistics of a step (`stats.py`).
+Updates on the host and on the device write to it. It knows what must be over before weights are fetched or updated
+again. The division of the next updates (`balancer.py`) and the statistics of a step (`stats.py`) follow from it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SubgroupProgress:
 
 
 class UpdateLog:
-    """Marks and rates of all updates. `step` is the step that runs, `last` the record of the one before."""
+    """Marks and rates of all updates. `step` is the current step, `last` the record of the step before it."""
 
     def __init__(self, lanes: Lanes, staging: Staging) -> None:
         self.balancer = Balancer()
@@ -59,40 +59,40 @@ class UpdateLog:
         self.step = UpdateStep(self._new_record())
 
     def serve(self, weights: DeviceWeights, staging: Staging) -> None:
-        """Units, or who updates them, have changed; no lane has work."""
+        """Called when the units, or who updates them, have changed. No lane may have work."""
         self.weights, self._staging = weights, staging
         self.forget_marks()
 
     def begin_record(self) -> None:
-        """Begins the current step's record again; gradients that wait stay."""
+        """Begins the current step's record anew. Waiting gradients stay."""
         self.step.record = self._new_record()
 
     def begin_step(self) -> None:
-        """A new step: gradients and requests of the current one are dropped. Updates that were submitted go on."""
+        """Begins a step. Gradients and requests of the current one are dropped; submitted updates continue."""
         self.step = UpdateStep(self._new_record())
 
     def end_step(self) -> None:
-        """All updates of the step have been submitted."""
+        """Called when all updates of the step have been submitted."""
         self.last = self.step.record
         self.steps += 1
         self.begin_step()
 
     def restart(self, steps: int) -> None:
-        """Everything was loaded as it was after `steps` steps; no lane has work."""
+        """Called when a checkpoint from after `steps` steps has been loaded. No lane may have work."""
         self.steps, self.last = steps, None
         self.begin_record()
 
     def forget_unit(self, unit: Unit) -> None:
-        """The unit has left the model."""
+        """Called when the unit has been removed from the model."""
         self._units.pop(unit, None)
 
     def forget_marks(self) -> None:
-        """No lane has work: there is nothing to wait for."""
+        """Called when no lane has work, so that there is nothing to wait for."""
         self._units.clear()
         self._subgroups.clear()
 
     def recover(self) -> None:
-        """After a failure, when no lane has work any more."""
+        """Called after a failure, when no lane has work."""
         self.begin_step()
         self.forget_marks()
         self.balancer.forget()
@@ -100,7 +100,7 @@ class UpdateLog:
     # What must be waited for.
 
     def weights_ready(self, unit: Unit) -> list[Mark]:
-        """The marks after which the host's weights of the unit are those of the last update."""
+        """The marks after which the host's weights of the unit include the last update."""
         return self._units[unit].ready() if unit in self._units else []
 
     def before_update(self, subgroup: Subgroup) -> list[Mark]:
@@ -116,17 +116,17 @@ class UpdateLog:
     # What was submitted.
 
     def add_fetch(self, unit: Unit, mark: Mark, nbytes: int) -> None:
-        """The unit's weights are copied to the device until the mark."""
+        """Records that the unit's weights are being copied to the device until the mark."""
         self._units[unit].fetch = mark
         self._add_link_in(mark, nbytes)
 
     def add_landing(self, mark: Mark, nbytes: int) -> None:
-        """A gradient is copied to the host until the mark."""
+        """Records that a gradient is being copied to the host until the mark."""
         self._add_link_out(mark, nbytes)
         self.step.record.bytes_out += nbytes
 
     def add_host_updates(self, subgroups: Sequence[Subgroup], mark: Mark) -> None:
-        """Updates that are one piece of work."""
+        """Records updates that run as one piece of work."""
         self.has_begun = True
         for subgroup in subgroups:
             self._units[subgroup.unit].host = self._subgroups[subgroup].update = mark
@@ -135,7 +135,7 @@ class UpdateLog:
         self.step.record.add_host_update(mark, size)
 
     def add_return(self, subgroup: Subgroup, mark: Mark, nbytes: int) -> None:
-        """Weights that the host has updated are copied to the device until the mark."""
+        """Records that weights that the host has updated are being copied to the device until the mark."""
         self._subgroups[subgroup].returned = mark
         self._add_link_in(mark, nbytes)
         self.step.record.add_return(mark, nbytes)
@@ -152,7 +152,7 @@ class UpdateLog:
         self.step.record.add_device_update(update, subgroup.size)
 
     def add_rank_updates(self, unit: Unit, mark: Mark) -> None:
-        """Other ranks update parts of the unit until the mark."""
+        """Records that other ranks are updating parts of the unit until the mark."""
         self.has_begun = True
         self._units[unit].ranks = mark
         if self.weights is not None:
@@ -161,7 +161,7 @@ class UpdateLog:
     # Rates and statistics.
 
     def observe(self) -> None:
-        """Has rates follow the last step; once a step, and as late as possible, when its updates have ended."""
+        """Makes the rates follow the last step: once per step, as late as possible, when its updates have ended."""
         record = self.step.record
         if not record.has_observed:
             self.trace_last()
@@ -169,7 +169,7 @@ class UpdateLog:
             record.has_observed, record.rates = True, self.balancer.rates
 
     def fix_prediction(self) -> None:
-        """Predicts the last step's rate now, as the balancer is about to serve other units."""
+        """Predicts the last step's rate now, before the balancer gets other units."""
         if self.last is not None:
             self.last.predicted_rate = self.balancer.predicted_rate(self.last.rates)
 

@@ -1,4 +1,4 @@
-"""The server's state of one step: made when the step begins, dropped when its gradients are used up or given up."""
+"""The server's state of one step: made when the step begins, dropped when its gradients are used or discarded."""
 
 from __future__ import annotations
 

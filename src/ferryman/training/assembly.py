@@ -43,7 +43,7 @@ from ferryman.server.optimizer_view import OptimizerView
 from ferryman.server.server import Server
 from ferryman.server.stats import Stats
 from ferryman.server.store import RamStore, account
-from ferryman.training import memory_trial as trial
+from ferryman.training import memory_trial
 from ferryman.training.gradients import Gradients
 from ferryman.training.user_code import caches_off, evaluation, to_device, undisturbed
 
@@ -208,10 +208,10 @@ class Assembly:
 
         `lasting`: bytes of workspaces, which are not part of the `room`.
         """
-        memory = trial.Measured(self.memory, self._device, self.plan.fixed + lasting, room)
+        memory = memory_trial.Measured(self.memory, self._device, self.plan.fixed + lasting, room)
         try:
             with undisturbed(self._model, self.relay.randomness), self.step():
-                return trial.measure(self.relay, works, memory, roots, self.plan.units, choice)
+                return memory_trial.measure(self.relay, works, memory, roots, self.plan.units, choice)
         except BaseException:
             self.lanes.drain()
             self.relay.recover()
@@ -287,7 +287,7 @@ class Assembly:
             self.memory.trim()  # no other stream could use it
 
     def _close_dropped(self) -> None:
-        """In whichever thread the garbage collector runs, which may be one that closing waits for."""
+        """Called in the thread in which the garbage collector runs. Closing may have to wait for that very thread."""
         if not self._caller.origin.is_here:
             return
         if self.lanes.run_here():
@@ -321,7 +321,7 @@ class Assembly:
                     self.reads.remember(value)  # it changes with every update, as in plain PyTorch
 
     def _take_over_compiled(self, root: nn.Module, units: Iterable[Unit]) -> None:
-        """Notes what the user has compiled. Compiled modules that contain units run as they were before."""
+        """Notes what the user has compiled. Compiled modules that contain units run uncompiled."""
         self._compilation.include(root)
         for module in compiled_around(root, [module for unit in units for module in unit.modules]):
             self._patch.replace(module, uncompiled(module))

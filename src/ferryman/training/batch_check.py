@@ -1,9 +1,9 @@
 """Checks whether a batch may be cut, before the engine cuts it to stay within a budget.
 
-Cutting a batch preserves its loss only if that is the mean (with reduction="sum", the sum) of the samples' losses. It
-is not for a loss across the batch (contrastive), for data whose first dimension is not that of samples (time-major),
-nor for a mean over tokens if samples have different numbers of tokens. So the loss of two samples together is compared
-with the mean or sum of their separate losses.
+Cutting a batch preserves its loss only if the loss is the mean (with reduction="sum", the sum) of the samples' losses.
+That does not hold for a loss across the batch (contrastive), for data whose first dimension is not the samples
+(time-major), or for a mean over tokens if samples have different numbers of tokens. So the loss of two samples together
+is compared with the mean or sum of their separate losses.
 
 Note [How losses are compared]
 The model runs without gradients, with its units streamed as in an evaluation, and in training mode; if it draws random
@@ -84,7 +84,7 @@ class BatchCheck:
         self._checked: dict[Shape, set[_Number]] = {}  # shapes, and the numbers in which their samples differed
 
     def check(self, batch: Any, asked: int | None, chosen: int, assembly: Assembly, roots: Roots) -> None:
-        """Raises a ValueError if cutting the batch would change its loss, or if that cannot be found out. A number of
+        """Raises a ValueError if cutting the batch would change its loss, or if this cannot be checked. A number of
         micro-batches that the user `asked` for is not checked, only one that the engine has `chosen`."""
         if self._budget is None or asked is not None or chosen <= 1 or isinstance(batch, list):
             return
@@ -113,7 +113,7 @@ class BatchCheck:
             found = self._losses(batch, first, second, assembly, roots, room)
         except Exception as error:
             raise ValueError(
-                f"{about}, and whether it may be cut could not be checked: {_reason(error)}. {_WAYS_OUT}"
+                f"{about}, and that this does not change the loss could not be checked: {_reason(error)}. {_WAYS_OUT}"
             ) from error
         whole, expected = found.whole, sum(found.parts) / (2 if self._reduction == "mean" else 1)
         same = abs(whole - expected) <= self._tolerance(found, assembly)
@@ -197,8 +197,8 @@ _REASONS = {
     "by the count of a micro-batch.",
 }
 _WAYS_OUT = (
-    "Ways out: set micro_batches= yourself, as in plain gradient accumulation; pass a list of ready-made "
-    "micro-batches, or your own function that cuts a batch, Engine(split=...) (time-major data, graphs); use "
+    "Instead, set micro_batches= yourself, as in plain gradient accumulation; pass a list of ready-made micro-batches, "
+    "or your own function that cuts a batch, Engine(split=...) (time-major data, graphs); use "
     'reduction="sum" with a loss that is divided by a count over the whole batch, such as its tokens; or set a budget '
     "(memory=) that is large enough for the whole batch"
 )

@@ -58,15 +58,9 @@ def _modules(model: nn.Module) -> None:
                 "batch before you make the engine"
             )
         if type(module).__module__.startswith("torch.ao.nn.quantized"):
-            raise ValueError(f"{where} is quantised ({type(module).__name__}) and does not train; quantise afterwards")
+            raise ValueError(f"{where} is quantized ({type(module).__name__}) and does not train; quantize afterwards")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ValueError(f"{where} has sparse gradients, which the engine cannot accumulate; use sparse=False")
-
-
-def on_host(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.device.type not in ("cpu", "meta"):
-            raise ValueError(f"the model must be on the host, and {name!r} is on {tensor.device}; use model.cpu()")
 
 
 def arguments(
@@ -78,7 +72,7 @@ def arguments(
 ) -> None:
     """Checks that the arguments of an engine fit each other and the device."""
     settings(options, device)
-    free(model)
+    available(model)
     if optimizer is None:
         _no_settings_of_updates(options)
     parameters(model.named_parameters(), dtype_of)
@@ -101,8 +95,11 @@ def parameters(named: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf) -> 
         )
 
 
-def free(model: nn.Module) -> None:
-    on_host(model)
+def available(model: nn.Module) -> None:
+    """Checks that the model is on the host, and that no engine has it."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type not in ("cpu", "meta"):
+            raise ValueError(f"the model must be on the host, and {name!r} is on {tensor.device}; use model.cpu()")
     if any(is_taken(module) for module in model.modules()):
         raise ValueError("the model has an engine already; close it first: engine.close()")
 
@@ -114,13 +111,13 @@ def block(block: Any, model: nn.Module, dtype_of: DtypeOf) -> None:
     mine = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     if any(id(tensor) in mine for tensor in (*block.parameters(), *block.buffers())):
         raise ValueError("the block shares a parameter or buffer with the model; insert a block with its own")
-    free(block)
+    available(block)
     parameters(block.named_parameters(prefix="block"), dtype_of)
     named = (*block.named_parameters(prefix="block"), *block.named_buffers(prefix="block"))
     refuse_overlaps((*named, *model.named_parameters(), *model.named_buffers()))
 
 
-def apart(blocks: nn.Module, units: Sequence[Unit]) -> None:
+def one_by_one(blocks: nn.Module, units: Sequence[Unit]) -> None:
     """Checks that the blocks of a list can be inserted and removed one at a time."""
     for unit in units:
         if any(blocks in set(module.modules()) for module in unit.modules):
@@ -130,7 +127,7 @@ def apart(blocks: nn.Module, units: Sequence[Unit]) -> None:
             )
 
 
-def own(block: nn.Module, position: int | str, units: Sequence[Unit], residents: Unit) -> None:
+def removable(block: nn.Module, position: int | str, units: Sequence[Unit], residents: Unit) -> None:
     """Checks that a block can be removed: none of its tensors is used elsewhere."""
     inside = set(block.modules())
     for unit in (*units, residents):
@@ -228,5 +225,5 @@ def can_step(model: nn.Module) -> None:
             raise ValueError(
                 f"the module {name!r} is a {type(module).__name__} in training mode: its output for a sample depends "
                 "on the other samples of its micro-batch, and its statistics would be updated twice, since units run "
-                "again in the backward. Freeze it (module.eval()), or normalise within samples (LayerNorm)"
+                "again in the backward. Freeze it (module.eval()), or normalize within samples (LayerNorm)"
             )

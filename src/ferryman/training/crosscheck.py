@@ -43,10 +43,9 @@ from ferryman.plan.keep import NOTHING, Keep
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch, ThreadState
 from ferryman.relay.observer import Roots
+from ferryman.relay.step_state import Work
 from ferryman.relay.trial import run_trial
 from ferryman.training.discovery import Discovery, Watcher
-
-Work = Callable[[], torch.Tensor]
 
 TRIED = 3  # micro-batches per trial: the third one sees how the second has changed the state of the first
 
@@ -71,7 +70,7 @@ class CrossCheck:
         relay, works = self._relay, works[:TRIED]
 
         def trial(
-            works: Sequence[Work], observer: Discovery | _Trial, *, in_turn: bool, forward_only: bool = False
+            works: Sequence[Work], observer: Discovery | _TrialRecord, *, interleaved: bool, forward_only: bool = False
         ) -> None:
             run_trial(
                 relay,
@@ -79,8 +78,8 @@ class CrossCheck:
                 seed,
                 observer,
                 stash_on_host=stash_on_host,
-                keep=NOTHING if in_turn else keep,
-                in_turn=in_turn,
+                keep=keep if interleaved else NOTHING,
+                interleaved=interleaved,
                 forward_only=forward_only,
                 check=True,
             )
@@ -89,7 +88,7 @@ class CrossCheck:
         for _ in range(_MAX_ATTEMPTS):
             known = set(discovery.found)
             try:
-                trial(works[:2], discovery, in_turn=True, forward_only=True)
+                trial(works[:2], discovery, interleaved=False, forward_only=True)
                 break
             except Exception:
                 # The code may need the gradient of a tensor that a unit has stored (autograd.grad). Once the variable
@@ -100,45 +99,45 @@ class CrossCheck:
                 relay.recover()
                 discovery.teach()
         discovery.teach()
-        in_own_thread = _Trial(relay, self._roots)
+        in_own_thread = _TrialRecord(relay, self._roots)
         with relay.escapes.tracing():
-            trial(works[:1], in_own_thread, in_turn=True, forward_only=True)
+            trial(works[:1], in_own_thread, interleaved=False, forward_only=True)
         for _ in range(_MAX_ATTEMPTS):
             known = set(discovery.found)
             discovery.teach()
-            in_turn = _Trial(relay, self._roots)
-            trial(works, in_turn, in_turn=True)
-            discovery.found |= in_turn.found
+            sequential = _TrialRecord(relay, self._roots)
+            trial(works, sequential, interleaved=False)
+            discovery.found |= sequential.found
             if discovery.found.keys() == known:
                 break
-        losses = _floats(in_turn.losses)
+        losses = _floats(sequential.losses)
         if not relay.computes_in_own_threads and not _agree(losses[0], _floats(in_own_thread.losses)[0]):
             # The user's code keeps state per thread in a place that no survey finds.
             relay.computes_in_own_threads = True
             return self.run(works, seed, stash_on_host=stash_on_host, keep=keep)
         self._check_second_runs()
-        discovery.teach(in_turn.ends)
+        discovery.teach(sequential.ends)
         if len(works) == 1:
             return losses
 
-        again: _Trial | None = None  # a second trial in turn, which finds variables that differ in every run
+        again: _TrialRecord | None = None  # a second sequential trial, which finds variables that differ in every run
 
-        def run_again() -> _Trial:
+        def run_again() -> _TrialRecord:
             nonlocal again
             if again is None:
-                again = _Trial(relay, self._roots)
-                trial(works, again, in_turn=True)
-                in_turn.noisy = frozenset(variable.name for variable in in_turn.left_otherwise(again))
+                again = _TrialRecord(relay, self._roots)
+                trial(works, again, interleaved=False)
+                sequential.noisy = frozenset(variable.name for variable in sequential.left_otherwise(again))
             return again
 
-        def interleave() -> tuple[_Trial, list[Variable]]:
-            interleaved = _Trial(relay, self._roots)
-            trial(works, interleaved, in_turn=False)
+        def interleave() -> tuple[_TrialRecord, list[Variable]]:
+            interleaved = _TrialRecord(relay, self._roots)
+            trial(works, interleaved, interleaved=True)
             self._check_second_runs()
-            wrong = in_turn.left_otherwise(interleaved)
+            wrong = sequential.left_otherwise(interleaved)
             if wrong and again is None:
                 run_again()
-                wrong = in_turn.left_otherwise(interleaved)
+                wrong = sequential.left_otherwise(interleaved)
             return interleaved, wrong
 
         def is_right(policies: dict[Any, VariablePolicy]) -> bool:
@@ -149,18 +148,18 @@ class CrossCheck:
                 relay.lanes.drain()
                 relay.recover()
                 return False
-            return not wrong and in_turn.difference(interleaved) is None
+            return not wrong and sequential.difference(interleaved) is None
 
         if (logs := discovery.logs_of_one_unit()) and self._share_logs(logs, is_right):
             return losses
         interleaved, wrong = self._find_policies(interleave)
-        difference = in_turn.difference(interleaved)
+        difference = sequential.difference(interleaved)
         if difference is not None and not wrong and self._separate_counters(is_right):
             return losses
         if difference is None and wrong:
             difference = f"{wrong[0].name} has another value in the end"
         if difference is not None:
-            if (found := in_turn.difference(run_again())) is not None:
+            if (found := sequential.difference(run_again())) is not None:
                 raise ValueError(
                     f"two runs of the same micro-batches, one after the other, give other results: {found}. Your model "
                     "or loss depends on something that the engine cannot restore, such as an iterator, a file, a clock "
@@ -169,11 +168,11 @@ class CrossCheck:
             changing = [variable.name for variable in (*wrong, *relay.state.variables)]
             names = dict.fromkeys([*changing, *(item.name for item in relay.buffers.edited)])
             self.differs = _describe_difference(difference, [*names])
-            discovery.teach()  # as in the trial in turn
+            discovery.teach()  # as in the sequential trial
         return losses
 
     def _share_logs(self, logs: Sequence[Variable], is_right: Callable[[dict[Any, VariablePolicy]], bool]) -> bool:
-        """Shares lists that only grew, if results are then still those of running in turn. Returns whether all are.
+        """Shares lists that only grew, if results still equal those of the sequential trial. Returns whether all are.
 
         With the policy LOG, trials give the same results. But code that reads the list's length ("if it has 100
         elements, empty it") would see the elements of earlier micro-batches too late, and trials are too short to show
@@ -193,9 +192,11 @@ class CrossCheck:
         state.know(state.variables, best, self._units)
         return False
 
-    def _find_policies(self, interleave: Callable[[], tuple[_Trial, list[Variable]]]) -> tuple[_Trial, list[Variable]]:
-        """Tries other policies for variables whose final values differ from running in turn. Returns the last good
-        trial, and the variables that still differ.
+    def _find_policies(
+        self, interleave: Callable[[], tuple[_TrialRecord, list[Variable]]]
+    ) -> tuple[_TrialRecord, list[Variable]]:
+        """Tries other policies for variables whose final values differ from those of the sequential trial. Returns the
+        last good trial, and the variables that still differ.
 
         It begins with the first variable, and those of the same name elsewhere: others may differ because of it.
         """
@@ -227,7 +228,7 @@ class CrossCheck:
 
     def _separate_counters(self, is_right: Callable[[dict[Any, VariablePolicy]], bool]) -> bool:
         """Gives each micro-batch its own value of counters that it reads again after other micro-batches have counted.
-        Returns whether results are then those of running in turn."""
+        Returns whether results are then those of the sequential trial."""
         state = self._relay.state
         before = {v.key: state.policy(v) for v in state.variables}
         counters = [v for v in state.variables if state.policy(v) is VariablePolicy.SHARED and type(v.get()) is int]
@@ -256,7 +257,7 @@ def second_run_differs(unit: str, variables: Sequence[Variable]) -> str:
     )
 
 
-class _Trial(Watcher):
+class _TrialRecord(Watcher):
     """Records losses, gradients and the values of variables."""
 
     def __init__(self, relay: Relay, roots: Roots) -> None:
@@ -297,12 +298,12 @@ class _Trial(Watcher):
 
     # Two trials compared.
 
-    def left_otherwise(self, other: _Trial) -> list[Variable]:
+    def left_otherwise(self, other: _TrialRecord) -> list[Variable]:
         """Variables whose final values differ in the other trial."""
         variables = [variable for variable in self._relay.state.variables if variable.name not in self.noisy]
         return [v for v in variables if not _agree(self._left.get(v.name), other._left.get(v.name))]
 
-    def difference(self, other: _Trial) -> str | None:
+    def difference(self, other: _TrialRecord) -> str | None:
         """Describes the first loss, gradient or final value that differs."""
         for number, (one, two) in enumerate(zip(_floats(self.losses), _floats(other.losses), strict=True)):
             if not _agree(one, two):

@@ -19,7 +19,8 @@ from ferryman.plan.batch import Part
 from ferryman.plan.fit import Choice
 from ferryman.relay.driver import Relay
 from ferryman.relay.observer import Roots
-from ferryman.training.crosscheck import TRIED, CrossCheck, Work, second_run_differs
+from ferryman.relay.step_state import Work
+from ferryman.training.crosscheck import TRIED, CrossCheck, second_run_differs
 
 # The second runs of calls are compared with the first ones in the first steps, and then at intervals.
 _FIRST_STEPS = 3

@@ -1,13 +1,13 @@
 """Chooses the number of micro-batches that stays within a budget of device memory.
 
+If not even the smallest micro-batches fit, a smaller plan is needed. Each rank cuts its own batch, but all ranks have
+the same plan: a rank whose micro-batches do not fit reports its need, and all ranks use the plan for the largest need.
+
 Note [Without a budget]
 Micro-batches are not cut, and nothing is refused. On an accelerator, graphs are kept as if the budget were what
 `ferryman train` takes by default: most of the memory that is free when the plan is made. If the device is the host,
 its memory is the host's, and plain PyTorch would keep every graph. So does the engine, as long as an eighth of the
 host's memory is free: beyond that the system may kill the process, while recomputing needs no more memory.
-
-If not even the smallest micro-batches fit, a smaller plan is needed. Each rank cuts its own batch, but all ranks have
-the same plan: a rank whose micro-batches do not fit reports its need, and all ranks use the plan for the largest need.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class Planner:
 
     def remove(self, plan: Plan, block: nn.Module, position: Position) -> tuple[Sequence[Unit], Plan]:
         """The units of a block that will be removed from the model, and the plan without them."""
-        checks.own(block, position, plan.units, plan.residents)
+        checks.removable(block, position, plan.units, plan.residents)
         inside = set(block.modules())
         gone = [unit for unit in plan.units if inside.issuperset(unit.modules)]
         if len(gone) == len(plan.units):

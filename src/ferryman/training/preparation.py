@@ -15,7 +15,7 @@ from ferryman.model.members import Parameters, none_added, unchanged
 from ferryman.model.placeholder import UsedOutsideError
 from ferryman.options import EngineOptions
 from ferryman.plan.batch import Part, parts_of
-from ferryman.plan.fit import Choice, Trial, advice
+from ferryman.plan.fit import Choice, Trial, out_of_memory_advice
 from ferryman.plan.plan import Plan
 from ferryman.relay.step_state import StepState
 from ferryman.runtime import host_memory
@@ -125,7 +125,7 @@ class Preparation:
         )
 
     def evaluate(self, batch: Any, micro_batches: int | None) -> torch.Tensor:
-        """The loss of a batch without gradients. Only a list, or with `micro_batches`, it is evaluated in parts."""
+        """The loss of a batch without gradients. A list, or any batch with `micro_batches`, is evaluated in parts."""
         parts = [Part(batch, 1.0)]
         if micro_batches is not None or isinstance(batch, list):
             parts = parts_of(batch, micro_batches, self._options.reduction, self._options.split)
@@ -199,9 +199,9 @@ class Preparation:
         except BaseException as error:
             assembly.lanes.drain()
             if isinstance(error, torch.OutOfMemoryError):
-                error.add_note(advice(assembly.plan, choice))
+                error.add_note(out_of_memory_advice(assembly.plan, choice))
             assembly.recover()
-            if not isinstance(error, UsedOutsideError):  # which `keep_resident` may mend
+            if not isinstance(error, UsedOutsideError):  # `keep_resident` may avoid this error
                 self._end_skips()
             raise
         host_memory.trim()

@@ -41,10 +41,10 @@ class Recorder:
         self._losses: list[torch.Tensor] = []
         self._calls: list[CallCounts] = []
         # An engine that only evaluates beside a training run writes no facts: the trace describes the training run.
-        self._tells = trace is not None and (optimizer_view is not None or not trace.facts)
-        if trace is not None and self._tells:
+        self._writes_facts = trace is not None and (optimizer_view is not None or not trace.facts)
+        if trace is not None and self._writes_facts:
             parameters = dict(model.named_parameters())
-            trace.know(
+            trace.add_facts(
                 {
                     "version": ferryman.__version__,
                     "rank": share.rank,
@@ -66,8 +66,8 @@ class Recorder:
             return
         if plan is not self._plan:
             self._plan = plan
-            if self._tells:
-                self.trace.know({"plan": _facts_of(plan)})
+            if self._writes_facts:
+                self.trace.add_facts({"plan": _facts_of(plan)})
         if not self._losses:
             self.trace.begin_step(1 + (done if self._updates else self._ended))
 

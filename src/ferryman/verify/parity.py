@@ -32,7 +32,7 @@ class _Limits(NamedTuple):
 
 
 # Host kernels round Adam's square root differently than torch in the last bits. Occasionally that moves a bf16 or fp16
-# weight to its neighbouring value, and changes the gradients of all later steps.
+# weight to its neighboring value, and changes the gradients of all later steps.
 _LIMITS = {
     "fp32": _Limits(1e-5, 1e-5, 1e-5, 1e-3),
     "bf16": _Limits(2e-3, 1e-2, 2e-2, 5e-2),

@@ -38,8 +38,8 @@ def checks(context: CheckContext) -> Iterator[Check]:
     compared = "a forked child: it has no copy of pinned memory, and reading weights there raises"
     yield Check("process", "fork", compared, lambda: _fork(context))
     compared = (
-        "forward and backward with all weights on the device against plain PyTorch with checkpointing: what comes on "
-        f"top is at most {_MAX_PYTHON_SHARE:.0%} of the time"
+        "forward and backward with all weights on the device against plain PyTorch with checkpointing: the additional "
+        f"time is at most {_MAX_PYTHON_SHARE:.0%} of the engine's"
     )
     yield Check("process", "python", compared, lambda: _python(context))
 

@@ -258,20 +258,20 @@ class LossState(Feature):
         return value + output.logits.pow(2).mean() / owner.average
 
 
-class Regulariser(Feature):
+class Regularizer(Feature):
     """The loss reads weights: of residents, or of modules that travel."""
 
     cause = "norm|head|blocks|weight"
 
     def __init__(self, rng: random.Random, sizes: Sizes) -> None:
         super().__init__(rng, sizes)
-        self.variant = rng.choice(["norm", "norm", "resident head", "resident head", "resident head", "travelling"])
+        self.variant = rng.choice(["norm", "norm", "resident head", "resident head", "resident head", "traveling"])
 
     def options(self):
         return {"resident": ["head.weight"]} if self.variant == "resident head" else {}
 
     def loss(self, net, batch, output, value):
-        weights = {"norm": net.norm.weight, "resident head": net.head.weight, "travelling": net.blocks[-1].up.weight}
+        weights = {"norm": net.norm.weight, "resident head": net.head.weight, "traveling": net.blocks[-1].up.weight}
         return value + 0.3 * weights[self.variant].pow(2).sum()
 
 
@@ -330,5 +330,5 @@ class BackwardInside(Feature):
 
 FEATURES = (
     AuxiliaryLoss, ListOfLosses, CapturedActivations, LoggingHooks, GradientOfInput, GradientPenalty, GradientOfHead,
-    Teacher, TwoHeads, TwoViews, LoggedLoss, LossState, Regulariser, Critic, BackwardInside,
+    Teacher, TwoHeads, TwoViews, LoggedLoss, LossState, Regularizer, Critic, BackwardInside,
 )  # fmt: skip

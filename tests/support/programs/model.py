@@ -303,7 +303,7 @@ def passed_on(given: Any, x: torch.Tensor) -> Any:
 
 
 def tilted(x: torch.Tensor, amount: float) -> torch.Tensor:
-    """A change that no normalisation takes back, as it would if all elements were scaled or moved alike."""
+    """A change that no normalization takes back, as it would if all elements were scaled or moved alike."""
     return x + amount * torch.linspace(-1, 1, x.shape[-1], device=x.device)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from support.programs.model import Block, Feature, Net, Sizes, carried, tilted
 
-EPSILON = 0.1  # of batch normalisation: with so few samples, a small one would make results depend on last bits
+EPSILON = 0.1  # of batch normalization: with so few samples, a small one would make results depend on last bits
 
 STATEFUL = frozenset({"stateful block"})  # plain checkpointing would run it twice, with another result
 
@@ -258,7 +258,7 @@ class RunningMean(Feature):
 
 
 class BatchNorm(Feature):
-    """Batch normalisation: a function that edits running statistics, or torch's own module."""
+    """Batch normalization: a function that edits running statistics, or torch's own module."""
 
     cause = "running|batch"
 
@@ -283,14 +283,14 @@ class BatchNorm(Feature):
         module.register_buffer("running_var", torch.ones(self.sizes.width))
 
     def enter(self, block, x, given, keywords):
-        return self._normalise(block, x) if self.kind == "block" else x
+        return self._normalize(block, x) if self.kind == "block" else x
 
     def before(self, net, x, inputs, local):
         if self.kind == "module":
             return net.batch_norm(x.flatten(0, -2)).view_as(x)
-        return self._normalise(net, x) if self.kind == "model" else x
+        return self._normalize(net, x) if self.kind == "model" else x
 
-    def _normalise(self, module: Any, x: torch.Tensor) -> torch.Tensor:
+    def _normalize(self, module: Any, x: torch.Tensor) -> torch.Tensor:
         flat = x.flatten(0, -2)
         mean, variance = module.running_mean, module.running_var
         return F.batch_norm(flat, mean, variance, training=module.training, eps=EPSILON).view_as(x)

@@ -1,7 +1,7 @@
 // Line charts over the steps.
 
 /**
- * A chart of one or more lines. `lines`: [{name, values, colour, dashed, area}], with a value or null for each of
+ * A chart of one or more lines. `lines`: [{name, values, color, dashed, area}], with a value or null for each of
  * `numbers`, the step numbers. `show` formats a value. A click selects a step.
  */
 function lineChart(title, numbers, lines, { show, low = null, high = null, choose = () => {} }) {
@@ -13,7 +13,7 @@ function lineChart(title, numbers, lines, { show, low = null, high = null, choos
   });
   canvas.setAttribute("aria-label", `${title} over ${numbers.length} steps. ${summary.join(". ")}`);
   const keys = lines.length > 1 ? lines.map((line) => {
-    const swatch = make("i", { style: { borderColor: `var(--${line.colour})`, borderTopStyle: line.dashed ? "dashed" : "solid" } });
+    const swatch = make("i", { style: { borderColor: `var(--${line.color})`, borderTopStyle: line.dashed ? "dashed" : "solid" } });
     return make("span", { class: "key" }, swatch, line.name);
   }) : [];
   const chart = make("div", { class: "chart" }, make("h3", {}, title, ...keys), canvas);
@@ -32,12 +32,12 @@ function lineChart(title, numbers, lines, { show, low = null, high = null, choos
     const x = (number) => gutter + 4 + ((number - first) / Math.max(1, last - first)) * (width - gutter - 14);
     const y = (value) => 8 + (1 - (value - bottom) / (top - bottom)) * (height - 34);
     place = { x, gutter, width };
-    context.strokeStyle = colour("line");
+    context.strokeStyle = color("line");
     context.lineWidth = 1;
     for (const value of marks) {
       const at = Math.round(y(value)) + 0.5;
       context.beginPath(); context.moveTo(gutter, at); context.lineTo(width, at); context.stroke();
-      context.fillStyle = colour("soft"); context.textAlign = "right";
+      context.fillStyle = color("soft"); context.textAlign = "right";
       context.fillText(show(value), gutter - 8, at);
     }
     context.textAlign = "center";
@@ -45,7 +45,7 @@ function lineChart(title, numbers, lines, { show, low = null, high = null, choos
       if (Number.isInteger(value)) context.fillText(`${value}`, Math.min(width - 8, x(value)), height - 9);
     }
     for (const line of lines) {
-      context.strokeStyle = context.fillStyle = colour(line.colour);
+      context.strokeStyle = context.fillStyle = color(line.color);
       context.lineWidth = 1.75; context.lineJoin = "round";
       context.setLineDash(line.dashed ? [5, 4] : []);
       const points = thin(numbers, line.values, x, y);

@@ -1,4 +1,4 @@
-// Formatting of numbers, creation of elements, colours and the theme.
+// Formatting of numbers, creation of elements, colors and the theme.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const RANKS = DATA.ranks;
@@ -53,13 +53,13 @@ function make(tag, attributes, ...children) {
 }
 
 let palette = null;
-/** A colour of the theme, by the name of its CSS variable. */
-function colour(name) {
+/** A color of the theme, by the name of its CSS variable. */
+function color(name) {
   if (palette === null) palette = {};
   if (!(name in palette)) palette[name] = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   return palette[name];
 }
-/** A text colour that is readable on this background. */
+/** A text color that is readable on this background. */
 function inkOn(hex) {
   const [r, g, b] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255).map((c) => (c <= 0.04 ? c / 12.9 : ((c + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.26 ? "#10202e" : "#ffffff";

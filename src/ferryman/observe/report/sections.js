@@ -221,9 +221,9 @@ function showSplitOf() {
     byId("split").append(make("p", { class: "missing" }, facts.optimizer === null ? "The engine had no optimizer, so nothing was updated."
       : "This trace has no updates: no step was recorded completely."));
   } else {
-    const rates = [{ name: "achieved", values: s.achieved_rate, colour: "accent" }, { name: "predicted", values: s.predicted_rate, colour: "soft", dashed: true }];
+    const rates = [{ name: "achieved", values: s.achieved_rate, color: "accent" }, { name: "predicted", values: s.predicted_rate, color: "soft", dashed: true }];
     byId("split").append(splitNote, make("div", { class: "pair" },
-      lineChart("Share updated on the device", s.number, [{ name: "device", values: s.device_share, colour: "update", area: true }],
+      lineChart("Share updated on the device", s.number, [{ name: "device", values: s.device_share, color: "update", area: true }],
         { show: showPercent, low: 0, high: 1, choose: chooseNumber }),
       lineChart("Update rate (parameters per second)", s.number, rates.filter((line) => line.values.some((value) => value !== null)), { show: showCount, low: 0, choose: chooseNumber })));
   }
@@ -237,9 +237,9 @@ function showSplitOf() {
   else {
     if (s.loss.some((loss) => loss !== null)) {
       const lost = s.loss.filter((loss) => loss === null).length;
-      byId("course").append(lineChart(lost ? `Loss (not finite in ${lost} steps)` : "Loss", s.number, [{ name: "loss", values: s.loss, colour: "accent" }], { show: (loss) => loss.toPrecision(4), choose: chooseNumber }));
+      byId("course").append(lineChart(lost ? `Loss (not finite in ${lost} steps)` : "Loss", s.number, [{ name: "loss", values: s.loss, color: "accent" }], { show: (loss) => loss.toPrecision(4), choose: chooseNumber }));
     } else byId("course").append(make("p", { class: "missing" }, "The losses of these steps are not in the trace."));
-    byId("course").append(lineChart("Step time", s.number, [{ name: "step time", values: s.seconds, colour: "weights", area: true }], { show: showSeconds, low: 0, choose: chooseNumber }));
+    byId("course").append(lineChart("Step time", s.number, [{ name: "step time", values: s.seconds, color: "weights", area: true }], { show: showSeconds, low: 0, choose: chooseNumber }));
   }
 }
 

@@ -84,9 +84,9 @@ function paintAxis(context, width, height) {
   for (const value of values) {
     const x = Math.round(xOf(zero + value * unit[0])) + 0.5;
     if (x < gutter) continue;
-    context.strokeStyle = colour("line");
+    context.strokeStyle = color("line");
     context.beginPath(); context.moveTo(x, AXIS - 6); context.lineTo(x, height); context.stroke();
-    context.fillStyle = colour("soft");
+    context.fillStyle = color("soft");
     const text = `${value.toFixed(places)} ${unit[1]}`, half = context.measureText(text).width / 2;
     if (x - half > gutter - 10) context.fillText(text, Math.min(x, width - half), 10);
   }
@@ -100,7 +100,7 @@ function paintSteps(context, height) {
     const line = (time, dash) => {
       const x = Math.round(xOf(time)) + 0.5;
       if (x < gutter || x > gutter + plotWidth) return;
-      context.strokeStyle = colour(dash.length ? "faint" : "soft");
+      context.strokeStyle = color(dash.length ? "faint" : "soft");
       context.setLineDash(dash);
       context.beginPath(); context.moveTo(x, AXIS - 8); context.lineTo(x, height); context.stroke();
       context.setLineDash([]);
@@ -115,7 +115,7 @@ function paintLanes() {
   gutter = width < 620 ? 76 : 136;
   plotWidth = width - gutter - 1;
   for (const { top } of rows) {
-    context.fillStyle = colour("row");
+    context.fillStyle = color("row");
     context.fillRect(gutter, top, plotWidth, ROW);
   }
   paintAxis(context, width, height);
@@ -136,15 +136,15 @@ function paintName(context, { rank, lane, top, heads }, i) {
   context.textAlign = "left";
   if (heads) {
     context.font = `600 12.5px ${FONT}`;
-    context.fillStyle = colour("soft");
+    context.fillStyle = color("soft");
     context.fillText(`rank ${rank.rank}`, 0, top - 11);
   }
   context.font = `${pointed && pointed.row === i ? 650 : 550} ${narrow ? 12 : 13}px ${FONT}`;
-  context.fillStyle = colour("ink");
+  context.fillStyle = color("ink");
   context.fillText(lane.name, 0, top + ROW / 2 + 0.5);
   context.textAlign = "right";
   context.font = `12px ${FONT}`;
-  context.fillStyle = colour("soft");
+  context.fillStyle = color("soft");
   if (!narrow) context.fillText(showPercent(share), gutter - 10, top + ROW / 2 + 0.5);
 }
 
@@ -159,7 +159,7 @@ function paintWork(context, { rank, lane, top }) {
     if (to < Math.max(gutter, drawn + 0.6)) continue;
     const left = Math.max(from, gutter), right = Math.max(left + 0.8, Math.min(to, gutter + plotWidth));
     drawn = right;
-    const label = rank.labels[lane.label[i]], fill = colour(label.kind), room = right - left;
+    const label = rank.labels[lane.label[i]], fill = color(label.kind), room = right - left;
     context.fillStyle = fill;
     if (room > 6) {
       context.beginPath(); context.roundRect(left, top + 1, room - 0.7, ROW - 2, 3); context.fill();
@@ -176,7 +176,7 @@ function paintWork(context, { rank, lane, top }) {
   }
   if (pointed !== null && rows[pointed.row].lane === lane) {
     const i = pointed.index, left = xOf(lane.start[i]), room = Math.max(2, xOf(lane.start[i] + lane.length[i]) - left);
-    context.strokeStyle = colour("ink");
+    context.strokeStyle = color("ink");
     context.lineWidth = 1.5;
     context.strokeRect(left, top + 1, room, ROW - 2);
     context.lineWidth = 1;
@@ -195,13 +195,13 @@ function fit(context, texts, room) {
 function paintCursor(context, height) {
   if (selection !== null) {
     const [from, to] = selection.map((time) => Math.max(gutter, xOf(time))).sort((a, b) => a - b);
-    context.fillStyle = colour("accent");
+    context.fillStyle = color("accent");
     context.globalAlpha = 0.16;
     context.fillRect(from, AXIS - 8, to - from, height);
     context.globalAlpha = 1;
   }
   if (cursor === null || xOf(cursor) < gutter) return;
-  context.strokeStyle = colour("accent");
+  context.strokeStyle = color("accent");
   const x = Math.round(xOf(cursor)) + 0.5;
   context.beginPath(); context.moveTo(x, AXIS - 8); context.lineTo(x, height); context.stroke();
 }
@@ -233,9 +233,9 @@ function paintMemory() {
   context.font = `12px ${FONT}`;
   for (const value of ticks(0, top / unit, 3).values) {
     const at = Math.round(y(value * unit)) + 0.5;
-    context.strokeStyle = colour("line");
+    context.strokeStyle = color("line");
     context.beginPath(); context.moveTo(gutter, at); context.lineTo(width, at); context.stroke();
-    context.fillStyle = colour("soft"); context.textAlign = "right";
+    context.fillStyle = color("soft"); context.textAlign = "right";
     context.fillText(value ? showBytes(value * unit) : "0", gutter - 10, at);
   }
   context.save();
@@ -243,7 +243,7 @@ function paintMemory() {
   RANKS.forEach((rank, place) => paintLevel(context, rank.memory, y, levelInk(place)));
   for (const { bytes, ink, dash } of levels()) {
     const at = Math.round(y(bytes)) + 0.5;
-    context.strokeStyle = colour(ink);
+    context.strokeStyle = color(ink);
     context.lineWidth = 1.5;
     context.setLineDash(DASHES[dash]);
     context.beginPath(); context.moveTo(gutter, at); context.lineTo(gutter + plotWidth, at); context.stroke();
@@ -255,7 +255,7 @@ function paintMemory() {
   context.restore();
 }
 
-/** With one rank, memory is an area; with several, each rank has a line of its own colour. */
+/** With one rank, memory is an area; with several, each rank has a line of its own color. */
 const LEVEL_INKS = ["turn", "weights", "state", "exchange", "gradients", "stash"];
 const levelInk = (place) => LEVEL_INKS[place % LEVEL_INKS.length];
 
@@ -275,10 +275,10 @@ function paintLevel(context, { at, bytes }, y, ink) {
   context.beginPath();
   const last = path();
   context.lineTo(xOf(at[last]), y(0)); context.lineTo(xOf(at[first]), y(0));
-  context.fillStyle = colour(RANKS.length > 1 ? ink : "forward"); context.globalAlpha = RANKS.length > 1 ? 0.08 : 0.22;
+  context.fillStyle = color(RANKS.length > 1 ? ink : "forward"); context.globalAlpha = RANKS.length > 1 ? 0.08 : 0.22;
   context.fill(); context.globalAlpha = 1;
   context.beginPath(); path();
-  context.strokeStyle = colour(ink); context.lineWidth = 1.5; context.stroke(); context.lineWidth = 1;
+  context.strokeStyle = color(ink); context.lineWidth = 1.5; context.stroke(); context.lineWidth = 1;
 }
 
 // Pointer and keyboard.
