@@ -1,35 +1,39 @@
-"""Compares the fused bf16 AdamW kernels with torch's fused AdamW, DeepSpeed's, and the bandwidth of host memory.
+"""Compares the fused bf16 AdamW kernels with torch's fused AdamW, others' optimizers, and the bandwidth of host memory.
 
     python benchmarks/host_optimizer.py [millions of parameters]
 
 A step takes gradients in bfloat16 and leaves weights in bfloat16; master weights have the precision of float32, and so
 do moments, except in the kernels for compact state (`Engine(state=...)`). Kernels do it in one pass, the others with a
-cast before and after. All use every CPU. Runs are interleaved and medians compared, so that a busy machine disturbs
-all alike. Rates of one thread with data in cache show the speed where memory is not the limit.
+cast before and after. All use every CPU. Runs are interleaved, and a ratio is the median of the rounds' ratios, so that
+a busy machine disturbs all alike. Rates of one thread with data in cache show the speed where memory is not the limit,
+for each instruction set. They are the best of many calls that are too short for other work to interrupt each of them.
 
-DeepSpeed takes part where it is installed: `DS_BUILD_OPS=0 pip install deepspeed ninja`. It compiles its kernel at the
-first use.
+DeepSpeed and bitsandbytes take part where they are installed: `DS_BUILD_OPS=0 pip install deepspeed ninja`,
+`pip install bitsandbytes`. DeepSpeed compiles its kernel at the first use.
 """
 
 import ctypes
 import importlib.util
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from _bench import machine, medians, medians_of
+from _bench import machine
 
 from ferryman.model.units import BLOCK
 from ferryman.server import kernels, moments, rules
 
 ROUNDS = 15
-CACHED_PARAMETERS = 1 << 17  # few enough to stay in the cache
-CACHE_ROUNDS = 200
+CACHED_PARAMETERS = 1 << 14  # few enough to stay in a core's own cache
+CACHED_UPDATES = 16  # in one call, which takes less time than an operating system lets a process run at a stretch
+CACHE_ROUNDS = 1000
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 # Gradient, weights and low half: 2 bytes each; they and two moments are read, and all but the gradient written.
@@ -56,20 +60,24 @@ extern "C" void triad(float* a, const float* b, const float* c, float s, long co
 """
 
 
-def ours(gradient: torch.Tensor, state: str, threads: int | None = None) -> Callable[[], object]:
+def ours(
+    gradient: torch.Tensor, state: str, updates: int = 1, threads: int | None = None, path: str | None = None
+) -> Callable[[], object]:
+    """A step of our kernel, which updates the same parameters `updates` times."""
     count, dtype = gradient.numel(), moments.FORMATS[state]
     weights, master = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.int16)
     states = [torch.zeros(count, dtype=dtype) for _ in rules.ADAM.states]
     scales = [torch.zeros(-(-count // BLOCK)) for _ in states] if state == "8bit" else []
+    part = kernels.PieceTarget(slice(0, count), weights, master, states, scales, 0)
+    table = kernels.Table(rules.ADAM, [part] * updates, gradient)
     steps = 0
 
     def step() -> None:
         nonlocal steps
         steps += 1
         _, *numbers = rules.ADAM.numbers({**OPTIONS, "decoupled_weight_decay": True}, steps)
-        keys = moments.noise_keys(steps)
-        piece = kernels.Piece(gradient, weights, master, states, (1.0, *numbers), scales, 0, keys)
-        kernels.update(rules.ADAM, [piece], threads=threads)
+        pieces = table.pieces(gradient, (1.0, *numbers), moments.noise_keys(steps))
+        kernels.update(rules.ADAM, pieces, threads=threads, path=path)
 
     return step
 
@@ -118,40 +126,72 @@ def compiled_triad() -> Callable[..., None]:
     return triad
 
 
+def seconds_of(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """How long each of the functions takes in each round. All run in turn; the first round does not count."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(1 + rounds):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            taken[name].append(time.perf_counter() - start)
+    return {name: seconds[1:] for name, seconds in taken.items()}
+
+
+def ratio(slow: list[float], fast: list[float]) -> float:
+    """How many times as fast the second is: the median over rounds."""
+    return statistics.median(one / other for one, other in zip(slow, fast, strict=True))
+
+
+def others() -> dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]]:
+    found = {"torch, fused": lambda masters: torch.optim.AdamW(masters, fused=True, **OPTIONS)}
+    for package, named in {"deepspeed": "DeepSpeed", "bitsandbytes": "bitsandbytes 8bit"}.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"{named}: not compared, because the package {package} is not installed")
+        elif package == "deepspeed":
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            found[named] = lambda masters: DeepSpeedCPUAdam(masters, **OPTIONS)
+        else:
+            from bitsandbytes.optim import AdamW8bit
+
+            found[named] = lambda masters: AdamW8bit(masters, **OPTIONS)
+    return found
+
+
 def main() -> None:
     count = int(sys.argv[1] if len(sys.argv) > 1 else 100) * 1_000_000
     torch.set_num_threads(kernels.default_threads())
     print(machine())
     print(f"{count / 1e6:.0f} M parameters, {kernels.default_threads()} threads, path {kernels.paths()[0]}")
     gradient = torch.randn(count).to(torch.bfloat16)
-    others = {"torch, fused": lambda masters: torch.optim.AdamW(masters, fused=True, **OPTIONS)}
-    if importlib.util.find_spec("deepspeed"):
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        others["DeepSpeed"] = lambda masters: DeepSpeedCPUAdam(masters, **OPTIONS)
     mine = {state: ours(gradient, state) for state in moments.FORMATS}
+    theirs = {name: with_casts(gradient, way) for name, way in others().items()}
     memory = triads(count)
-    taken = medians({**mine, **{name: with_casts(gradient, way) for name, way in others.items()}, **memory}, ROUNDS)
+    rounds = seconds_of({**mine, **theirs, **memory}, ROUNDS)
+    taken = {name: statistics.median(seconds) for name, seconds in rounds.items()}
     rates = {name: count * BYTES.get(name, TRIAD_BYTES) / taken[name] for name in [*mine, *memory]}
     best = max(memory, key=rates.__getitem__)
     for name, seconds in taken.items():
-        line = f"{name:16} {seconds * 1e3:7.1f} ms {count / seconds / 1e6:6.0f} M/s"
+        line = f"{name:17} {seconds * 1e3:7.1f} ms {count / seconds / 1e6:6.0f} M/s"
         if name in rates:
             line += f" {rates[name] / 1e9:5.1f} GB/s"
         if name in MIN_SPEEDUP_OVER_FP32:
-            line += f"   {taken['fp32'] / seconds:.2f} x as fast as fp32 (wanted: {MIN_SPEEDUP_OVER_FP32[name]})"
-        if name in others:
-            ratios = (f"{state} {seconds / taken[state]:.2f} (wanted: {MIN_SPEEDUP[state]})" for state in mine)
+            faster = ratio(rounds["fp32"], rounds[name])
+            line += f"   {faster:.2f} x as fast as fp32 (wanted: {MIN_SPEEDUP_OVER_FP32[name]})"
+        if name in theirs:
+            ratios = (
+                f"{state} {ratio(rounds[name], rounds[state]):.2f} (wanted: {MIN_SPEEDUP[state]})" for state in mine
+            )
             line += f"   times as fast: {', '.join(ratios)}"
         if name == best:
             line += f"   fp32 has {rates['fp32'] / rates[name]:.2f} of its rate (wanted: {MIN_SHARE_OF_TRIAD})"
         print(line)
-    small = gradient[:CACHED_PARAMETERS]
-    _, processor = medians_of({state: ours(small, state, threads=1) for state in mine}, CACHE_ROUNDS)
-    print(
-        "in cache, one thread:",
-        ", ".join(f"{name} {CACHED_PARAMETERS / used / 1e6:.0f} M/s" for name, used in processor.items()),
-    )
+    small = gradient[:CACHED_PARAMETERS].clone()
+    for path in kernels.paths()[:-1]:
+        ways = {state: ours(small, state, CACHED_UPDATES, 1, path) for state in mine}
+        least = {state: min(seconds) for state, seconds in seconds_of(ways, CACHE_ROUNDS).items()}
+        cached = (f"{state} {CACHED_UPDATES * CACHED_PARAMETERS / used / 1e6:.0f} M/s" for state, used in least.items())
+        print(f"in cache, one thread, {path}: {', '.join(cached)}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 // work on all of these types. `split` takes two registers, because AVX2 packs two as cheaply as one.
 // No #include here: see Note [One source, several instruction sets].
 //
-// Functions that end in `_mixed` fill a pair of registers with neighbouring elements in another order, which
-// `lanes_mixed` returns. In that order no element crosses to the other half of a register, so AVX2 needs half as many
-// instructions to unpack and pack narrow numbers.
+// Functions that end in `_mixed` fill a pair of registers with neighbouring elements in another order: those with even
+// indices, then those with odd ones. So numbers of 16 bits are unpacked and packed by shifts and masks, which every
+// processor executes on several ports, and no element moves to another lane.
 
 #if defined(FERRYMAN_AVX512)
 
@@ -56,31 +56,53 @@ static inline void split(Bfloat16* high, int16_t* low, Floats floats, Floats nex
 }
 
 typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t HalfWords __attribute__((vector_size(64)));
 struct Pair {
   Floats a, b;
 };
-struct WordPair {
-  Words a, b;
-};
-static inline WordPair lanes_mixed() {
-  const Words first = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return {first, first + 16u};
-}
+static inline Words lanes() { return Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 static inline Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-static inline WordPair load_bytes(const uint8_t* from) {
-  const __m128i *at = reinterpret_cast<const __m128i*>(from);
-  return {reinterpret_cast<Words>(_mm512_cvtepu8_epi32(_mm_loadu_si128(at))),
-          reinterpret_cast<Words>(_mm512_cvtepu8_epi32(_mm_loadu_si128(at + 1)))};
+static inline float largest(Floats floats) { return _mm512_reduce_max_ps(floats); }
+// The lower half of each word, and the upper half of another.
+static inline Words blend(Words lower, Words upper) {
+  return reinterpret_cast<Words>(_mm512_mask_blend_epi16(0xaaaaaaaa, reinterpret_cast<__m512i>(lower),
+                                                         reinterpret_cast<__m512i>(upper)));
 }
-static inline void store_bytes(uint8_t* to, Words words, Words next) {
-  __m128i* const at = reinterpret_cast<__m128i*>(to);
-  _mm_storeu_si128(at, _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(words)));
-  _mm_storeu_si128(at + 1, _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(next)));
+// Packs the lower halves of words with even and odd indices, or the upper ones, in one instruction.
+static inline HalfWords halves(Words even, Words odd, int upper) {
+  __m512i order = _mm512_setr_epi32(0x200000, 0x220002, 0x240004, 0x260006, 0x280008, 0x2a000a, 0x2c000c, 0x2e000e,
+                                    0x300010, 0x320012, 0x340014, 0x360016, 0x380018, 0x3a001a, 0x3c001c, 0x3e001e);
+  order = _mm512_add_epi16(order, _mm512_set1_epi16(static_cast<short>(upper)));
+  return reinterpret_cast<HalfWords>(
+      _mm512_permutex2var_epi16(reinterpret_cast<__m512i>(even), order, reinterpret_cast<__m512i>(odd)));
 }
-static inline void store_high_mixed(Bfloat16* to, Words words, Words next) {
-  const __m512i top = reinterpret_cast<__m512i>(words >> 16), next_top = reinterpret_cast<__m512i>(next >> 16);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(top));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 16), _mm512_cvtepi32_epi16(next_top));
+static inline HalfWords high_half_words(Words even, Words odd) { return halves(even, odd, 1); }
+static inline HalfWords low_half_words(Words even, Words odd) { return halves(even, odd, 0); }
+// The even and the odd ones of two registers, and the opposite.
+static inline Pair mix(Floats a, Floats b) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  return {_mm512_permutex2var_ps(a, even, b),
+          _mm512_permutex2var_ps(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b)};
+}
+static inline Pair unmix(Pair x) {
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  return {_mm512_permutex2var_ps(x.a, first, x.b),
+          _mm512_permutex2var_ps(x.a, _mm512_add_epi32(first, _mm512_set1_epi32(8)), x.b)};
+}
+static inline HalfWords load_bytes(const uint8_t* from) {
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return reinterpret_cast<HalfWords>(_mm512_cvtepu8_epi16(bytes));
+}
+static inline void store_bytes(uint8_t* to, HalfWords values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(reinterpret_cast<__m512i>(values)));
+}
+static inline HalfWords above(HalfWords values, uint16_t least) {
+  const __m512i below = _mm512_set1_epi16(static_cast<short>(least));
+  return reinterpret_cast<HalfWords>(_mm512_subs_epu16(reinterpret_cast<__m512i>(values), below));
+}
+static inline HalfWords round_up(HalfWords high, HalfWords low) {
+  const __m512i bits = reinterpret_cast<__m512i>(high), carry = reinterpret_cast<__m512i>(low >> 15);
+  return reinterpret_cast<HalfWords>(_mm512_max_epu16(bits, _mm512_adds_epi16(bits, carry)));
 }
 
 #elif defined(FERRYMAN_AVX2)
@@ -134,49 +156,53 @@ static inline void split(Bfloat16* high, int16_t* low, Floats floats, Floats nex
 }
 
 typedef uint32_t Words __attribute__((vector_size(32)));
+typedef uint16_t HalfWords __attribute__((vector_size(32)));
 struct Pair {
   Floats a, b;
 };
-struct WordPair {
-  Words a, b;
-};
-static inline WordPair lanes_mixed() { return {Words{0, 1, 2, 3, 8, 9, 10, 11}, Words{4, 5, 6, 7, 12, 13, 14, 15}}; }
+static inline Words lanes() { return Words{0, 1, 2, 3, 4, 5, 6, 7}; }
 static inline Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
-static inline __m256i load_half_words(const void* from) {
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+static inline float largest(Floats floats) {
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(floats), _mm256_extractf128_ps(floats, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
-// Joins the higher and lower halves of sixteen floats.
-static inline Pair unpack(__m256i high, __m256i low) {
-  return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(low, high)), _mm256_castsi256_ps(_mm256_unpackhi_epi16(low, high))};
+// The lower half of each word, and the upper half of another.
+static inline Words blend(Words lower, Words upper) {
+  return reinterpret_cast<Words>(
+      _mm256_blend_epi16(reinterpret_cast<__m256i>(lower), reinterpret_cast<__m256i>(upper), 0xaa));
 }
-static inline __m256i high_half_words(__m256i words, __m256i next) {
-  return _mm256_packus_epi32(_mm256_srli_epi32(words, 16), _mm256_srli_epi32(next, 16));
+static inline HalfWords high_half_words(Words even, Words odd) {
+  return reinterpret_cast<HalfWords>(blend(even >> 16, odd));
 }
-static inline Pair mix(Floats a, Floats b) {  // is its own inverse
-  return {_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)};
+static inline HalfWords low_half_words(Words even, Words odd) {
+  return reinterpret_cast<HalfWords>(blend(even, odd << 16));
 }
-static inline Pair load_mixed(const Bfloat16* from) { return unpack(load_half_words(from), _mm256_setzero_si256()); }
-static inline Pair load_mixed(const float* from) { return mix(load(from), load(from + 8)); }
-static inline Pair load_mixed(const Float16* from) { return mix(load(from), load(from + 8)); }
-template <class Number>
-static inline void store_mixed(Number* to, Pair x) {
-  const Pair ordered = mix(x.a, x.b);
-  store(to, ordered.a);
-  store(to + 8, ordered.b);
+// The even and the odd ones of two registers, and the opposite.
+static inline Floats middle_swapped(Floats floats) {
+  return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(floats), 0xd8));
 }
-static inline Pair join_mixed(const Bfloat16* high, const int16_t* low) {
-  const __m256i rest = load_half_words(low);
-  return unpack(_mm256_add_epi16(load_half_words(high), _mm256_srai_epi16(rest, 15)), rest);
+static inline Pair mix(Floats a, Floats b) {
+  return {middle_swapped(_mm256_shuffle_ps(a, b, 0x88)), middle_swapped(_mm256_shuffle_ps(a, b, 0xdd))};
 }
-static inline void split_mixed(Bfloat16* high, int16_t* low, Pair x) {
-  const __m256i a = _mm256_castps_si256(x.a), b = _mm256_castps_si256(x.b), none = _mm256_setzero_si256();
-  const __m256i rest = _mm256_packus_epi32(_mm256_blend_epi16(a, none, 0xaa), _mm256_blend_epi16(b, none, 0xaa));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), round_up(high_half_words(a, b), rest));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), rest);
+static inline Pair unmix(Pair x) {
+  const Floats low = _mm256_unpacklo_ps(x.a, x.b), high = _mm256_unpackhi_ps(x.a, x.b);
+  return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
 }
-static inline void store_high_mixed(Bfloat16* to, Words words, Words next) {
-  const __m256i high = high_half_words(reinterpret_cast<__m256i>(words), reinterpret_cast<__m256i>(next));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), high);
+static inline HalfWords load_bytes(const uint8_t* from) {
+  return reinterpret_cast<HalfWords>(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+static inline void store_bytes(uint8_t* to, HalfWords values) {
+  const __m256i bits = reinterpret_cast<__m256i>(values);
+  const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+}
+static inline HalfWords above(HalfWords values, uint16_t least) {
+  const __m256i below = _mm256_set1_epi16(static_cast<short>(least));
+  return reinterpret_cast<HalfWords>(_mm256_subs_epu16(reinterpret_cast<__m256i>(values), below));
+}
+static inline HalfWords round_up(HalfWords high, HalfWords low) {
+  return reinterpret_cast<HalfWords>(round_up(reinterpret_cast<__m256i>(high), reinterpret_cast<__m256i>(low)));
 }
 
 #else
@@ -184,10 +210,11 @@ static inline void store_high_mixed(Bfloat16* to, Words words, Words next) {
 typedef float Floats __attribute__((vector_size(16)));
 typedef double Doubles __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(16)));
-typedef uint16_t HalfWords __attribute__((vector_size(8)));
+typedef uint16_t HalfWords __attribute__((vector_size(16)));
+typedef uint16_t FewHalfWords __attribute__((vector_size(8)));
 
 static inline Words load_words(const void* from) {
-  HalfWords bits;
+  FewHalfWords bits;
   memcpy(&bits, from, sizeof bits);
   return __builtin_convertvector(bits, Words);
 }
@@ -227,7 +254,7 @@ static inline Floats sign(Floats floats) {
 }
 static inline void store(float* to, Floats floats) { memcpy(to, &floats, sizeof floats); }
 static inline void store_half_words(void* to, Words words) {
-  const HalfWords bits = __builtin_convertvector(words & 0xffffu, HalfWords);
+  const FewHalfWords bits = __builtin_convertvector(words & 0xffffu, FewHalfWords);
   memcpy(to, &bits, sizeof bits);
 }
 static inline void store(Float16* to, Floats floats) {
@@ -259,48 +286,84 @@ static inline void split(Bfloat16* high, int16_t* low, Floats floats, Floats nex
   split(high, low, floats);
   split(high + 4, low + 4, next);
 }
-typedef uint8_t Bytes __attribute__((vector_size(4)));
+typedef uint8_t Bytes __attribute__((vector_size(8)));
 struct Pair {
   Floats a, b;
 };
-struct WordPair {
-  Words a, b;
-};
-static inline WordPair lanes_mixed() { return {Words{0, 1, 2, 3}, Words{4, 5, 6, 7}}; }
+static inline Words lanes() { return Words{0, 1, 2, 3}; }
 static inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
-static inline WordPair load_bytes(const uint8_t* from) {
-  Bytes bytes, next;
+static inline float largest(Floats floats) {
+  float most = floats[0];
+  for (int i = 1; i < 4; ++i) most = floats[i] > most ? floats[i] : most;
+  return most;
+}
+// The lower half of each word, and the upper half of another.
+static inline Words blend(Words lower, Words upper) { return (lower & 0xffffu) | (upper & 0xffff0000u); }
+static inline HalfWords high_half_words(Words even, Words odd) {
+  return reinterpret_cast<HalfWords>(even >> 16 | (odd & 0xffff0000u));
+}
+static inline HalfWords low_half_words(Words even, Words odd) {
+  return reinterpret_cast<HalfWords>((even & 0xffffu) | odd << 16);
+}
+// The even and the odd ones of two registers, and the opposite.
+static inline Pair mix(Floats a, Floats b) { return {Floats{a[0], a[2], b[0], b[2]}, Floats{a[1], a[3], b[1], b[3]}}; }
+static inline Pair unmix(Pair x) {
+  return {Floats{x.a[0], x.b[0], x.a[1], x.b[1]}, Floats{x.a[2], x.b[2], x.a[3], x.b[3]}};
+}
+static inline HalfWords load_bytes(const uint8_t* from) {
+  Bytes bytes;
   memcpy(&bytes, from, sizeof bytes);
-  memcpy(&next, from + sizeof bytes, sizeof next);
-  return {__builtin_convertvector(bytes, Words), __builtin_convertvector(next, Words)};
+  return __builtin_convertvector(bytes, HalfWords);
 }
-static inline void store_bytes(uint8_t* to, Words words, Words next) {
-  const Bytes bytes = __builtin_convertvector(words, Bytes), next_bytes = __builtin_convertvector(next, Bytes);
+static inline void store_bytes(uint8_t* to, HalfWords values) {
+  const Bytes bytes = __builtin_convertvector(values, Bytes);
   memcpy(to, &bytes, sizeof bytes);
-  memcpy(to + sizeof bytes, &next_bytes, sizeof next_bytes);
 }
-static inline void store_high_mixed(Bfloat16* to, Words words, Words next) {
-  store_half_words(to, words >> 16);
-  store_half_words(to + 4, next >> 16);
+static inline HalfWords above(HalfWords values, uint16_t least) { return (values > least ? values : least) - least; }
+static inline HalfWords round_up(HalfWords high, HalfWords low) {
+  const HalfWords may_carry = reinterpret_cast<HalfWords>((high & 0x7fff) != 0x7fff);  // otherwise a NaN
+  return high + ((low >> 15) & may_carry);
 }
 
 #endif
 
 constexpr int kWidth = sizeof(Floats) / sizeof(float);
 
-#if !defined(FERRYMAN_AVX2)  // AVX2 has its own versions above
-
-static inline Pair load_mixed(const float* from) { return {load(from), load(from + kWidth)}; }
-static inline Pair load_mixed(const Bfloat16* from) { return {load(from), load(from + kWidth)}; }
-static inline Pair load_mixed(const Float16* from) { return {load(from), load(from + kWidth)}; }
+static inline Words load_pairs(const void* from) {
+  Words words;
+  memcpy(&words, from, sizeof words);
+  return words;
+}
+static inline Floats floats_of(Words words) { return reinterpret_cast<Floats>(words); }
+static inline Words words_of(Floats floats) { return reinterpret_cast<Words>(floats); }
+static inline HalfWords half_words_of(Words words) { return reinterpret_cast<HalfWords>(words); }
+// Floats whose lower halves are zero, from their upper halves.
+static inline Pair from_high(HalfWords high) {
+  const Words words = reinterpret_cast<Words>(high);
+  return {floats_of(words << 16), floats_of(words & 0xffff0000u)};
+}
+static inline Pair load_mixed(const float* from) { return mix(load(from), load(from + kWidth)); }
+static inline Pair load_mixed(const Float16* from) { return mix(load(from), load(from + kWidth)); }
+static inline Pair load_mixed(const Bfloat16* from) { return from_high(half_words_of(load_pairs(from))); }
 template <class Number>
 static inline void store_mixed(Number* to, Pair x) {
-  store(to, x.a);
-  store(to + kWidth, x.b);
+  const Pair in_order = unmix(x);
+  store(to, in_order.a);
+  store(to + kWidth, in_order.b);
+}
+static inline void store_high_mixed(Bfloat16* to, Words even, Words odd) {
+  const HalfWords high = high_half_words(even, odd);
+  memcpy(to, &high, sizeof high);
 }
 static inline Pair join_mixed(const Bfloat16* high, const int16_t* low) {
-  return {join(high, low), join(high + kWidth, low + kWidth)};
+  const Words rest = load_pairs(low);
+  // The lower half is signed: it has been carried into the upper one if it is negative.
+  const Words top = reinterpret_cast<Words>(half_words_of(load_pairs(high)) - (half_words_of(rest) >> 15));
+  return {floats_of(blend(rest, top << 16)), floats_of(blend(rest >> 16, top))};
 }
-static inline void split_mixed(Bfloat16* high, int16_t* low, Pair x) { split(high, low, x.a, x.b); }
-
-#endif
+static inline void split_mixed(Bfloat16* high, int16_t* low, Pair x) {
+  const Words even = words_of(x.a), odd = words_of(x.b);
+  const HalfWords rest = low_half_words(even, odd), top = round_up(high_half_words(even, odd), rest);
+  memcpy(high, &top, sizeof top);
+  memcpy(low, &rest, sizeof rest);
+}

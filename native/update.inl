@@ -94,19 +94,30 @@ struct AdamRule {
   }
 };
 
+// Rules for states that are rounded have a fourth argument: the root of the state kRoot, which is what eight bits
+// keep of it. They multiply the gradient by its factor themselves, and expect states that have been multiplied by `keep`,
+// because decoding multiplies states anyway.
+
 // Adam and AdamW for moments that are rounded: fewer operations, since the result cannot equal torch's bitwise anyway.
+// What is the same for all elements is multiplied beforehand.
 struct ShortAdamRule {
-  static constexpr int kStates = 2, kRoot = 1;  // kRoot: the state whose root is kept, if any
-  Pair decay, coupled, beta1, beta1_rest, beta2, beta2_rest, step_size, epsilon;
+  static constexpr int kStates = 2, kRoot = 1;
+  float keep[2];
+  Pair factor, decay, coupled, beta1_rest, beta2_rest, step_size, epsilon;
   bool couples;
   explicit ShortAdamRule(const float* h)
-      : decay(each(h[1])), coupled(each(h[2])), beta1(each(1.0f - h[3])), beta1_rest(each(h[3])), beta2(each(h[4])),
-        beta2_rest(each(h[5])), step_size(each(h[6] * h[7])), epsilon(each(h[8] * h[7])), couples(h[2] != 0.0f) {}
+      : keep{1.0f - h[3], h[4]}, factor(each(h[0])), decay(each(h[1])), coupled(each(h[2])),
+        step_size(each(h[6] * h[7])), epsilon(each(h[8] * h[7])), couples(h[2] != 0.0f) {
+    const float given = couples ? 1.0f : h[0];
+    beta1_rest = each(h[3] * given);
+    beta2_rest = each(__builtin_sqrtf(h[5]) * given);
+  }
   inline void operator()(Pair& weight, Pair gradient, Pair* state, Pair& root) const {
     weight = weight * decay;
-    if (couples) gradient = multiply_add(weight, coupled, gradient);
-    state[0] = multiply_add(beta1_rest, gradient, state[0] * beta1);
-    state[1] = multiply_add(beta2_rest * gradient, gradient, state[1] * beta2);
+    if (couples) gradient = multiply_add(weight, coupled, gradient * factor);
+    state[0] = multiply_add(beta1_rest, gradient, state[0]);
+    const Pair part = beta2_rest * gradient;
+    state[1] = multiply_add(part, part, state[1]);
     root = square_root(state[1]);
     weight = weight + (step_size * state[0]) / (root + epsilon);
   }
@@ -115,15 +126,22 @@ struct ShortAdamRule {
 // With momentum; `fresh` if there is none yet.
 struct MomentumRule {
   static constexpr int kStates = 1, kRoot = -1;
-  Pair coupled, momentum, undamped, step_size;
+  float keep[1];
+  Pair factor, coupled, momentum, undamped, step_size;
   bool couples, nesterov, fresh;
   explicit MomentumRule(const float* h)
-      : coupled(each(h[2])), momentum(each(h[3])), undamped(each(h[4])), step_size(each(h[6])), couples(h[2] != 0.0f),
-        nesterov(h[5] != 0.0f), fresh(h[7] != 0.0f) {}
-  inline void operator()(Pair& weight, Pair gradient, Pair* state, Pair&) const { (*this)(weight, gradient, state); }
+      : keep{h[3]}, factor(each(h[0])), coupled(each(h[2])), momentum(each(h[3])), undamped(each(h[4])),
+        step_size(each(h[6])), couples(h[2] != 0.0f), nesterov(h[5] != 0.0f), fresh(h[7] != 0.0f) {}
+  inline void operator()(Pair& weight, Pair gradient, Pair* state, Pair&) const {
+    after_decay(weight, gradient * factor, state);
+  }
   inline void operator()(Pair& weight, Pair gradient, Pair* state) const {
+    state[0] = state[0] * momentum;
+    after_decay(weight, gradient, state);
+  }
+  inline void after_decay(Pair& weight, Pair gradient, Pair* state) const {
     if (couples) gradient = multiply_add(weight, coupled, gradient);
-    state[0] = fresh ? gradient : multiply_add(gradient, undamped, state[0] * momentum);
+    state[0] = fresh ? gradient : multiply_add(gradient, undamped, state[0]);
     const Pair direction = nesterov ? multiply_add(state[0], momentum, gradient) : state[0];
     weight = multiply_add(direction, step_size, weight);
   }
@@ -142,11 +160,14 @@ struct DescentRule {
 
 struct LionRule {
   static constexpr int kStates = 1, kRoot = -1;
-  Pair decay, beta1, beta1_rest, beta2, beta2_rest, step_size;
+  static constexpr float keep[1] = {1};  // it decays in two ways
+  Pair factor, decay, beta1, beta1_rest, beta2, beta2_rest, step_size;
   explicit LionRule(const float* h)
-      : decay(each(h[1])), beta1(each(h[2])), beta1_rest(each(h[3])), beta2(each(h[4])), beta2_rest(each(h[5])),
-        step_size(each(h[6])) {}
-  inline void operator()(Pair& weight, Pair gradient, Pair* state, Pair&) const { (*this)(weight, gradient, state); }
+      : factor(each(h[0])), decay(each(h[1])), beta1(each(h[2])), beta1_rest(each(h[3])), beta2(each(h[4])),
+        beta2_rest(each(h[5])), step_size(each(h[6])) {}
+  inline void operator()(Pair& weight, Pair gradient, Pair* state, Pair&) const {
+    (*this)(weight, gradient * factor, state);
+  }
   inline void operator()(Pair& weight, Pair gradient, Pair* state) const {
     const Pair direction = sign(multiply_add(gradient, beta1_rest, state[0] * beta1));
     weight = multiply_add(direction, step_size, weight * decay);
@@ -264,10 +285,8 @@ struct Noise {
   Words a, b;
   uint32_t key;
   Noise(const Piece& piece) : key(piece.numbers->keys[1]) {
-    const WordPair lanes = lanes_mixed();
-    const uint32_t start = static_cast<uint32_t>(piece.index);
-    a = (lanes.a + start) * 0x9e3779b1u + piece.numbers->keys[0];
-    b = (lanes.b + start) * 0x9e3779b1u + piece.numbers->keys[0];
+    a = (2 * lanes() + static_cast<uint32_t>(piece.index)) * 0x9e3779b1u + piece.numbers->keys[0];
+    b = a + 0x9e3779b1u;
   }
   inline void advance() {
     a += kPair * 0x9e3779b1u;
@@ -283,12 +302,12 @@ struct Noise {
 static inline Words rounded(Floats values, Words noise) { return reinterpret_cast<Words>(values) + noise; }
 
 template <class Rule, class Number, class Form>
-static inline void update_noisy_pair(const Rule& rule, Pair factor, const Stretch<Rule, Number, Form, Bfloat16>& at,
+static inline void update_noisy_pair(const Rule& rule, const Stretch<Rule, Number, Form, Bfloat16>& at,
                                      const Noise& noise) {
   Pair state[2], root;
-  for (int i = 0; i < Rule::kStates; ++i) state[i] = load_mixed(at.states[i]);
+  for (int i = 0; i < Rule::kStates; ++i) state[i] = load_mixed(at.states[i]) * each(rule.keep[i]);
   Pair weight = Form::read_mixed(at.weights, at.master);
-  rule(weight, load_mixed(at.gradient) * factor, state, root);
+  rule(weight, load_mixed(at.gradient), state, root);
   const Words a = noise.mixed(noise.a), b = noise.mixed(noise.b);
   store_high_mixed(at.states[0], rounded(state[0].a, a & 0xffffu), rounded(state[0].b, b & 0xffffu));
   if (Rule::kStates > 1) store_high_mixed(at.states[1], rounded(state[1].a, a >> 16), rounded(state[1].b, b >> 16));
@@ -298,21 +317,20 @@ static inline void update_noisy_pair(const Rule& rule, Pair factor, const Stretc
 template <class Rule, class Number, class Form>
 __attribute__((flatten)) static void update_noisy(const Piece& piece) {
   const Rule rule(piece.numbers->hyper);
-  const Pair factor = each(piece.numbers->hyper[0]);
   const Stretch<Rule, Number, Form, Bfloat16> at(piece);
   Noise noise(piece);
   int64_t done = 0;
   for (; done + kLine <= piece.count; done += kLine) {
     at.from(done + kAhead).prefetch();
     for (int i = 0; i < kLine; i += kPair) {
-      update_noisy_pair(rule, factor, at.from(done + i), noise);
+      update_noisy_pair(rule, at.from(done + i), noise);
       noise.advance();
     }
   }
   for (; done < piece.count; done += kPair) {
     const int64_t left = piece.count - done < kPair ? piece.count - done : kPair;
     Rest<Rule, Number, Form, Bfloat16, kPair> rest(at.from(done), left);
-    update_noisy_pair(rule, factor, rest.here, noise);
+    update_noisy_pair(rule, rest.here, noise);
     rest.give(at.from(done), left);
     noise.advance();
   }
@@ -339,12 +357,12 @@ struct Pending {
 };
 
 template <bool kHasBefore, class Rule, class Number, class Form>
-static inline void update_block(const Rule& rule, Pair factor, const Stretch<Rule, Number, Form, uint8_t>& at,
-                                float* const* scales, Pending<Rule>& now, const Pending<Rule>& before) {
+static inline void update_block(const Rule& rule, const Stretch<Rule, Number, Form, uint8_t>& at, float* const* scales,
+                                Pending<Rule>& now, const Pending<Rule>& before) {
   Pair most[Rule::kStates], scale[Rule::kStates];
   for (int i = 0; i < Rule::kStates; ++i) {
     most[i] = each(0);
-    scale[i] = each(*scales[i]);
+    scale[i] = each((i == Rule::kRoot ? __builtin_sqrtf(rule.keep[i]) : rule.keep[i]) * *scales[i]);
     now.codes[i] = at.states[i];
   }
   for (int n = 0; n < Pending<Rule>::kPairs; ++n) {
@@ -356,7 +374,7 @@ static inline void update_block(const Rule& rule, Pair factor, const Stretch<Rul
       if (i == Rule::kRoot) state[i] = state[i] * state[i];
     }
     Pair weight = Form::read_mixed(here.weights, here.master);
-    rule(weight, load_mixed(here.gradient) * factor, state, root);
+    rule(weight, load_mixed(here.gradient), state, root);
     if (kHasBefore) before.encode(n);
     Form::write_mixed(here.weights, here.master, weight);
     for (int i = 0; i < Rule::kStates; ++i) {
@@ -377,7 +395,6 @@ static inline void update_block(const Rule& rule, Pair factor, const Stretch<Rul
 template <class Rule, class Number, class Form>
 __attribute__((flatten)) static void update_coded(const Piece& piece) {
   const Rule rule(piece.numbers->hyper);
-  const Pair factor = each(piece.numbers->hyper[0]);
   const Stretch<Rule, Number, Form, uint8_t> at(piece);
   float* scales[2] = {piece.first_scales, piece.second_scales};
   Pending<Rule> pending[2];
@@ -385,16 +402,16 @@ __attribute__((flatten)) static void update_coded(const Piece& piece) {
   int turn = 0;
   for (; done + kBlock <= piece.count; done += kBlock, turn ^= 1) {
     if (done > 0)
-      update_block<true>(rule, factor, at.from(done), scales, pending[turn], pending[turn ^ 1]);
+      update_block<true>(rule, at.from(done), scales, pending[turn], pending[turn ^ 1]);
     else
-      update_block<false>(rule, factor, at, scales, pending[turn], pending[turn ^ 1]);
+      update_block<false>(rule, at, scales, pending[turn], pending[turn ^ 1]);
     for (int i = 0; i < Rule::kStates; ++i) ++scales[i];
   }
   if (done > 0)
     for (int n = 0; n < Pending<Rule>::kPairs; ++n) pending[turn ^ 1].encode(n);
   if (const int64_t left = piece.count - done) {
     Rest<Rule, Number, Form, uint8_t, kBlock> rest(at.from(done), left);
-    update_block<false>(rule, factor, rest.here, scales, pending[0], pending[1]);
+    update_block<false>(rule, rest.here, scales, pending[0], pending[1]);
     for (int n = 0; n < Pending<Rule>::kPairs; ++n) pending[0].encode(n);
     rest.give(at.from(done), left);
   }

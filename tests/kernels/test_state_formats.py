@@ -129,6 +129,23 @@ def test_neither_threads_nor_cuts_make_a_difference(kept, name, path):
                 assert torch.equal(as_bytes(one), as_bytes(other))
 
 
+@pytest.mark.parametrize("form", DTYPES, ids=["weights32", "weightsb16", "weights16"])
+@every_case
+@every_format
+def test_instruction_sets_with_fused_multiply_adds_give_the_same_bits(kept, name, form):
+    """Registers of other widths hold other elements side by side."""
+    count, results = 3 * BLOCK + 77, []
+    for path in COMPILED:
+        if path == "baseline":  # rounds a product before it adds
+            continue
+        mine = Kept(CASES[name], kept, count, form)
+        for step in (1, 2, 3):
+            mine.update(gradients(count, torch.bfloat16, seed=step), step, path)
+        results.append(mine)
+    for mine in results[1:]:
+        assert all(map(torch.equal, map(as_bytes, mine.arrays), map(as_bytes, results[0].arrays)))
+
+
 @every_format
 def test_scratch_of_any_length_gives_the_same(kept):
     count, results = 9 * BLOCK + 5, []
