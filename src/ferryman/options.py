@@ -5,6 +5,7 @@ To add a setting, add a field to `PlainOptions` (values that can be typed on a c
 - `Engine(...)`: keyword arguments, their types, their checks and the documentation (`takes_options`, `describe`);
 - `ferryman train` and `ferryman plan`: command-line options (`cli/engine_flags.py`);
 - `FerrymanTrainer(engine={...})`: which names it accepts (`integrations/arguments.py`);
+- `docs/api.md`: the list of settings (`python docs/make_api.py` writes it, and a test compares it);
 - several ranks: what they compare when they make an engine (`EngineOptions.compared`).
 """
 
