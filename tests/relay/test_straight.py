@@ -138,3 +138,34 @@ def test_weights_that_the_user_edits_are_fetched_before_they_are_used(accelerato
                 for one in (model, plain):
                     for parameter in one.parameters():
                         parameter.mul_(1.25)
+
+
+def test_units_that_share_gradient_slots_are_flushed_when_their_gradients_are_there(accelerator):
+    """With one micro-batch. Blocks that are called in turn, twice each, take each other's slots."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(128, 128) for _ in range(8))
+
+        def forward(self, x):
+            for block in [*self.blocks, *self.blocks]:
+                x = x + torch.tanh(block(x))
+            return x
+
+    torch.manual_seed(0)
+    model, batch = Twice(), torch.randn(4, 128)
+    plain = copy.deepcopy(model)
+
+    def loss(model, x):
+        return model(x).square().mean()
+
+    loss(plain, batch).backward()
+    options = {"memory": 1_300_000, "held": True, "recompute": "never"}
+    with Engine(model, device=accelerator, loss=loss, **options) as engine:
+        assert engine.plan.gradient_slots < len(engine.units)
+        for _ in range(3):
+            engine.zero_grad()
+            engine.forward_backward(batch, 1)
+            for name, parameter in plain.named_parameters():
+                torch.testing.assert_close(engine.gradient(name), parameter.grad)

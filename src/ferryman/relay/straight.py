@@ -60,6 +60,8 @@ class Straight:
             step.visit = None
             for item, tensor in host.buffers.leave():
                 self._edited.setdefault(unit, {})[id(item)] = item, tensor
+            if stay.visit.has_gradient_slot and not host.gradients.has_one_for_each:
+                host.gradients.leave(unit, host.compute.here())  # another unit may need the slot, and flush this one
         if stay.visit.has_gradient_slot:
             self._went_backward = unit
         return result
