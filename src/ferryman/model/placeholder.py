@@ -57,6 +57,8 @@ class Placeholder(torch.Tensor):
             )
         if function in GRADIENT_ACCESS and args[0]._may_have_gradient():
             raise gradient_is_elsewhere(args[0]._name)
+        if function in _REGISTER_HOOKS:
+            raise hooked_in_step(args[0]._name)
         return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -78,12 +80,22 @@ class Placeholder(torch.Tensor):
 _gradient: Any = torch.Tensor.grad
 GRADIENT_ACCESS = (_gradient.__get__, _gradient.__set__, _gradient.__delete__)
 
+_REGISTER_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+
+
+def hooked_in_step(name: str) -> ValueError:
+    return ValueError(
+        f"{name!r} gets a hook on its gradient (register_hook, register_post_accumulate_grad_hook) while the model or "
+        "the loss runs. The engine runs parts of them more than once, and the hook would be there each time. Call "
+        "register_hook between steps: the engine then runs the hook as plain PyTorch does"
+    )
+
 
 def gradient_is_elsewhere(name: str) -> ValueError:
     return ValueError(
-        f"the gradient of {name!r} is read or cleared while the model or the loss runs (model.zero_grad() does so), "
-        "after a backward has added to it: a backward inside the loss, or that of an earlier micro-batch. The engine "
-        "accumulates gradients elsewhere, so `.grad` does not have them yet. Instead of backward() and zero_grad() in "
-        "a loss, use torch.autograd.grad(value, inputs), which does not change `.grad`; read or clear gradients after "
+        f"the gradient of {name!r} is read or cleared while the model or the loss runs (model.zero_grad() does so). "
+        "The engine accumulates gradients elsewhere, so `.grad` does not have what earlier backwards have added to it: "
+        "a backward inside the loss, or that of an earlier micro-batch. Instead of backward() and zero_grad() in a "
+        "loss, use torch.autograd.grad(value, inputs), which does not change `.grad`; read or clear gradients after "
         "engine.forward_backward()"
     )

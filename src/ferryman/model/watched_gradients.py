@@ -1,4 +1,4 @@
-"""Refuses uses of residents' gradients by the user's code in a step.
+"""Refuses uses of parameters' gradients, and of hooks on them, by the user's code in a step.
 
 Residents are real tensors on the device, and the engine takes their gradients away as soon as a backward has computed
 them. So a loss that clears a gradient (`model.norm.weight.grad = None`) would clear nothing. And autograd's graph does
@@ -6,13 +6,17 @@ not contain what happens inside a unit, so `torch.autograd.grad` would return No
 or an incomplete gradient.
 
 While residents are watched, they have a class whose `__torch_function__` refuses both, as placeholders do for all other
-parameters. Watching slows down every use of a resident, so the relay watches only where it must.
+parameters. In trials, so have a unit's own parameters, while the unit's code runs. Watching slows down every use of a
+parameter, so the relay watches only where it must.
+
+Hooks that the user's code registers on parameters during a step would be there once for each run of the code. On the
+device's parameters they are refused. On the host's they are allowed, and trials remove theirs.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,3 +79,33 @@ def take_gradient(
     with torch._C.DisableTorchFunctionSubclass():
         gradient, parameter.grad = parameter.grad, None
         return gradient, original._backward_hooks
+
+
+@contextlib.contextmanager
+def hooks_unchanged(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Context in which hooks may be registered on these parameters, or removed. On exit, that is undone."""
+    before = [(parameter, dict(parameter._backward_hooks or {})) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, hooks in before:
+            now: dict[int, Any] = parameter._backward_hooks or {}
+            if now.keys() != hooks.keys():
+                now.clear()
+                now.update(hooks)
+
+
+def is_hooked(parameter: torch.Tensor) -> bool:
+    """Whether the user's code has registered a hook on the device's parameter, next to the engine's own hook."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
+
+
+def drop_hooks(parameter: torch.Tensor) -> None:
+    """Drops the hooks that the user's code has registered on the device's parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if parameter._backward_hooks:
+            parameter._backward_hooks.clear()
+        hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
+        for number in list(hooks)[1:]:
+            del hooks[number]

@@ -38,7 +38,7 @@ from ferryman.exactness.variables import Array, Elements, Variable
 from ferryman.model.units import Forward, Unit
 from ferryman.relay.call_driver import CallDriver
 from ferryman.relay.call_node import CallNode, Handle, SavedInputs
-from ferryman.relay.hooked_inputs import are_hooked, drop_hooks, move_hooks
+from ferryman.relay.hooked_inputs import HookedInputError, are_hooked, drop_hooks, move_hooks
 from ferryman.relay.hooked_outputs import HookedOutputs
 from ferryman.relay.kept_graph import DROPPING, DroppedError, KeptGraph, refuses_hooks
 from ferryman.relay.micro_batch import Direction, MicroBatch
@@ -215,8 +215,12 @@ class Call:
             hooks = DROPPING if drops_graph else saving or contextlib.nullcontext()
             with torch.set_grad_enabled(has_graph), self._modes.on(), hooks:
                 run = self._first = self._execute(inputs, relay.bound(self.unit, adopt=True))
+            if has_graph and not needs_graph and are_hooked(leaves):
+                raise HookedInputError
         except RuntimeError as error:
-            if isinstance(error, DroppedError) or (not has_graph and str(error).startswith(_NEEDS_GRAPH)):
+            # Only a graph of this call can be had by running the unit again. Another's may have been dropped, too.
+            dropped = drops_graph and isinstance(error, DroppedError)
+            if dropped or isinstance(error, HookedInputError) or (not has_graph and _needs_graph(error)):
                 relay.graph_needed.add(self.unit)
             elif not (str(error).startswith(_EDITS_LEAF) or refuses_hooks(error)):
                 raise
@@ -466,6 +470,10 @@ def _without_modes(compute: Callable[[], T]) -> Callable[[], T]:
             return compute()
 
     return run
+
+
+def _needs_graph(error: RuntimeError) -> bool:
+    return str(error).startswith(_NEEDS_GRAPH)
 
 
 def put_all(variables: Sequence[Variable], values: Sequence[Any]) -> None:

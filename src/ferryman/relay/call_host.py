@@ -15,8 +15,9 @@ from torch import nn
 from ferryman.exactness.buffers import Buffers
 from ferryman.exactness.escapes import Escapes
 from ferryman.exactness.user_state import UserState
+from ferryman.model.placeholder import hooked_in_step
 from ferryman.model.units import Item, Unit
-from ferryman.model.watched_gradients import take_gradient
+from ferryman.model.watched_gradients import drop_hooks, is_hooked, take_gradient, watching_gradients
 from ferryman.plan.keep import HOST_RESERVE
 from ferryman.plan.plan import Plan
 from ferryman.relay.bound_model import BoundModel
@@ -47,7 +48,7 @@ class CallHost:
         self.checksums = Checksums(device)
         self.escapes = Escapes()
         self.autocast_devices = sorted({"cpu", device.type})
-        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self.anchor = torch.zeros((), device=device, requires_grad=True, dtype=torch.float32)
         self.graph_needed: set[Unit] = set()
         self.without_graph: set[Unit] = set()
         self.computes_in_own_threads = False  # for code that keeps state per thread where no survey finds it
@@ -133,7 +134,8 @@ class CallHost:
         assign to buffers into the device's tensors for these buffers."""
         visit = self.step.visit
         assert visit is not None, "a unit's code runs only during a visit to the unit"
-        return _Bound(visit, self.buffers if adopt else None)
+        bound = _Bound(visit, self.buffers if adopt else None)
+        return bound if self.step.takes_effect else _watched(bound, visit)
 
     @property
     def _is_checked(self) -> bool:
@@ -203,6 +205,9 @@ class CallHost:
         """Runs the user's hooks on the gradient that one call has made, and adds the result to the gradient slot."""
         step = self._step
         assert step is not None, "gradients are computed in a step"
+        if is_hooked(parameter):
+            self._drop_hooks()
+            raise hooked_in_step(item.name)
         batch, gradient, hooks = step.running, *take_gradient(parameter, item.tensor)
         assert gradient is not None, "autograd calls this after it has set the gradient"
         assert batch is not None
@@ -242,6 +247,14 @@ class CallHost:
         yield from (tensor for tensor in tensors if isinstance(tensor, nn.Parameter))
         yield self.anchor
 
+    def trained_parameters(self) -> Iterator[torch.Tensor]:
+        """The host's parameters that are trained."""
+        return (item.tensor for unit in (*self.inside, self._residents) for item in unit.trained)
+
+    def _drop_hooks(self) -> None:
+        for parameter in itertools.chain(self.weights.all_tensors(), self._model.all_tensors()):
+            drop_hooks(parameter)
+
     def _sample_memory(self) -> None:
         if self.lanes.trace is not None:
             self.lanes.trace.sample_memory()
@@ -265,6 +278,14 @@ class _Bound:
         finally:
             self._visit.runs_code = False
             self._visit.outside.bind()
+
+
+@contextlib.contextmanager
+def _watched(bound: _Bound, visit: Visit) -> Iterator[None]:
+    """See `CallHost.bound`: in trials, the unit's code may not look at gradients either."""
+    names = {tensor: (item.name, None) for item, tensor in visit.tensors if item.trains}
+    with bound, watching_gradients(names, lambda: True):
+        yield
 
 
 def _host_has_room() -> bool:

@@ -33,7 +33,7 @@ class SavedInputs:
             self._open_calls.close(self._unit)
 
 
-_BLANK = torch.empty(0, device="cpu")
+_BLANK = torch.empty(0, device="cpu", dtype=torch.float32)
 
 
 def _unpack(_: SavedInputs) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Checksums:
         return self._numbers is not None
 
     def begin(self, *, on: bool) -> None:
-        self._numbers = torch.zeros(_ROOM, device=self._device) if on else None
+        self._numbers = torch.zeros(_ROOM, device=self._device, dtype=torch.float32) if on else None
         if self._calls:
             self._every = -(-3 * self._calls // _ROOM)
         self._used = self._calls = 0

@@ -36,7 +36,9 @@ class Sums(NamedTuple):
     narrow_views: Mapping[Item, torch.Tensor]
 
 
-_NO_SUMS = Sums(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), {}, {})
+_NO_SUMS = Sums(
+    torch.empty(0, dtype=torch.uint8, device="cpu"), torch.empty(0, dtype=torch.uint8, device="cpu"), {}, {}
+)
 
 
 @dataclass(eq=False)

@@ -11,6 +11,10 @@ from collections.abc import Sequence
 import torch
 
 
+class HookedInputError(RuntimeError):
+    """The unit's code has hooks on an input that is a leaf. The unit runs again, with inputs that are not leaves."""
+
+
 def are_hooked(inner: Sequence[torch.Tensor]) -> bool:
     return any(tensor._backward_hooks or tensor.retains_grad for tensor in inner)
 
@@ -33,7 +37,7 @@ def drop_hooks(unit: str, inner: Sequence[torch.Tensor], *, moved: bool) -> None
             if not moved:
                 raise ValueError(
                     f"the unit {unit!r} registers a hook (Tensor.register_hook) on one of its inputs, which it did not "
-                    "in the engine's trial run. The hook would see only the gradient that comes from the unit: "
+                    "in its first run. The hook would see only the gradient that comes from the unit: "
                     "register it where the tensor is made"
                 )
             hooks.clear()

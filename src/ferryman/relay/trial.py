@@ -11,6 +11,7 @@ import torch
 from ferryman.exactness.escapes import Escapes
 from ferryman.exactness.survey import Survey
 from ferryman.model.units import Item
+from ferryman.model.watched_gradients import hooks_unchanged
 from ferryman.plan.keep import NOTHING, Keep
 from ferryman.relay.asked_gradients import AskedGradients
 from ferryman.relay.micro_batch import MicroBatch
@@ -114,7 +115,7 @@ def _undone(relay: Relay, *, check: bool) -> Iterator[None]:
     checksums.begin(on=True)  # even if they are not read: a trial that measures memory must count theirs
     buffers = relay.buffers.learning() if check else relay.buffers.ignoring()
     try:
-        with relay.gradients.discarding(), buffers:
+        with relay.gradients.discarding(), buffers, hooks_unchanged(relay.trained_parameters()):
             yield
             lanes.wait()
     finally:
