@@ -377,7 +377,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 prepared = self._prepare(batch, micro_batches)
                 relay, server = self._parts.relay, self._parts.server
                 with self._running(prepared.choice, for_update=for_update) as interrupts:
-                    scale, total = server.scale.value, torch.zeros((), device=self.device)
+                    scale, total = server.scale.value, torch.zeros((), device=self.device, dtype=torch.float32)
                     if prepared.parts:
                         total = relay.run(self._preparation.new_step(prepared, interrupts, for_update=for_update))
                         self._preparation.first_steps.end()

@@ -242,3 +242,109 @@ def test_workspaces_do_not_grow_with_the_number_of_micro_batches(virtual):
             engine.step(batch, micro_batches=micro_batches)
             peaks[micro_batches] = torch.accelerator.max_memory_allocated(virtual)
     assert peaks[64] < peaks[2] + nbytes
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def default_device(device):
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def precision_of_products(precision):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class Looking(Block):
+    """Records what the user has set, and makes a tensor by these settings."""
+
+    def forward(self, x):
+        made = torch.ones(())
+        SETTINGS.add(
+            (
+                made.device,
+                made.dtype,
+                torch.are_deterministic_algorithms_enabled(),
+                torch.get_float32_matmul_precision(),
+            )
+        )
+        return super().forward(x) * made.to(x)
+
+
+SETTINGS = set()
+
+
+class LookingModel(Model):
+    block = Looking
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before the engine", "in steps"])
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        (torch.device, "cpu"),
+        (torch.device, "accelerator"),
+        (default_device, "accelerator"),
+        (default_dtype, torch.float64),
+        (deterministic, None),
+        (precision_of_products, "medium"),
+    ],
+)
+def test_what_the_caller_has_set_holds_in_units_and_disturbs_nothing(setting, value, early, device):
+    if value == "accelerator":
+        if device.type == "cpu":
+            pytest.skip("the CPU is the default device")
+        value = torch.device(device.type, torch.accelerator.device_count() - 1)  # not the engine's
+    batch, model = next(iter(batches(1))), made(LookingModel, None)
+    with setting(*[value] * (value is not None)):
+        SETTINGS.clear()
+        model.blocks[0](torch.zeros(1, WIDTH, device="cpu", dtype=torch.float32))
+        (outside,) = SETTINGS
+    found = []
+    for is_set in (False, True):
+        model = made(LookingModel, None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with contextlib.ExitStack() as stack:
+            inside = (lambda: setting(*[value] * (value is not None))) if is_set else contextlib.nullcontext
+            if early:
+                stack.enter_context(inside())
+            with Engine(model, optimizer, device=device, loss=loss) as engine:
+                if not early:
+                    stack.enter_context(inside())
+                for _ in range(2):
+                    SETTINGS.clear()
+                    engine.step(batch, micro_batches=3)
+                engine.forward_backward(batch, micro_batches=2)
+                engine.update()
+                engine.evaluate(batch)
+                if is_set:
+                    assert {outside} == SETTINGS
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

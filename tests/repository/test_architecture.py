@@ -88,3 +88,33 @@ def test_no_two_public_classes_share_a_name():
     trees = [ast.parse(path.read_text()) for path in ROOT.rglob("*.py")]
     classes = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     assert sorted({name for name in classes if classes.count(name) > 1 and not name.startswith("_")}) == []
+
+
+FACTORIES = {
+    "arange",
+    "as_tensor",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+}
+OF_ANY_TYPE = {"arange", "as_tensor", "randint", "tensor"}  # their values decide
+
+
+def test_tensors_are_made_where_and_as_the_code_says():
+    """The user may have set a default device and a default dtype, which the engine's own tensors must not follow."""
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch."):
+                kind, given = ast.unparse(node.func).removeprefix("torch."), {word.arg for word in node.keywords}
+                needed = {"device"} if kind in OF_ANY_TYPE else {"device", "dtype"}
+                if kind in FACTORIES and not needed <= given:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
+    assert not found

@@ -191,7 +191,7 @@ class Checkpoint:
             item, view = self._names[name], self._contents.optimizer_view
             state, rule = self._contents.store.state(self._units[item]), None if view is None else view.rule(item)
             assert rule is not None, "torch's own optimizers have no format"
-            values = torch.zeros(state.part(item).stop - state.part(item).start)
+            values = torch.zeros(state.part(item).stop - state.part(item).start, dtype=torch.float32, device="cpu")
             for state_key in some:
                 codes = tensor_file.read_tensor(*self._state[str(state_key)])
                 is_coded = codes.dtype == torch.uint8
@@ -367,7 +367,7 @@ def _copy_common(values: torch.Tensor, start: int, into: torch.Tensor, place: sl
 
 
 def _new(entry: Entry) -> torch.Tensor:
-    return torch.empty(entry.shape, dtype=entry.dtype)
+    return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
 
 
 def _on_meta(entry: Entry) -> torch.Tensor:

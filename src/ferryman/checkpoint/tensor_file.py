@@ -155,7 +155,7 @@ def read(
 
 def read_tensor(path: Path, entry: Entry) -> torch.Tensor:
     """Reads one tensor of a file."""
-    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     with path.open("rb", buffering=0) as file:
         move_all(file, os.preadv, [as_bytes(tensor)], entry.start)
     return tensor

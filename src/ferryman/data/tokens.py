@@ -49,7 +49,7 @@ class Tokens:
             self._check(part, piece, start - first)
             pieces.append(piece)
             start, index = end, index + 1
-        return torch.from_numpy(np.concatenate(pieces)) if pieces else torch.empty(0, dtype=torch.int64)
+        return torch.from_numpy(np.concatenate(pieces)) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def _check_samples(self, part: TokenFile) -> None:
         """Checks samples all over the file, which detects a wrong dtype or tokenizer at once."""

@@ -141,7 +141,7 @@ class Ranks:
             return [what]
         message = torch.frombuffer(bytearray(json.dumps([doing, what]).encode()), dtype=torch.uint8)
         lengths = [int(length) for (length,) in self.all_gather([len(message)])]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         padded[: len(message)] = message
         gathered = [torch.empty_like(padded) for _ in lengths]
         self._do(lambda: dist.all_gather(gathered, padded, group=self.main, async_op=True))
@@ -159,7 +159,7 @@ class Ranks:
         """Gathers a few numbers from every rank, faster than `all_gather_object`."""
         if self.alone:
             return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.float64)
+        mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         said = [torch.empty_like(mine) for _ in range(self.size)]
         self._do(lambda: dist.all_gather(said, mine, group=self.main, async_op=True))
         return [one.tolist() for one in said]
@@ -275,7 +275,11 @@ class Ranks:
 
     def barrier(self) -> None:
         """A barrier of the weights' group."""
-        self._do(lambda: dist.all_reduce(torch.zeros(1), group=self.weights, async_op=True))
+        self._do(
+            lambda: dist.all_reduce(
+                torch.zeros(1, dtype=torch.float32, device="cpu"), group=self.weights, async_op=True
+            )
+        )
 
     def elsewhere(self, owner: int) -> list[int]:
         """The first ranks of nodes that do not share the owner's memory."""

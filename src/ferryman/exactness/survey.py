@@ -327,7 +327,7 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 @functools.cache
 def _optimizer_attributes() -> frozenset[str]:
     """Not a constant: the first optimizer of a process imports torch._dynamo, which takes seconds."""
-    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=0.1)))
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:

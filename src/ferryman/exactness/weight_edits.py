@@ -40,7 +40,7 @@ class WeightEdits:
 
     def _sum_bytes(self) -> torch.Tensor:
         sums = [sum_bytes(tensor.detach()).to(torch.int64) for _, tensor in self._weights]
-        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
+        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device="cpu")
 
     def _refuse(self, item: Item) -> None:
         for (_, tensor), values in zip(self._weights, self._copies, strict=False):

@@ -282,7 +282,7 @@ class _Driver:
         self.checksums = Checksums(_META)
         self.randomness = Randomness(_CPU)
         self.autocast_devices = ["cpu"]
-        self.anchor = torch.zeros((), device=_META, requires_grad=True)
+        self.anchor = torch.zeros((), device=_META, requires_grad=True, dtype=torch.float32)
         self.graph_needed: set[Unit] = set()
         self.without_graph = set(units)  # the result of a repeated call has no graph: see Note [Repeated blocks]
         self.computes_in_own_threads = False

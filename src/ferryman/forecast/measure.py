@@ -33,7 +33,7 @@ def host_updates(threads: int | None = None, state: str = "fp32") -> float:
 
 def triad() -> float:
     """Bytes per second of a = b + s * c on the host: the memory bandwidth of simple arithmetic."""
-    a, b, c = (torch.ones(_TRIAD_ELEMENTS) for _ in range(3))
+    a, b, c = (torch.ones(_TRIAD_ELEMENTS, dtype=torch.float32, device="cpu") for _ in range(3))
     return 3 * a.nbytes / _fastest(lambda: torch.add(b, c, alpha=0.5, out=a))
 
 
@@ -80,8 +80,8 @@ def loopback() -> float:
     for thread in threads:
         thread.join()
     sent, into = (
-        torch.ones(_MESSAGE_BYTES, dtype=torch.uint8),
-        [torch.empty(_MESSAGE_BYTES, dtype=torch.uint8) for _ in range(2)],
+        torch.ones(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu"),
+        [torch.empty(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)],
     )
     options = dist.GatherOptions()
     options.rootRank = 0

@@ -89,7 +89,7 @@ class _TokenLosses(torch.autograd.Function):
         adjustments: tuple[Adjustment, ...],
     ) -> torch.Tensor:
         # The running maximum of each token's logits, and the sum of exponentials relative to it.
-        highest = torch.full(target.shape, -torch.inf, device=hidden.device)
+        highest = torch.full(target.shape, -torch.inf, device=hidden.device, dtype=torch.float32)
         total, of_target = torch.zeros_like(highest), torch.zeros_like(highest)
         for rows in _chunks(weight):
             logits = _adjusted(functional.linear(hidden, weight[rows], _rows_of(bias, rows)), adjustments).float()
@@ -108,7 +108,7 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, target, log_total = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        of_hidden = torch.zeros(hidden.shape, device=hidden.device) if needs_hidden else None
+        of_hidden = torch.zeros(hidden.shape, device=hidden.device, dtype=torch.float32) if needs_hidden else None
         of_weight = torch.empty_like(weight) if needs_weight else None
         of_bias = torch.empty_like(bias) if needs_bias else None
         factor = gradient.unsqueeze(1)

@@ -72,6 +72,6 @@ def _share_elements(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Whether two tensors with overlapping extents share elements. Columns of a matrix, for example, do not."""
     if one.dtype != two.dtype or (one.is_contiguous() and two.is_contiguous()):
         return True
-    touched = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool)
+    touched = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool, device="cpu")
     touched.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(touched.as_strided(two.shape, two.stride(), two.storage_offset()).any())

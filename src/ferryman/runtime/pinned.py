@@ -74,7 +74,7 @@ class PinnedMemory:
 def _map(nbytes: int) -> tuple[mmap.mmap | None, torch.Tensor]:
     """A private mapping and its bytes, which keep the mapping alive."""
     if nbytes == 0:
-        return None, torch.empty(0, dtype=torch.uint8)
+        return None, torch.empty(0, dtype=torch.uint8, device="cpu")
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Zeros touch the pages now: first-touch page faults cost three times as much as later accesses.
     return mapping, torch.frombuffer(mapping, dtype=torch.uint8).zero_()
@@ -121,7 +121,7 @@ def _register(memory: torch.Tensor, device: torch.device) -> None:
     except RuntimeError:
         # The runtime would report the error at the next kernel launch, so a launch here clears it.
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=device)
+            torch.ones(1, device=device, dtype=torch.float32)
         raise
 
 

@@ -63,9 +63,20 @@ def host_update(rule: Rule, count: int, threads: int | None, dtype: torch.dtype 
 
     `dtype`: the format of the state; in eight bits there are whole blocks.
     """
-    states = [torch.zeros(count, dtype=dtype) for _ in rule.states]
-    scales = [torch.zeros(count // BLOCK) for _ in rule.states] if dtype == torch.uint8 else []
-    piece = Piece(torch.zeros(count), torch.zeros(count), None, states, TIMING_NUMBERS, scales)
+    states = [torch.zeros(count, dtype=dtype, device="cpu") for _ in rule.states]
+    scales = (
+        [torch.zeros(count // BLOCK, dtype=torch.float32, device="cpu") for _ in rule.states]
+        if dtype == torch.uint8
+        else []
+    )
+    piece = Piece(
+        torch.zeros(count, dtype=torch.float32, device="cpu"),
+        torch.zeros(count, dtype=torch.float32, device="cpu"),
+        None,
+        states,
+        TIMING_NUMBERS,
+        scales,
+    )
 
     def work() -> None:
         kernels.sum_of_squares(piece.gradient, threads=threads)

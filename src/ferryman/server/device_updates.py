@@ -83,7 +83,9 @@ class DeviceUpdates:
         self._own_berths: dict[Subgroup, Berth] = {}  # of subgroups whose state stays on the device
         self._latest_berth = 0
         self._scratch, self._sums_scratch = Scratch(0, device), Scratch(0, device)
-        self._sums = torch.empty(0, device=device)  # of the subgroup whose squares are summed, and one number more
+        self._sums = torch.empty(
+            0, device=device, dtype=torch.float32
+        )  # of the subgroup whose squares are summed, and one number more
         self._sums_memory: Allocation | None = None
         self._sums_on_host: dict[Subgroup, torch.Tensor] = {}
         self.gradient_berths: dict[Subgroup, Berth] = {}  # where gradients wait for the global norm
@@ -220,7 +222,7 @@ class DeviceUpdates:
         if self._sums_memory is not None:
             self._arena.give(self._sums_memory)
             self._sums_memory = None
-        self._sums = torch.empty(0, device=self._device)
+        self._sums = torch.empty(0, device=self._device, dtype=torch.float32)
         self._landing.close()
         self._scratch, self._sums_scratch = Scratch(0, self._device), Scratch(0, self._device)
         self._berths.clear()

@@ -180,7 +180,7 @@ class RankExchange(Exchange):
         self._exchanges: list[_UnitExchange] = []
         self._cuts: weakref.WeakKeyDictionary[Unit, list[int]] = weakref.WeakKeyDictionary()
         self._messages, self._sums = LandingBuffers(arena), LandingBuffers(arena)
-        self._gathered = torch.empty(0, dtype=torch.uint8)  # the messages of all ranks
+        self._gathered = torch.empty(0, dtype=torch.uint8, device="cpu")  # the messages of all ranks
 
     def begin(self, units: Sequence[Unit], *, left_for_user: bool) -> None:
         order = [*reversed(units[1:]), units[0]]
@@ -289,7 +289,7 @@ class RankExchange(Exchange):
         """Memory for a message from each rank; used by the gradients' lane alone."""
         each = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._gathered.numel() < self._ranks.size * each:
-            self._gathered = torch.empty(self._ranks.size * each, dtype=torch.uint8)
+            self._gathered = torch.empty(self._ranks.size * each, dtype=torch.uint8, device="cpu")
         return [self._gathered[rank * each : rank * each + nbytes] for rank in range(self._ranks.size)]
 
     def _submit(self, parcel: _Parcel, dtype: torch.dtype) -> Iterable[Arrival]:
@@ -301,7 +301,9 @@ class RankExchange(Exchange):
         found: list[Item] = []  # the tensors that have a gradient on some rank
 
         def exchange() -> None:
-            message[nbytes:].copy_(torch.tensor([item in parcel.items for item in trained], dtype=torch.uint8))
+            message[nbytes:].copy_(
+                torch.tensor([item in parcel.items for item in trained], dtype=torch.uint8, device="cpu")
+            )
             parts = None if total is None else self._messages_of_all(len(message))
             self._ranks.gather(message, owner, parts)
             if parts is not None and total is not None:

@@ -51,7 +51,7 @@ def draw(index: int, keys: tuple[int, int], into: torch.Tensor, spare: torch.Ten
     def mix(shift: int) -> None:
         into.bitwise_xor_(torch.bitwise_right_shift(into, shift, out=spare).bitwise_and_(_WORD >> shift))
 
-    torch.arange(into.numel(), out=into)
+    torch.arange(into.numel(), out=into, device=into.device)
     into.add_(_signed(index)).mul_(_signed(0x9E3779B1)).add_(_signed(keys[0]))
     mix(16)
     into.mul_(_signed(keys[1]))

@@ -196,9 +196,9 @@ class OptimizerView:
         """What torch's own optimizer keeps for a tensor of one element, in a group with these options."""
         kind: Any = type(self.optimizer)
         group = {**self.optimizer.param_groups[number], **options}
-        parameter = nn.Parameter(torch.zeros(1))
+        parameter = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
         optimizer = kind([parameter], **for_constructor(group, kind))
-        parameter.grad = torch.zeros(1)
+        parameter.grad = torch.zeros(1, dtype=torch.float32, device="cpu")
         optimizer.step()
         found: State = optimizer.state[parameter]
         return found

@@ -223,7 +223,7 @@ class UnitState:
                 shape, dtype = item.tensor.shape, STATE if in_place else item.tensor.dtype
                 states = [self.state_in_float32(item, rule, number) for number in range(len(rule.states))]
                 theirs = {name: state.view(shape).to(dtype) for name, state in zip(rule.states, states, strict=True)}
-                theirs["step"] = torch.tensor(float(steps))
+                theirs["step"] = torch.tensor(float(steps), device="cpu")
             if theirs:
                 self._optimizer_view.give_state(item.tensor, theirs)
 
@@ -480,7 +480,7 @@ class UnitState:
 
 def _apart(part: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor of its own: torch.save of a view would write all that it is a view of."""
-    return torch.from_numpy(part.numpy()) if part.numel() else torch.empty(0, dtype=part.dtype)
+    return torch.from_numpy(part.numpy()) if part.numel() else torch.empty(0, dtype=part.dtype, device="cpu")
 
 
 def put_weights(values: torch.Tensor, weights: torch.Tensor, start: int) -> None:
@@ -490,5 +490,5 @@ def put_weights(values: torch.Tensor, weights: torch.Tensor, start: int) -> None
     dtype = master_dtype(into.dtype)
     for begin in range(0, flat.numel(), _CHUNK):
         at = slice(begin, begin + _CHUNK)
-        master = None if dtype is None else torch.empty(into[at].numel(), dtype=dtype)
+        master = None if dtype is None else torch.empty(into[at].numel(), dtype=dtype, device="cpu")
         kernels.split(flat[at].to(torch.float32), into[at], master)

@@ -20,10 +20,10 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor | None, root: bool) -> tor
     """A state in float32: the same memory, if it is already."""
     if codes.dtype == STATE:
         return codes
-    values = torch.empty(codes.numel(), dtype=STATE)
+    values = torch.empty(codes.numel(), dtype=STATE, device="cpu")
     for start in range(0, codes.numel(), _CHUNK):
         at = slice(start, min(start + _CHUNK, codes.numel()))
-        whole = torch.empty(-(-(at.stop - at.start) // BLOCK) * BLOCK)
+        whole = torch.empty(-(-(at.stop - at.start) // BLOCK) * BLOCK, dtype=torch.float32, device="cpu")
         moments.read(codes[at], None if scales is None else scales[blocks_of(at)], root, whole, torch.empty_like(whole))
         values[at] = whole[: at.stop - at.start]
     return values
@@ -36,6 +36,6 @@ def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | Non
         return
     for start in range(0, codes.numel(), _CHUNK):
         at = slice(start, min(start + _CHUNK, codes.numel()))
-        whole = torch.zeros(-(-(at.stop - at.start) // BLOCK) * BLOCK)
+        whole = torch.zeros(-(-(at.stop - at.start) // BLOCK) * BLOCK, dtype=torch.float32, device="cpu")
         whole[: at.stop - at.start] = values[at]
         moments.write(whole, codes[at], scales[blocks_of(at)], root, torch.empty_like(whole))

@@ -227,7 +227,7 @@ class RamStore:
         if ranks.alone:
             return mine.view(item.tensor.shape)
         cuts, begin = bounds(unit, self._optimizer_view, ranks.share), unit.trained_offsets[item]
-        whole = torch.empty(item.tensor.numel())
+        whole = torch.empty(item.tensor.numel(), dtype=torch.float32, device="cpu")
         for owner in range(ranks.size):
             if (both := overlap(item, begin, cuts[owner], cuts[owner + 1] - cuts[owner])) is not None:
                 ranks.broadcast(whole[both[0]].copy_(mine) if owner == ranks.rank else whole[both[0]], owner)

@@ -154,7 +154,7 @@ def real_device(device: torch.device | str | None, place: int | None = None) -> 
         asked: torch.device = torch.device(device)
         if place is not None and str(asked) == asked.type and asked.type not in ("cpu", "meta"):  # without a number
             device = torch.device(asked.type, place % _count())
-        found = torch.empty(0, device=device).device
+        found = torch.empty(0, device=device, dtype=torch.float32).device
         if found.type == "meta":
             raise ValueError("nothing can be computed on meta; the model may be on meta, but the device must be real")
     except Exception as error:

@@ -209,11 +209,11 @@ class Preparation:
 
 def _draw_seed(generator: torch.Generator | None = None) -> int:
     """A seed for the random numbers of a step, by default from torch's own generator."""
-    return int(torch.randint(0, 2**62, (), generator=generator).item())
+    return int(torch.randint(0, 2**62, (), generator=generator, device="cpu").item())
 
 
 def _next_seed() -> int:
     """The seed that will be drawn next."""
-    copy = torch.Generator()
+    copy = torch.Generator("cpu")
     copy.set_state(torch.get_rng_state())
     return _draw_seed(copy)

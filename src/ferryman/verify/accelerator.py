@@ -50,7 +50,7 @@ class Accelerator:
         """Whether the device is so fast that small models would measure kernel launches only."""
         if self.is_host or self.is_simulated:
             return False
-        square = torch.ones(1024, 1024, device=self.device)
+        square = torch.ones(1024, 1024, device=self.device, dtype=torch.float32)
         for _ in range(3):  # the first loads libraries
             self.synchronize()
             begin = time.perf_counter()

@@ -35,7 +35,7 @@ class Delays:
         self._kernels = 0
         if not accelerator.is_host and not accelerator.is_simulated:
             # A slow kernel that occupies few threads, so that other kernels can run beside it.
-            self._rows = torch.ones(2**16, 32, device=accelerator.device)
+            self._rows = torch.ones(2**16, 32, device=accelerator.device, dtype=torch.float32)
             self._sums = torch.empty_like(self._rows)
             self._kernels = self._calibrate()
 

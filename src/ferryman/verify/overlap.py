@@ -115,7 +115,7 @@ class _BareLanes:
         for memory in (source, target):
             self._stack.callback(memory.close)
         there = [torch.zeros(self.nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._square = torch.ones((2048 if self._accelerator.is_fast else 256,) * 2, device=device)
+        self._square = torch.ones((2048 if self._accelerator.is_fast else 256,) * 2, device=device, dtype=torch.float32)
         self._product = torch.empty_like(self._square)
         self._accelerator.synchronize()
         self._lanes = self._stack.enter_context(Lanes(device))

@@ -72,9 +72,9 @@ def accumulate(
     step of the engine.
     """
     seed_all(seed)
-    first = int(torch.randint(0, 2**62, ()).item())
+    first = int(torch.randint(0, 2**62, (), device="cpu").item())
     python, numpy = random.getstate(), np.random.get_state()
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), device=device, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
         for number, part in enumerate(parts):
             seed_all(first + number)

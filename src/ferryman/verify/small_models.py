@@ -50,7 +50,7 @@ class Transformer(nn.Module):
     def __init__(self, blocks: int = 4, width: int = 64, *, tied: bool = True, length: int = 16) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.places = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.places = nn.Parameter(torch.randn(length, width, dtype=torch.float32, device="cpu") * 0.02)
         self.blocks = nn.ModuleList(Block(width, dropout=0.1) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
@@ -138,13 +138,17 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def batch(seed: int, samples: int = 4, length: int = 16) -> Batch:
-    ids = torch.randint(0, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(0, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(seed), device="cpu")
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def features(seed: int, samples: int = 4, length: int = 16, width: int = 64) -> Batch:
     """A batch for a `Stack`."""
-    return {"x": torch.randn(samples, length, width, generator=torch.Generator().manual_seed(seed))}
+    return {
+        "x": torch.randn(
+            samples, length, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu"
+        )
+    }
 
 
 def tied_names(model: nn.Module) -> set[str]:
