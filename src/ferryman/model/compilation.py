@@ -74,6 +74,10 @@ class Compilation:
                 for inside in module.modules():
                     self._ways[inside] = way
 
+    def reaches(self, modules: Iterable[nn.Module]) -> bool:
+        """Whether anything in these modules is compiled."""
+        return self._by_default is not None or any(inside in self._ways for top in modules for inside in top.modules())
+
     def forward(self, module: nn.Module) -> Forward:
         """The forward that a unit runs in place of the module's own."""
         way, inner = self._ways.get(module, self._by_default), _original(module)

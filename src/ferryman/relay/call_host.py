@@ -52,6 +52,7 @@ class CallHost:
         self.graph_needed: set[Unit] = set()
         self.without_graph: set[Unit] = set()
         self.computes_in_own_threads = False  # for code that keeps state per thread where no survey finds it
+        self.compiled: set[Unit] = set()  # with compiled code, for which tensors must keep their class
         self.inside: dict[Unit, list[nn.Module]] = {}  # the modules of each unit, in a fixed order
         self._residents = plan.residents
         kind = HeldWeights if plan.held else WeightSlots
@@ -135,7 +136,7 @@ class CallHost:
         visit = self.step.visit
         assert visit is not None, "a unit's code runs only during a visit to the unit"
         bound = _Bound(visit, self.buffers if adopt else None)
-        return bound if self.step.takes_effect else _watched(bound, visit)
+        return bound if self.step.takes_effect or unit in self.compiled else _watched(bound, visit)
 
     @property
     def _is_checked(self) -> bool:

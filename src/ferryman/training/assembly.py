@@ -328,6 +328,8 @@ class Assembly:
 
     def _take_over(self, units: Iterable[Unit]) -> None:
         for unit in units:
+            if self._compilation.reaches(unit.modules):
+                self.relay.compiled.add(unit)
             for module in unit.modules:
                 self._patch.replace(module, self.relay.intercept(unit, module, self._compilation.forward(module)))
 
