@@ -206,10 +206,10 @@ class CallHost:
         """Runs the user's hooks on the gradient that one call has made, and adds the result to the gradient slot."""
         step = self._step
         assert step is not None, "gradients are computed in a step"
+        batch, gradient, hooks = step.running, *take_gradient(parameter, item.tensor)
         if is_hooked(parameter):
             self._drop_hooks()
             raise hooked_in_step(item.name)
-        batch, gradient, hooks = step.running, *take_gradient(parameter, item.tensor)
         assert gradient is not None, "autograd calls this after it has set the gradient"
         assert batch is not None
         visit = step.visit
