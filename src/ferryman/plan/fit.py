@@ -379,7 +379,7 @@ class Fit:
             return False
         added = max(0, trial.reserved - needs.allocated(samples or 1).peak) if moves else 0
         # What is reserved differs a little from step to step, with what the allocator finds in its cache.
-        reserved = _padded(trial.reserved) if choice.keep else trial.reserved
+        reserved = _padded(trial.reserved)
         needs.checks.append(wanted._replace(reserved=reserved, added=added))
         if reserved > room:
             return False
