@@ -34,6 +34,7 @@ from ferryman.plan.fit import Choice, Trial
 from ferryman.plan.plan import Plan
 from ferryman.relay.driver import Relay
 from ferryman.relay.observer import Roots
+from ferryman.relay.step_state import LossRun
 from ferryman.runtime import host_memory
 from ferryman.runtime.caller import Caller
 from ferryman.runtime.device_memory import DeviceMemory
@@ -198,7 +199,7 @@ class Assembly:
 
     def try_out(
         self,
-        works: Sequence[Callable[[], torch.Tensor]],
+        loss_runs: Sequence[LossRun],
         room: int,
         roots: Roots,
         choice: Choice,
@@ -211,7 +212,7 @@ class Assembly:
         memory = memory_trial.Measured(self.memory, self._device, self.plan.fixed + lasting, room)
         try:
             with undisturbed(self._model, self.relay.randomness), self.step():
-                return memory_trial.measure(self.relay, works, memory, roots, self.plan.units, choice)
+                return memory_trial.measure(self.relay, loss_runs, memory, roots, self.plan.units, choice)
         except BaseException:
             self.lanes.drain()
             self.relay.recover()
@@ -298,7 +299,7 @@ class Assembly:
     def _serve_updates(self, plan: Plan) -> None:
         """Tells the server which units there are, and where their weights are on the device."""
         self.server.serve(plan.in_forward_order, self.relay.weights, plan.staging, held=plan.held)
-        self.memory.hold()  # waits for the device, too: other streams may still use memory that lanes now get
+        self.memory.measure_fixed()  # waits for the device, too: other streams may still use memory that lanes now get
 
     def _check_host(self, ranks: Ranks) -> None:
         """Checks that the host has enough memory. All ranks of a node check before the first one allocates."""

@@ -17,6 +17,7 @@ from ferryman.relay.call import Call
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.observer import Observer, Roots
+from ferryman.relay.step_state import LossRun
 from ferryman.relay.tensor_identity import bytes_of_storages
 from ferryman.relay.trial import run_trial
 from ferryman.runtime.device_memory import DeviceMemory
@@ -28,7 +29,7 @@ _TRIAL_SLACK = 1.1
 
 def measure(
     relay: Relay,
-    works: Sequence[Callable[[], torch.Tensor]],
+    loss_runs: Sequence[LossRun],
     measured: Measured,
     roots: Roots,
     units: Sequence[Unit],
@@ -42,17 +43,19 @@ def measure(
     known = relay.order
     if not relay.state.is_known:  # micro-batches that take turns must not see each other's variables
         discovery = _Discovery(relay, roots, units, _Memory(measured, roots))
-        run_trial(relay, works[:2], 0, discovery, stash_on_host=True, interleaved=False, forward_only=True, check=False)
+        run_trial(
+            relay, loss_runs[:2], 0, discovery, stash_on_host=True, interleaved=False, forward_only=True, check=False
+        )
         discovery.teach()
     for _ in range(2):  # the second run knows where the turn is, and keeps the graph there
         relay.host_stash.reset_peak()
         memory = _Memory(measured, roots)
         on_host, staying = choice.stash_on_host, choice.staying
-        run_trial(relay, works, 0, memory, stash_on_host=on_host, staying=staying, keep=choice.keep, check=False)
+        run_trial(relay, loss_runs, 0, memory, stash_on_host=on_host, staying=staying, keep=choice.keep, check=False)
         if relay.order == known:
             break
         known = relay.order
-    stash = relay.host_stash.peak // len(works)
+    stash = relay.host_stash.peak // len(loss_runs)
     return Trial(memory.stretches, stash, memory.boundary, memory.reserved, memory.costs())
 
 
