@@ -57,7 +57,7 @@ class Relay(CallHost):
             self._host_stash = HostStash(device, streams.compute, streams.stash_in, streams.stash_out)
         self.order: list[Unit] = []  # the visits of the last step
         self.calls = CallCounts(0, 0, None)  # of the last step
-        self._total: torch.Tensor | None = None  # the last step's loss, which may be being copied
+        self._total: torch.Tensor | None = None  # the last step's loss, which the copy for the caller may still read
         self._copied: Mark | None = None  # the end of that copy
         self.serve(plan)
 
@@ -237,14 +237,14 @@ class Relay(CallHost):
             self._model.fetch_ahead()
             self.weights.fetch_ahead(self.order, latest_first=False)
 
-    def ahead(self) -> list[Unit]:
+    def fetched_ahead(self) -> list[Unit]:
         """The units that were fetched ahead of the next step."""
-        return [*self._model.ahead(), *self.weights.ahead()]
+        return [*self._model.fetched_ahead(), *self.weights.fetched_ahead()]
 
-    def distrust_ahead(self) -> None:
+    def drop_ahead(self) -> None:
         """Between steps: drops what was fetched ahead, since the host's weights may have changed."""
-        self.weights.distrust_ahead()
-        self._model.distrust_ahead()
+        self.weights.drop_ahead()
+        self._model.drop_ahead()
 
     def recover(self) -> None:
         """Resets the slots after a failure, when all lanes are idle: marks of failed work are dropped."""

@@ -66,7 +66,7 @@ class Visit:
         self.runs_code = False  # the unit's weights are bound, for its forward or its backward
         self.has_gradient_slot = False
         self.sums: AutogradSums | None = None  # where gradients stay in their slot for the whole visit
-        self.host_has_room: bool | None = None  # for graphs that are kept; None: not looked at yet
+        self.host_has_room: bool | None = None  # for graphs that are kept; None: not checked yet
         self.is_last_backward = False  # no other call of the unit will add to its gradients
 
 
@@ -105,7 +105,7 @@ class StepState:
         self.skips_units = bool(expected.skipped)
         self.micro_batches: list[MicroBatch] = []
         self.running: MicroBatch | None = None
-        self._refusal = ""  # the error of a call in another thread, which the user's code may not pass on
+        self._refusal = ""  # the error of a call in another thread, which the user's code may catch
         self.losses: dict[int, torch.Tensor] = {}  # by micro-batch
         self.visited: list[Unit] = []  # the order of visits so far
         self.visit: Visit | None = None  # the current visit

@@ -1,4 +1,4 @@
-"""Trials: runs of micro-batches whose effects on host and device are undone. Only their findings remain."""
+"""Trials: runs of micro-batches whose effects on host and device are undone. Only what they have found remains."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 Note [Fetches ahead of a step]
 When all updates of a step have been submitted, the first units of the next step are fetched, each after its own update.
 So these fetches overlap with the updates of other units, and the next step does not begin with an idle device. They
-count only if nobody can have changed the host's weights since: every use of their values between steps is noticed
+are valid only if nobody can have changed the host's weights since: every use of their values between steps is detected
 (`model/reads.py`), edits of tensors are counted by their versions, and loading, new blocks, evaluations and failures
 drop what was fetched. The ranks of a node share the host's weights, so before a step they tell each other whether
 somebody has used them.
@@ -158,11 +158,11 @@ class WeightSlots:
             self._fetched(unit, slot, self._h2d.copy(pieces, after=after, label=f"fetch {unit.name}"))
             slot.ahead = versions_of(unit)
 
-    def ahead(self) -> list[Unit]:
+    def fetched_ahead(self) -> list[Unit]:
         """The units that were fetched ahead and have not been used."""
         return [slot.unit for slot in self._slots if slot.unit is not None and slot.ahead is not None]
 
-    def distrust_ahead(self) -> None:
+    def drop_ahead(self) -> None:
         """Drops units that were fetched ahead: somebody may have changed the host's weights since."""
         for slot in self._slots:
             if slot.ahead is not None:

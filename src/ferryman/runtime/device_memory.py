@@ -2,10 +2,10 @@
 
 Note [What counts]
 The budget bounds what the engine *reserves* (`segments.py`), and the rest of the process may reserve what it likes. The
-allocator does not know whose memory is whose, so the engine counts: what was reserved when it was made belongs to
+allocator does not record who has reserved what, so the engine counts: what was reserved when it was made belongs to
 others, and so does what is reserved between its calls. If there is less reserved than after its last call, someone has
-emptied the cache or freed tensors of their own. The engine then assumes that it was its own cache, as far as it had one
-beside the memory that it always has, so that others never lose any of what they had. Libraries keep a workspace for
+emptied the cache or freed tensors. The engine then assumes that this was its own cache, as far as it had one beside the
+memory that it always has, so it never counts memory of others as its own. Libraries keep a workspace for
 each pair of thread and stream that has computed a matrix product. Those that a trial leaves belong to the engine, too.
 
 Note [The cap]

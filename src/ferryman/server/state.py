@@ -479,7 +479,7 @@ class UnitState:
 
 
 def _apart(part: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor of its own: torch.save of a view would write all that it is a view of."""
+    """The same memory as a tensor with a storage of its own: torch.save of a view would write the whole storage."""
     return torch.from_numpy(part.numpy()) if part.numel() else torch.empty(0, dtype=part.dtype, device="cpu")
 
 

@@ -24,7 +24,7 @@ from ferryman.model.compilation import Compilation, compiled_around, uncompiled
 from ferryman.model.loss import Loss
 from ferryman.model.members import in_own_memory
 from ferryman.model.patching import ModelPatch
-from ferryman.model.precision import Scale
+from ferryman.model.precision import LossScale
 from ferryman.model.reads import Reads
 from ferryman.model.unit_discovery import hint, rename
 from ferryman.model.units import Unit
@@ -60,7 +60,7 @@ class Assembly:
         optimizer_view: OptimizerView | None,
         blocks: Blocks,
         options: EngineOptions,
-        scale: Scale,
+        scale: LossScale,
         ranks: Ranks,
         caller: Caller,
         memory: DeviceMemory,
@@ -134,14 +134,14 @@ class Assembly:
     def watch_reads(self) -> None:
         """From now on, reads of trained weights wait for pending updates, and uses of weights are noticed."""
         updated = [] if self._optimizer_view is None else [item for unit in self.all_units for item in unit.trained]
-        ahead = [item for unit in self.relay.ahead() for item in unit.items if not (updated and item.trains)]
+        ahead = [item for unit in self.relay.fetched_ahead() for item in unit.items if not (updated and item.trains)]
         self.reads.begin([item.tensor for item in updated], [item.tensor for item in ahead])
 
     def end_reads(self) -> None:
         """From now on, the engine uses the weights, and not the user."""
         self.reads.end()
         if self.reads.were_used:
-            self.relay.distrust_ahead()
+            self.relay.drop_ahead()
 
     def serve(self, plan: Plan) -> None:
         """Switches to another plan, after the model's blocks or the policy of updates have changed."""

@@ -213,7 +213,7 @@ def _reason(error: Exception) -> str:
     return f"the loss of two samples raised {type(error).__name__}: {first}"
 
 
-_MIN_DIFFERENCE = 2  # smaller differences between samples mean nothing
+_MIN_DIFFERENCE = 2  # smaller differences between samples are ignored
 
 
 class _Number(NamedTuple):

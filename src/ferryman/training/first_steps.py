@@ -76,7 +76,7 @@ class FirstSteps:
             self._checked = {kind: knowledge.replace(replaced) for kind, knowledge in self._checked.items()}
 
     def _make_survey(self) -> Survey:
-        # What is known to be edited is remembered, so that the step can be undone and made again.
+        # Contents of what is known to be edited are copied, so that the step can be undone and run again.
         edited = {id(v.owner) for knowledge in self._checked.values() for v in knowledge.variables.values()}
         return self.roots.survey(thorough=False, edited=edited)
 

@@ -23,7 +23,7 @@ from ferryman.relay.trial import run_trial
 from ferryman.runtime.device_memory import DeviceMemory
 from ferryman.training.discovery import Discovery
 
-# A trial may exceed its room by this factor, to find out how much is needed if that is only a little more.
+# A trial may exceed its room by this factor: if only a little more is needed, it finds out how much.
 _TRIAL_SLACK = 1.1
 
 
@@ -38,7 +38,7 @@ def measure(
     """Runs a step without effects, and returns the device memory that it needed. `choice`: the place of the stash and
     of boundaries, and the calls that keep their graphs.
 
-    Raises a TooLargeError as soon as it reserves more than the room that there is.
+    Raises a TooLargeError as soon as the step reserves clearly more than the room.
     """
     known = relay.order
     if not relay.state.is_known:  # micro-batches that take turns must not see each other's variables
@@ -84,8 +84,8 @@ class _Discovery(Discovery):
 
 
 class _Memory(Observer):
-    """Records what each stretch has allocated at most, in addition to the memory that was in use before, and what was
-    reserved in all, in addition to the memory that the engine always has."""
+    """Records the peak of allocated memory in each stretch, above what was in use before the trial, and the peak of
+    reserved memory, above what the engine always has."""
 
     def __init__(self, measured: Measured, roots: Roots) -> None:
         super().__init__(roots)

@@ -104,7 +104,7 @@ class Preparation:
         mine = status_of(self._ranks, parts, _draw_seed(), optimizer, reduction, first=first, used=used)
         statuses = exchange_status(self._ranks, mine)
         if any(status.used for status in statuses):
-            self._assembly.relay.distrust_ahead()
+            self._assembly.relay.drop_ahead()
         before = sum(status.parts for status in statuses[:rank])
         return PreparedStep(choice, weigh(parts, statuses, rank, reduction), statuses[0].seed + before)
 
