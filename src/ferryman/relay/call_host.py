@@ -283,7 +283,7 @@ class _Bound:
 
 @contextlib.contextmanager
 def _watched(bound: _Bound, visit: Visit) -> Iterator[None]:
-    """See `CallHost.bound`: in trials, the unit's code may not look at gradients either."""
+    """See `CallHost.bound`: in trials, the unit's code may not read or clear gradients either."""
     names = {tensor: (item.name, None) for item, tensor in visit.tensors if item.trains}
     with bound, watching_gradients(names, lambda: True):
         yield

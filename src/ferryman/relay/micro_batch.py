@@ -132,7 +132,7 @@ class MicroBatch:
         self._running, self._permission = threading.Lock(), threading.Lock()
         self._permission.acquire()
         self._surroundings = surroundings
-        self.random = surroundings.random_state(number)  # where it goes on, while it is parked or being served
+        self.random = surroundings.random_state(number)  # the state to continue from, while it is parked or served
         self._run = run
         self._before = before
         self._thread: threading.Thread | None = None

@@ -132,7 +132,7 @@ class Assembly:
         return None if stats is None else replace(stats, calls=self.relay.calls)
 
     def watch_reads(self) -> None:
-        """From now on, reads of trained weights wait for pending updates, and uses of weights are noticed."""
+        """From now on, reads of trained weights wait for pending updates, and uses of weights are recorded."""
         updated = [] if self._optimizer_view is None else [item for unit in self.all_units for item in unit.trained]
         ahead = [item for unit in self.relay.fetched_ahead() for item in unit.items if not (updated and item.trains)]
         self.reads.begin([item.tensor for item in updated], [item.tensor for item in ahead])
