@@ -36,7 +36,7 @@ from ferryman.runtime.device_memory import carve
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark, busy_seconds
 
-_PIECE_SECONDS = 2e-3
+_PIECE_SECONDS = 2e-3  # for which a piece occupies the link; see Note [Pieces]
 _SMALLEST_PIECE = 1 << 14  # bytes; less takes longer to launch than to copy
 _FIRST_RATE = 4e9  # bytes per second, until a fetch was measured: less than most links have
 _NOTHING = SlotSizes(0, is_single=True)  # in place, one slot without memory of its own has the tensors of all units
