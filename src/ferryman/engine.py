@@ -29,7 +29,7 @@ from ferryman.checkpoint.contents import Contents, Objects
 from ferryman.checkpoint.loaded import Loaded
 from ferryman.distributed.agreement import add_up, compare, errors_on_all_ranks
 from ferryman.distributed.ranks import Ranks, Share
-from ferryman.exactness.guard import NewStateError, NotRepeatableError, too_late_to_follow
+from ferryman.exactness.guard import NewStateError, NotRepeatableError, too_many_new_variables
 from ferryman.model.blocks import Blocks, Position
 from ferryman.model.placeholder import UsedOutsideError
 from ferryman.model.precision import dtype_of
@@ -389,7 +389,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 found = str(error)
             self._preparation.first_steps.forget()
             torch.set_rng_state(generator)
-        raise too_late_to_follow(found)
+        raise too_many_new_variables(found)
 
     def _prepare(self, batch: Any, micro_batches: int | None) -> PreparedStep:
         """Prepares a step that all ranks agree on. If it needs smaller units or more residents, it makes a new plan."""

@@ -212,7 +212,7 @@ def test_copies_that_wait_for_one_another_are_found(monkeypatch, accelerator):
 
     monkeypatch.setattr(overlap._BareLanes, "_run", one_by_one)
     monkeypatch.setattr(overlap._BareLanes, "calibrate", lambda self: None)
-    monkeypatch.setattr(overlap, "_TRIES", 1)
+    monkeypatch.setattr(overlap, "_MAX_ATTEMPTS", 1)
     context = CheckContext(accelerator, quick=True)
     link, beside, _ = overlap.checks(context)
     assert link.run().outcome == "inconclusive"  # the link itself may carry one direction at a time

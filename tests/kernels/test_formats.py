@@ -34,8 +34,8 @@ def every_kind_of_float() -> torch.Tensor:
 def test_split_and_join_give_the_same_float_and_the_nearest_bfloat16(path):
     values = every_kind_of_float()
     high, low = torch.empty(values.shape, dtype=torch.bfloat16), torch.empty(values.shape, dtype=torch.int16)
-    kernels.split(values, high, low)
-    assert same(kernels.join(high, low), values)
+    kernels.narrow(values, high, low)
+    assert same(kernels.widen(high, low), values)
     through = pass_through(values, torch.bfloat16, path)
     assert same(through.values, values)
     assert same(through.weights, high)
@@ -63,11 +63,11 @@ def test_split_and_join_give_the_same_float_and_the_nearest_bfloat16(path):
 def test_split_and_join_keep_the_other_forms():
     values = every_kind_of_float()
     wide = torch.empty_like(values)
-    kernels.split(values, wide, None)
-    assert same(kernels.join(wide, None), values)
+    kernels.narrow(values, wide, None)
+    assert same(kernels.widen(wide, None), values)
     half, master = torch.empty(values.shape, dtype=torch.float16), torch.empty_like(values)
-    kernels.split(values, half, master)
-    assert same(kernels.join(half, master), values)
+    kernels.narrow(values, half, master)
+    assert same(kernels.widen(half, master), values)
     assert same(half, values.half())
 
 

@@ -27,7 +27,7 @@ class Kept:
         lacking = master_dtype(form)
         self.weights = torch.empty(count, dtype=form)
         self.master = None if lacking is None else torch.empty(count, dtype=lacking)
-        kernels.split(torch.randn(count, generator=generator()), self.weights, self.master)
+        kernels.narrow(torch.randn(count, generator=generator()), self.weights, self.master)
         self.states = [torch.zeros(count, dtype=moments.FORMATS[kept]) for _ in case.rule.states]
         blocks = -(-count // BLOCK)
         self.scales = [torch.zeros(blocks) for _ in case.rule.states] if kept == "8bit" else []
@@ -86,10 +86,10 @@ def test_compiled_code_does_what_torch_code_does(kept, name, dtype, form):
                 to.copy_(value)
             mine.update(gradient, step, path)
             results.append(mine)
-        before = kernels.join(expected.weights, expected.master).clone()
+        before = kernels.widen(expected.weights, expected.master).clone()
         moments_before = [expected.decoded(number).abs() for number in range(len(expected.states))]
         expected.update(gradient, step, "torch")
-        after = kernels.join(expected.weights, expected.master)
+        after = kernels.widen(expected.weights, expected.master)
         for mine in results:
             for number, (one, other) in enumerate(zip(mine.states, expected.states, strict=True)):
                 assert (one != other).float().mean() < 0.01
@@ -103,7 +103,7 @@ def test_compiled_code_does_what_torch_code_does(kept, name, dtype, form):
             for one, other in zip(mine.scales, expected.scales, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
             size = torch.maximum(before.abs(), after.abs())
-            values = kernels.join(mine.weights, mine.master)
+            values = kernels.widen(mine.weights, mine.master)
             if name != "lion":  # which may take the sign of nothing but rounding
                 assert ulps(values, after, size) <= 16
             assert (values - after).abs().mean() < 1e-6
@@ -222,7 +222,7 @@ def test_the_largest_of_a_block_is_exact_and_no_second_moment_is_zero(path):
     assert (second > 0).all()
     assert (first[gradient == 0] == 0).all()
     untouched = Kept(case, "8bit", 2 * BLOCK)
-    still = kernels.join(untouched.weights, None) * (1 - 1e-4)
+    still = kernels.widen(untouched.weights, None) * (1 - 1e-4)
     assert torch.allclose(mine.weights[gradient == 0], still[gradient == 0])
 
 

@@ -185,8 +185,8 @@ def test_weights_loaded_into_a_narrow_model_count(device):
 def test_splitting_loses_nothing():
     values = torch.randn(1000) * 10.0 ** torch.randint(-30, 30, (1000,))
     high, low = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.int16)
-    kernels.split(values, high, low)
-    assert torch.equal(kernels.join(high, low), values)
+    kernels.narrow(values, high, low)
+    assert torch.equal(kernels.widen(high, low), values)
     assert torch.equal(high, nearest(values))
 
 

@@ -220,7 +220,7 @@ def test_an_engine_is_closed_while_units_are_fetched_ahead(way, virtual, monkeyp
 
 
 def test_the_comparison_finds_weights_from_before_an_edit(virtual, monkeypatch):
-    monkeypatch.setattr(WeightSlots, "distrust_ahead", lambda slots: None)
+    monkeypatch.setattr(WeightSlots, "drop_ahead", lambda slots: None)
     with pytest.raises((AssertionError, ValueError), match=r"is off by|gives other outputs"):
         test_steps_are_plain_ones_whatever_happens_between_them("deferred", edit_data_of_all, virtual, monkeypatch)
 

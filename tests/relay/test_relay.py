@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from ferryman.distributed.ranks import Ranks
 from ferryman.engine import Engine
-from ferryman.model.precision import Scale
+from ferryman.model.precision import LossScale
 from ferryman.model.unit_discovery import find_units
 from ferryman.observe.trace import Trace
 from ferryman.options import PlainOptions
@@ -80,7 +80,7 @@ def test_gradients_go_to_the_slot_whose_flush_is_longest_ago(accelerator):
         streams = Streams(lanes)
         staging = Staging(Policy("host"), 1024, lambda unit: None, deferred=False)
         store = RamStore(units, accelerator, None, Ranks())
-        server = Server(store, None, streams, accelerator, PlainOptions(), Scale(), staging, Ranks())
+        server = Server(store, None, streams, accelerator, PlainOptions(), LossScale(), staging, Ranks())
         slots = GradientSlots(accelerator, 2, residents, server, streams.h2d, streams.d2h)
         slots.make_room_for(units)
         used = []

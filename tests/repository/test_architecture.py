@@ -1,6 +1,7 @@
 """The folders are the architecture: what each may import, and what may lie beside the engine."""
 
 import ast
+import graphlib
 from pathlib import Path
 
 import ferryman
@@ -14,7 +15,7 @@ LAYERS = [
 
 
 def imports():
-    """Pairs of modules, the first of which imports the second when it runs; annotations do not count."""
+    """Pairs of a module and what it imports when it runs, by its full name; annotations do not count."""
     for path in sorted(ROOT.rglob("*.py")):
         tree = ast.parse(path.read_text())
         unused = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
@@ -25,7 +26,8 @@ def imports():
                 and id(node) not in hidden
                 and (node.module or "").startswith("ferryman")
             ):
-                yield path.relative_to(ROOT), node.module.split(".")[1:] or [node.names[0].name]
+                for name in node.names:
+                    yield path.relative_to(ROOT), [*node.module.split(".")[1:], name.name]
 
 
 def layer_of(path):
@@ -39,6 +41,17 @@ def test_imports_go_one_way():
         if path.name != "__init__.py" and LAYERS.index(imported[0]) < LAYERS.index(layer_of(path))
     ]
     assert upwards == []
+
+
+def test_no_file_imports_itself_through_others():
+    """Also within a folder. (`import ferryman`, for the version, is not counted: it is needed only when code runs.)"""
+    files = {path.relative_to(ROOT).with_suffix("").parts for path in ROOT.rglob("*.py")} - {("__init__",)}
+    graph = {file: set() for file in files}
+    for path, imported in imports():
+        *folders, last = imported
+        named = [(*folders, last), tuple(folders), (*folders, "__init__")]  # a file, or something in one
+        graph.get(path.with_suffix("").parts, set()).update([file for file in named if file in files][:1])
+    graphlib.TopologicalSorter(graph).prepare()  # raises a CycleError
 
 
 def test_relay_and_server_do_not_know_each_other():

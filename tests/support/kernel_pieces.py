@@ -101,7 +101,7 @@ class Tensors(NamedTuple):
         """Random weights, stored in the format of a dtype, and optimizer states of realistic magnitude."""
         weights, lacking = torch.empty(values.shape, dtype=form), master_dtype(form)
         master = None if lacking is None else torch.empty(values.shape, dtype=lacking)
-        kernels.split(values, weights, master)
+        kernels.narrow(values, weights, master)
         states = [torch.rand(values.shape, generator=generator(7 + i)) + 0.01 for i in range(len(case.rule.states))]
         return cls(gradient, weights, master, states)
 
@@ -111,7 +111,7 @@ class Tensors(NamedTuple):
 
     @property
     def values(self) -> torch.Tensor:
-        return kernels.join(self.weights, self.master)
+        return kernels.widen(self.weights, self.master)
 
     def clone(self) -> Tensors:
         master = None if self.master is None else self.master.clone()

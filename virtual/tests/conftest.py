@@ -67,13 +67,13 @@ def holds_once() -> Callable[[Callable[[], bool]], bool]:
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs code in a process of its own, for what would end or spoil this one."""
 
-    def run(code: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(code: str) -> subprocess.CompletedProcess[str]:
         header = "import ctypes, os, threading, time, torch, torch_virtual\n"
         return subprocess.run(
             [sys.executable, "-c", header + textwrap.dedent(code)],
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=250,
             check=False,
         )
 

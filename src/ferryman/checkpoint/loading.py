@@ -221,7 +221,7 @@ class Checkpoint:
     def _in_float32(self, state_key: StateKey, master: torch.Tensor) -> torch.Tensor:
         path, entry = self._weights[state_key.name]
         narrow = tensor_file.read_tensor(path, entry).view(-1)
-        return kernels.join(narrow[state_key.start : state_key.start + master.numel()], master.view(-1))
+        return kernels.widen(narrow[state_key.start : state_key.start + master.numel()], master.view(-1))
 
     def _take(self, item: Item, values: torch.Tensor) -> None:
         self._contents.store.take(self._units[item], item, values)

@@ -20,7 +20,7 @@ class NewStateError(Exception):
         super().__init__(", ".join(names))
 
 
-def too_late_to_follow(names: str) -> ValueError:
+def too_many_new_variables(names: str) -> ValueError:
     """The error for a step in which other new variables have changed in every attempt."""
     return ValueError(
         f"these variables changed in a step for the first time, after its trial: {names}. No weight was changed, and "

@@ -51,7 +51,7 @@ class Prefix:
         return not self._is_broken
 
     def was_edited(self) -> bool:
-        """Whether an element was replaced or edited in a way that `begins` has not noticed."""
+        """Whether an element was replaced or edited in a way that `begins` has not detected."""
         if self.begins():
             self._is_broken = not self._is_intact()
             return self._is_broken

@@ -48,8 +48,8 @@ _PLAIN = frozenset(ATOMS)  # types of values that refer to nothing
 _COMMON = (None, True, False, *range(256))  # objects of which there is only one, and which are never freed
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_DEPTH = 10
-_MOST = 200_000  # objects; a walk stops when it has found this many
+_MAX_DEPTH = 10  # references, counted from the nearest module on the path
+_MAX_OBJECTS = 200_000  # a walk stops when it has found this many
 
 # Packages whose objects and code keep no state that belongs to a step; see also `is_closed`.
 _FOREIGN = frozenset({"torch", "torch_virtual", "numpy", "ferryman", "builtins", "rich"})
@@ -97,7 +97,7 @@ class Survey:
         self._queue: deque[tuple[Any, str, int, Variable | None]] = deque(
             (value, name, 0, None) for value, name in roots
         )
-        while self._queue and len(self.owners) < _MOST:
+        while self._queue and len(self.owners) < _MAX_OBJECTS:
             self._visit(*self._queue.popleft())
         # From here on, only the holders keep objects alive, and functions, whose ids others would soon have.
         self._queue.clear()
@@ -156,7 +156,7 @@ class Survey:
     def _visit(self, value: Any, name: str, depth: int, place: Variable | None) -> None:
         if value is None or isinstance(value, int | float | str | bytes | torch.dtype) or id(value) in self.owners:
             return
-        if value is torch.default_generator or depth > _DEPTH:
+        if value is torch.default_generator or depth > _MAX_DEPTH:
             return
         if isinstance(value, torch.Tensor) and (isinstance(value, Placeholder) or id(value) in self._engines):
             return

@@ -26,9 +26,9 @@ _TRIAD_ELEMENTS = 1 << 23
 _MIN_SIDE, _MAX_SIDE = 512, 8192  # of square matrices
 
 
-def host_updates(threads: int | None = None, state: str = "fp32") -> float:
+def host_updates(state: str = "fp32") -> float:
     """Parameters per second that the host updates with AdamW, including the check of their gradients."""
-    return _PARAMETERS / _fastest(host_update(ADAM, _PARAMETERS, threads, FORMATS[state]))
+    return _PARAMETERS / _fastest(host_update(ADAM, _PARAMETERS, None, FORMATS[state]))
 
 
 def triad() -> float:

@@ -1,4 +1,4 @@
-"""Losses without logits: the head of a model returns a stand-in for its logits, whose cross entropy the head computes.
+"""Losses without logits: a model's head returns a placeholder for its logits, and computes their cross entropy itself.
 
 In a step, the largest activation of many language models is their logits. With `chunked_loss=True` the model's own
 code runs unchanged, but its head returns `DeferredLogits`: the hidden states that it was given, and a record of what

@@ -2,8 +2,9 @@
 
 Note [One compilation for equal units]
 What is compiled is the forward of a class, with the module as an argument. So equal blocks share what is compiled,
-whatever slot their weights are in, and the engine's own stand-ins are never traced. A module whose forward was replaced
-on the object, or that contains no other modules (nothing in it could be fused), runs as it is.
+whatever slot their weights are in, and the forwards that the engine installs in modules are never traced. A module
+whose forward was replaced on the object, or that contains no other modules (nothing in it could be fused), runs as it
+is.
 
 Modules that the user has compiled (`torch.compile(block)`, `block.compile()`) are compiled in the same way, with the
 user's own backend and options. Where such a module contains units, these are compiled in its place.

@@ -17,7 +17,7 @@ from ferryman.model.reads import Reads
 from ferryman.model.units import Forward
 
 
-class _StandIn:
+class _InstalledForward:
     """Replaces a module's forward. A copied or unpickled module gets the original forward."""
 
     def __init__(self, module: nn.Module, forward: Forward, own: Forward | None) -> None:
@@ -66,13 +66,13 @@ class ModelPatch:
         # Forwards that were set on module instances, to be restored; usually None.
         self._forwards: dict[nn.Module, Forward | None] = {}
         self._hooks: dict[nn.Module, tuple[RemovableHandle, ...]] = {}
-        self._compiled_calls: dict[nn.Module, Forward] = {}  # of `module.compile()`, which would trace the stand-ins
+        self._compiled_calls: dict[nn.Module, Forward] = {}  # of `module.compile()`, which would trace these forwards
 
     def replace(self, module: nn.Module, forward: Forward) -> None:
         if module._compiled_call_impl is not None:
             self._compiled_calls[module], module._compiled_call_impl = module._compiled_call_impl, None
         own = self._forwards.setdefault(module, module.__dict__.get("forward"))
-        module.__dict__["forward"] = _StandIn(module, forward, own)
+        module.__dict__["forward"] = _InstalledForward(module, forward, own)
 
     def watch(self, modules: Iterable[nn.Module], reads: Reads) -> None:
         """Makes `state_dict` and `load_state_dict` of these modules wait for pending updates."""
@@ -113,4 +113,4 @@ def _remember(reads: Reads, module: nn.Module, state: Mapping[str, Any], prefix:
 
 def is_taken(module: nn.Module) -> bool:
     """Whether an engine uses the module."""
-    return isinstance(module.__dict__.get("forward"), _StandIn)
+    return isinstance(module.__dict__.get("forward"), _InstalledForward)

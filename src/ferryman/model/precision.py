@@ -32,23 +32,27 @@ def dtype_of(model: nn.Module, precision: str | None) -> DtypeOf:
     return of
 
 
+# As in torch.amp.GradScaler.
+_INITIAL_SCALE = 2.0**16
+_GROWTH_INTERVAL = 2000  # steps without overflow after which the factor is doubled
+
 _MIN_SCALE = 2.0**-24  # no finite loss needs a smaller factor
 
 
-class Scale:
+class LossScale:
     """The factor by which losses are multiplied, so that float16 gradients do not underflow.
 
-    If it `moves`, it is adjusted as in torch.amp.GradScaler.
+    If it `is_dynamic`, it is adjusted as in torch.amp.GradScaler.
     """
 
-    def __init__(self, value: float = 1.0, *, moves: bool = False) -> None:
+    def __init__(self, value: float = 1.0, *, is_dynamic: bool = False) -> None:
         self.value = value
-        self.moves = moves
-        self._good_steps = 0  # steps since the last change
+        self.is_dynamic = is_dynamic
+        self._good_steps = 0  # steps without overflow since the last change
 
     def update(self, *, finite: bool) -> None:
         """Halves the factor if a step's gradients were not finite; doubles it after many steps in which they were."""
-        if not self.moves:
+        if not self.is_dynamic:
             return
         if not finite:
             self.value *= 0.5
@@ -60,19 +64,19 @@ class Scale:
                 )
             return
         self._good_steps += 1
-        if self._good_steps == 2000:
+        if self._good_steps == _GROWTH_INTERVAL:
             self.value *= 2.0
             self._good_steps = 0
 
     def state(self) -> dict[str, float] | None:
         """The state for a checkpoint; None if the factor does not change."""
-        return {"value": self.value, "good_steps": self._good_steps} if self.moves else None
+        return {"value": self.value, "good_steps": self._good_steps} if self.is_dynamic else None
 
     def restore(self, state: dict[str, float] | None) -> None:
         """Restores the state from a checkpoint; the state of another precision is ignored."""
-        if self.moves and state is not None:
+        if self.is_dynamic and state is not None:
             self.value, self._good_steps = state["value"], int(state["good_steps"])
 
 
-def scale_for(dtypes: set[torch.dtype]) -> Scale:
-    return Scale(2.0**16, moves=True) if torch.float16 in dtypes else Scale()
+def loss_scale_for(dtypes: set[torch.dtype]) -> LossScale:
+    return LossScale(_INITIAL_SCALE, is_dynamic=True) if torch.float16 in dtypes else LossScale()

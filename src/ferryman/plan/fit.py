@@ -180,7 +180,7 @@ class Fit:
         # needs, and that of the smallest one found too large, with its need.
         self._measured: dict[Any, tuple[int, Needs]] = {}
         self._refused: dict[Any, tuple[int, Need]] = {}
-        self.last = 0  # bytes that the micro-batches of the last choice need
+        self.needed = 0  # bytes that the micro-batches of the last choice need
 
     def choose(self, batch: Any, size: int, count: int | None, fixed: int) -> Choice:
         """Cuts `size` samples into `count` micro-batches, or into as few as fit beside `fixed` bytes on the device."""
@@ -310,7 +310,7 @@ class Fit:
         `samples`: None if `batch` is a ready-made micro-batch.
         """
         size = samples or 1
-        self.last = _padded(needs.peak(size))
+        self.needed = _padded(needs.peak(size))
         on_device, on_host = Choice(count, stash_on_host=False), Choice(count, stash_on_host=True)
         if self._stash != "host":
             stashed = count * needs.stash(size)
@@ -390,7 +390,7 @@ class Fit:
         """Remembers what a choice needs at least, without boundaries that stay and graphs that are kept: there could be
         fewer of them."""
         if not check.choice.staying and not check.choice.keep:
-            self.last = max(self.last, check.reserved)
+            self.needed = max(self.needed, check.reserved)
 
     def _needs_of(self, batch: Any, room: int) -> Needs:
         shape = shape_of(batch)

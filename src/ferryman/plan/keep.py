@@ -31,7 +31,7 @@ class CallCost(NamedTuple):
 
 
 class CallCounts(NamedTuple):
-    """How the backwards of calls have come by their graphs."""
+    """How many backwards of calls used the graph of their forward, and how many ran the forward again."""
 
     kept: int  # the graph of the forward was kept, at the turn too
     recomputed: int  # the forward has run again

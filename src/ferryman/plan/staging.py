@@ -47,7 +47,7 @@ MIN_DEVICE_SUBGROUP = 1 << 14  # launching a smaller update on the device takes 
 _SCRATCHES = 2  # scratch memories: that of an update, and that of a gradient check
 _SCRATCH_ITEMSIZE = 12  # bytes per element of a subgroup in each
 
-_WIRE_SECONDS = 2e-3
+_WIRE_SECONDS = 2e-3  # for which a subgroup should occupy the link
 
 _MAX_BERTH_SHARE = 1 / 8  # the largest fraction of a budget for berths
 

@@ -1,8 +1,8 @@
 """Gradients that autograd itself adds to their sums during a visit, without Python.
 
 A hook collects the first gradient of a parameter in a visit. If the sum is of the gradient's kind (float32, nothing to
-scale, no hook of the user), it then becomes the parameter's `.grad`, and the engine's hook rests until the visit is
-over: autograd adds each further gradient to it, as the engine would.
+scale, no hook of the user), it then becomes the parameter's `.grad`, and the engine's hook is removed until the visit
+is over: autograd adds each further gradient to it, as the engine would.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Lent(NamedTuple):
     parameter: torch.Tensor
     total: torch.Tensor
     hooks: dict[int, Any]  # the parameter's own dictionary
-    resting: dict[int, Any]  # what was in it
+    removed: dict[int, Any]  # its contents before
 
 
 class AutogradSums:
@@ -62,4 +62,4 @@ class AutogradSums:
 
 def _take_back(lent: _Lent) -> None:
     lent.parameter.grad = None
-    lent.hooks.update(lent.resting)
+    lent.hooks.update(lent.removed)

@@ -110,11 +110,11 @@ class BoundModel:
         """Between steps: see `WeightSlots.fetch_ahead`."""
         self._weights.fetch_ahead([self.residents], latest_first=False)
 
-    def ahead(self) -> list[Unit]:
-        return self._weights.ahead()
+    def fetched_ahead(self) -> list[Unit]:
+        return self._weights.fetched_ahead()
 
-    def distrust_ahead(self) -> None:
-        self._weights.distrust_ahead()
+    def drop_ahead(self) -> None:
+        self._weights.drop_ahead()
 
     def all_tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that residents have on the device."""

@@ -90,7 +90,7 @@ class CallHost:
         if step is not None and step.micro_batches:
             step.refuse_other_threads()
 
-    def adopt(self, tensors: Sequence[torch.Tensor], borrowed: Sequence[torch.Tensor]) -> None:
+    def register_batch(self, tensors: Sequence[torch.Tensor], borrowed: Sequence[torch.Tensor]) -> None:
         """Registers the tensors that the current micro-batch begins with. Those in `borrowed` belong to the user."""
         assert self.running is not None
         self.step.stash.track(self.running, tensors)
@@ -237,7 +237,7 @@ class CallHost:
         visit = None if unit is self._residents else step.visit
         self.gradients.add(unit, item, gradient, last=visit is not None and visit.is_last_backward)
         if visit is None or visit.sums is None or hooks or self.lanes.trace is not None or not step.takes_effect:
-            return  # each gradient is looked at
+            return  # something must see each gradient
         if (total := self.gradients.plain_sum(unit, item)) is not None:
             visit.sums.lend(item, parameter, total)
 
@@ -283,7 +283,7 @@ class _Bound:
 
 @contextlib.contextmanager
 def _watched(bound: _Bound, visit: Visit) -> Iterator[None]:
-    """See `CallHost.bound`: in trials, the unit's code may not look at gradients either."""
+    """See `CallHost.bound`: in trials, the unit's code may not read or clear gradients either."""
     names = {tensor: (item.name, None) for item, tensor in visit.tensors if item.trains}
     with bound, watching_gradients(names, lambda: True):
         yield

@@ -44,7 +44,7 @@ class Handle:
     """The reference from autograd's node to its call, which is cut when the step is over.
 
     The user's code may keep a tensor with its graph for longer, for example in a list on a block. If the node kept the
-    call, which refers to the relay, the model, and thus the list, that would be a cycle through autograd's graph.
+    call, which refers to the relay, the model and so the list, that would be a cycle through autograd's graph.
     Python cannot collect such a cycle.
     """
 

@@ -95,7 +95,7 @@ class Checksums:
             count = len(tolerances)
             for at, tolerance in enumerate(tolerances, start):
                 first, norm, second = found[at], found[at + count], found[at + 2 * count]
-                # Values that are not finite are noticed in the loss and in the gradients.
+                # Values that are not finite show in the loss and in the gradients.
                 if math.isfinite(first - second) and abs(first - second) > tolerance * norm:
                     return unit
         return None

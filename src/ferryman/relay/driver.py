@@ -35,7 +35,7 @@ from ferryman.relay.inputs import Inputs
 from ferryman.relay.micro_batch import Direction, MicroBatch, Surroundings, ThreadState
 from ferryman.relay.parameter_server import ParameterServer
 from ferryman.relay.stash import Stash
-from ferryman.relay.step_state import Expectation, StepState, Visit, Work
+from ferryman.relay.step_state import Expectation, LossRun, StepState, Visit
 from ferryman.relay.straight import Straight
 from ferryman.relay.unit_arguments import refuse_arguments
 from ferryman.relay.weight_slots import UnitOnDevice
@@ -57,7 +57,7 @@ class Relay(CallHost):
             self._host_stash = HostStash(device, streams.compute, streams.stash_in, streams.stash_out)
         self.order: list[Unit] = []  # the visits of the last step
         self.calls = CallCounts(0, 0, None)  # of the last step
-        self._total: torch.Tensor | None = None  # the last step's loss, which may be being copied
+        self._total: torch.Tensor | None = None  # the last step's loss, which the copy for the caller may still read
         self._copied: Mark | None = None  # the end of that copy
         self.serve(plan)
 
@@ -99,7 +99,7 @@ class Relay(CallHost):
 
     def new_step(
         self,
-        works: Sequence[Work],
+        loss_runs: Sequence[LossRun],
         seed: int,
         *,
         stash_on_host: bool,
@@ -111,7 +111,7 @@ class Relay(CallHost):
         guard: Guard | None = None,
         interleaved: bool = True,
     ) -> StepState:
-        """Makes a step; `run` runs it. Each of `works` runs one micro-batch's forward and returns its loss.
+        """Makes a step; `run` runs it. Each of `loss_runs` runs one micro-batch's forward and returns its loss.
 
         `for_update`: the server updates weights with the gradients; otherwise the gradients are left for the user.
         `staying`: see `stash_for`. `keep`: the calls that keep their graphs. `skipped`: units that will not be called
@@ -119,9 +119,9 @@ class Relay(CallHost):
         otherwise each ends before the next one begins, and units are fetched for each.
         """
         stash = self.stash_for(on_host=stash_on_host, staying=staying)
-        straight = keep.whole and not stash.moves and self._can_be_straight(len(works))
+        straight = keep.whole and not stash.moves and self._can_be_straight(len(loss_runs))
         step = StepState(
-            works,
+            loss_runs,
             seed,
             stash,
             self.expectation(skipped),
@@ -237,14 +237,14 @@ class Relay(CallHost):
             self._model.fetch_ahead()
             self.weights.fetch_ahead(self.order, latest_first=False)
 
-    def ahead(self) -> list[Unit]:
+    def fetched_ahead(self) -> list[Unit]:
         """The units that were fetched ahead of the next step."""
-        return [*self._model.ahead(), *self.weights.ahead()]
+        return [*self._model.fetched_ahead(), *self.weights.fetched_ahead()]
 
-    def distrust_ahead(self) -> None:
+    def drop_ahead(self) -> None:
         """Between steps: drops what was fetched ahead, since the host's weights may have changed."""
-        self.weights.distrust_ahead()
-        self._model.distrust_ahead()
+        self.weights.drop_ahead()
+        self._model.drop_ahead()
 
     def recover(self) -> None:
         """Resets the slots after a failure, when all lanes are idle: marks of failed work are dropped."""
@@ -281,7 +281,7 @@ class Relay(CallHost):
                 thread_locals = [] if step.survey is None else step.survey.thread_locals
                 locks = UserLocks(() if step.survey is None else step.survey.locks)
                 stack.enter_context(locks.lent())
-                interleaved = step.interleaved and len(step.works) > 1
+                interleaved = step.interleaved and len(step.loss_runs) > 1
                 if straight := step.straight is not None:
                     stack.enter_context(_put_back_on_failure(thread_locals))
                 surroundings = Surroundings(
@@ -289,7 +289,7 @@ class Relay(CallHost):
                     interleaved=interleaved, straight=straight,
                 )  # fmt: skip
                 batches = step.micro_batches
-                for number in range(len(step.works)):
+                for number in range(len(step.loss_runs)):
                     before = batches[-1] if batches else None
                     batches.append(MicroBatch(number, self._forward_backward, surroundings, before))
                     stack.callback(batches[-1].abandon)
@@ -359,7 +359,7 @@ class Relay(CallHost):
         modules = (module for inside in self.inside.values() for module in inside)
         batch.inherited = tensors_in(beyond(modules, self.state.owners))
         with step.stash.watch(batch), step.watch_user_code():
-            loss = step.works[batch.number]()
+            loss = step.loss_runs[batch.number]()
             value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
             step.losses[batch.number] = value
             if self.escapes.traced:
@@ -443,7 +443,7 @@ class Relay(CallHost):
 
     def _add_up_losses(self, step: StepState) -> torch.Tensor:
         with self.compute.occupy("add up losses"):
-            total = functools.reduce(torch.add, (step.losses[number] for number in range(len(step.works))))
+            total = functools.reduce(torch.add, (step.losses[number] for number in range(len(step.loss_runs))))
             self.gradients.complete_all()
         return total
 

@@ -252,7 +252,7 @@ class GradientSlots:
     def has(self, item: Item) -> bool:
         return item in self._added
 
-    def adopt(self, unit: Unit, item: Item, mark: Mark) -> None:
+    def add_from_user(self, unit: Unit, item: Item, mark: Mark) -> None:
         """Registers a gradient that the user put into the host's buffer before the mark. Later ones are added to it."""
         self._added.add(item)
         self._on_host.setdefault(unit, mark)

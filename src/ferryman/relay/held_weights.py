@@ -56,10 +56,10 @@ class HeldWeights(WeightSlots):
     def fetch_ahead(self, order: Sequence[Unit], *, latest_first: bool, most: int | None = None) -> None:
         pass  # the weights are there, and updates refresh them
 
-    def ahead(self) -> list[Unit]:
+    def fetched_ahead(self) -> list[Unit]:
         return [slot.unit for slot in self._slots if slot.unit is not None and slot.versions is not None]
 
-    def distrust_ahead(self) -> None:
+    def drop_ahead(self) -> None:
         for slot in self._slots:
             slot.versions = None  # an edit through `.data` has no new version
 

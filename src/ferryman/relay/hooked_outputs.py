@@ -1,7 +1,8 @@
 """The outputs of a call on which the user's code has hooks (`Tensor.register_hook`) or keeps gradients (`retain_grad`).
 
-The user's code outside the unit has one tensor, and the second run makes another one. The gradient reaches the outer
-tensor first, without what comes from the rest of the unit.
+Outside the unit, the user's code has the tensor of the first run; the second run makes another one. The gradient
+reaches the outer tensor first. It lacks the part that comes from the unit's other outputs, if these depend on the
+tensor.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Abandoned(BaseException):
 
 
 class MicroBatch:
-    """One micro-batch of a step. `work` runs its forward and backward.
+    """One micro-batch of a step. `run` runs its forward and backward.
 
     It begins with the thread state at the end of the micro-batch `before` it or, if that has not ended yet, with the
     caller's thread state.
@@ -113,7 +113,7 @@ class MicroBatch:
     def __init__(
         self,
         number: int,
-        work: Callable[[MicroBatch], None],
+        run: Callable[[MicroBatch], None],
         surroundings: Surroundings,
         before: MicroBatch | None,
     ) -> None:
@@ -127,12 +127,13 @@ class MicroBatch:
         self._answer = _Answer()  # to its last request
         self._served_by: int | None = None  # the driver's thread, while it computes for the micro-batch
         self._abandoned = False
-        # Held while the micro-batch runs, and held until it may run. Semaphores would take four times as long.
+        # `_running` is locked while the micro-batch runs, and `_permission` until it may run. (Semaphores would take
+        # four times as long.)
         self._running, self._permission = threading.Lock(), threading.Lock()
         self._permission.acquire()
         self._surroundings = surroundings
-        self.random = surroundings.random_state(number)  # where it goes on, while it is parked or being served
-        self._work = work
+        self.random = surroundings.random_state(number)  # the state to continue from, while it is parked or served
+        self._run = run
         self._before = before
         self._thread: threading.Thread | None = None
         self.thread_state: ThreadState | None = None  # at its end
@@ -160,7 +161,7 @@ class MicroBatch:
             with self._surroundings.enter():
                 state.put_locals(self._surroundings.thread_locals)
                 self._surroundings.locks.acquire(self._surroundings.locks.of_caller)
-                self._work(self)
+                self._run(self)
             self.thread_state = ThreadState.here(self._surroundings.thread_locals)
         except Abandoned:
             pass
@@ -273,7 +274,7 @@ class MicroBatch:
     def _run_code(self) -> None:
         with self._surroundings.enter():
             self._surroundings.locks.acquire(self._surroundings.locks.of_caller)
-            self._work(self)
+            self._run(self)
         self.thread_state = ThreadState.here(self._surroundings.thread_locals)
 
     def _serve(self, compute: Callable[[], Any], state: ThreadState, held: Held) -> _Answer:

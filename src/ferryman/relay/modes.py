@@ -17,8 +17,8 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class Modes(NamedTuple):
-    """The per-thread modes of the thread that calls `here`. Other modes hold in all threads (default dtype,
-    deterministic algorithms, anomaly detection), or do not change results."""
+    """The modes of torch that belong to one thread, as they were where `here` was called. Other modes apply to all
+    threads (default dtype, deterministic algorithms, anomaly detection), or do not change results."""
 
     functions: list[TorchFunctionMode]  # such as the mode of torch.set_default_device
     saving: Hooks | None  # hooks for tensors that autograd saves (torch.autograd.graph.saved_tensors_hooks)

@@ -1,4 +1,4 @@
-"""The relay's interface to the parameter server. The relay imports nothing else from the host's side."""
+"""The relay's interface to the parameter server. The relay imports nothing from `server/`."""
 
 from __future__ import annotations
 

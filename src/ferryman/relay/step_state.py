@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ferryman.relay.kept_graph import KeptGraph
     from ferryman.relay.straight import Straight
 
-Work = Callable[[], torch.Tensor]  # the forward of one micro-batch; returns its loss
+LossRun = Callable[[], torch.Tensor]  # runs the forward of one micro-batch, and returns its loss
 
 
 class OpenCalls:
@@ -66,7 +66,7 @@ class Visit:
         self.runs_code = False  # the unit's weights are bound, for its forward or its backward
         self.has_gradient_slot = False
         self.sums: AutogradSums | None = None  # where gradients stay in their slot for the whole visit
-        self.host_has_room: bool | None = None  # for graphs that are kept; None: not looked at yet
+        self.host_has_room: bool | None = None  # for graphs that are kept; None: not checked yet
         self.is_last_backward = False  # no other call of the unit will add to its gradients
 
 
@@ -85,7 +85,7 @@ class StepState:
 
     def __init__(
         self,
-        works: Sequence[Work],
+        loss_runs: Sequence[LossRun],
         seed: int,
         stash: Stash,
         expected: Expectation,
@@ -96,7 +96,7 @@ class StepState:
         between_visits: Callable[[], None] = lambda: None,
         interleaved: bool = True,
     ) -> None:
-        self.works, self.seed = works, seed
+        self.loss_runs, self.seed = loss_runs, seed
         self.interleaved = interleaved  # micro-batches take turns; otherwise they run one after the other
         self.stash = stash
         self.keep = keep  # the calls that keep their graphs
@@ -105,7 +105,7 @@ class StepState:
         self.skips_units = bool(expected.skipped)
         self.micro_batches: list[MicroBatch] = []
         self.running: MicroBatch | None = None
-        self._refusal = ""  # the error of a call in another thread, which the user's code may not pass on
+        self._refusal = ""  # the error of a call in another thread, which the user's code may catch
         self.losses: dict[int, torch.Tensor] = {}  # by micro-batch
         self.visited: list[Unit] = []  # the order of visits so far
         self.visit: Visit | None = None  # the current visit
@@ -122,7 +122,7 @@ class StepState:
         self._latest_call: Call | None = None  # the last call that ran its forward; it may keep its graph
         self._guard = guard
         once = [unit for unit in expected.visits if unit not in expected.skipped]
-        self._expected = once if interleaved else once * len(works)
+        self._expected = once if interleaved else once * len(loss_runs)
 
     # Points of a step that trials override.
 
@@ -262,7 +262,7 @@ class StepState:
         while self.handles:
             if (handle := self.handles.pop()()) is not None:
                 handle.end()
-        self.works, self.micro_batches, self.running, self.visit, self.straight = (), [], None, None, None
+        self.loss_runs, self.micro_batches, self.running, self.visit, self.straight = (), [], None, None, None
         self.losses = {}
         self.hooked.clear()
         self.leaves.forget()

@@ -1,4 +1,4 @@
-"""Trials: runs of micro-batches whose effects on host and device are undone. Only their findings remain."""
+"""Trials: runs of micro-batches whose effects on host and device are undone. Only what they have found remains."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ferryman.exactness.survey import Survey
 from ferryman.model.units import Item
 from ferryman.model.watched_gradients import hooks_unchanged
 from ferryman.plan.keep import NOTHING, Keep
-from ferryman.relay.asked_gradients import AskedGradients
+from ferryman.relay.explicit_gradients import ExplicitGradients
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.observer import Observer
 from ferryman.relay.stash import Stash
-from ferryman.relay.step_state import Expectation, StepState, Work
+from ferryman.relay.step_state import Expectation, LossRun, StepState
 from ferryman.relay.user_threads import refusing_user_threads
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def run_trial(
     relay: Relay,
-    works: Sequence[Work],
+    loss_runs: Sequence[LossRun],
     seed: int,
     observer: Observer,
     *,
@@ -46,7 +46,9 @@ def run_trial(
     seen, and record which buffers are edited.
     """
     stash = relay.stash_for(on_host=stash_on_host, staying=staying)
-    step = TrialStep(works, seed, stash, relay.expectation(), keep, observer, relay.escapes, interleaved, forward_only)
+    step = TrialStep(
+        loss_runs, seed, stash, relay.expectation(), keep, observer, relay.escapes, interleaved, forward_only
+    )
     with (
         _undone(relay, check=check),
         stash.checking() if check else contextlib.nullcontext(),
@@ -62,7 +64,7 @@ class TrialStep(StepState):
 
     def __init__(
         self,
-        works: Sequence[Work],
+        loss_runs: Sequence[LossRun],
         seed: int,
         stash: Stash,
         expected: Expectation,
@@ -72,7 +74,7 @@ class TrialStep(StepState):
         interleaved: bool,
         forward_only: bool,
     ) -> None:
-        super().__init__(works, seed, stash, expected, keep=keep, interleaved=interleaved)
+        super().__init__(loss_runs, seed, stash, expected, keep=keep, interleaved=interleaved)
         self.runs_backward = not forward_only
         self._observer, self._escapes = observer, escapes
 
@@ -97,8 +99,8 @@ class TrialStep(StepState):
     ) -> list[torch.Tensor]:
         return self._observer.run_again(call, inputs, run)
 
-    def watch_user_code(self) -> AskedGradients:
-        return AskedGradients(self._escapes)
+    def watch_user_code(self) -> ExplicitGradients:
+        return ExplicitGradients(self._escapes)
 
     def succeeded(self) -> None:
         self._observer.end(self.losses, self.micro_batches[-1].thread_state)

@@ -1,5 +1,5 @@
-"""Arguments and results of units that are refused: arguments that a second run cannot have as the first run had them,
-tensors of transformations that are no backward, and results that are computed later."""
+"""Refuses calls of units that cannot be run a second time with the same arguments, calls in torch.func transformations,
+and results that would be computed after the unit has left the device."""
 
 from __future__ import annotations
 

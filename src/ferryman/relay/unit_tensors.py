@@ -26,7 +26,7 @@ from ferryman.model.units import Item, Unit
 Collect = Callable[[Unit, Item, torch.Tensor], None]  # receives each gradient of a unit's parameters
 
 
-class Home(NamedTuple):
+class SlotViews(NamedTuple):
     """The views of one slot's memory for the tensors of a unit."""
 
     flat: torch.Tensor  # bytes
@@ -36,20 +36,20 @@ class Home(NamedTuple):
 class UnitTensors:
     """A unit's parameters and buffers. Parameters are instances of `nn.Parameter`, as modules require."""
 
-    def __init__(self, unit: Unit, home: Home, collect: Collect, *, moves: bool) -> None:
+    def __init__(self, unit: Unit, there: SlotViews, collect: Collect, *, moves: bool) -> None:
         self.moves = moves  # whether the unit's weights can be overwritten between two visits
-        self.flat = home.flat
+        self.flat = there.flat
         self.pairs = [
-            (item, _as_member(unit, item, view, collect)) for item, view in zip(unit.items, home.views, strict=True)
+            (item, _as_member(unit, item, view, collect)) for item, view in zip(unit.items, there.views, strict=True)
         ]
 
-    def move_to(self, home: Home) -> None:
+    def move_to(self, there: SlotViews) -> None:
         """Makes these tensors refer to the memory of another slot."""
-        if self.flat is home.flat:
+        if self.flat is there.flat:
             return
-        self.flat = home.flat
+        self.flat = there.flat
         with torch.inference_mode(False):
-            for (_, tensor), view in zip(self.pairs, home.views, strict=True):
+            for (_, tensor), view in zip(self.pairs, there.views, strict=True):
                 tensor.data = view
 
     def has_aliases(self) -> bool:
@@ -65,13 +65,13 @@ class UnitTensors:
         return 0 <= address - self.flat.data_ptr() < self.flat.numel()
 
 
-def home_in(unit: Unit, memory: torch.Tensor, *, alone: bool) -> Home:
+def views_in(unit: Unit, memory: torch.Tensor, *, alone: bool) -> SlotViews:
     """The unit's tensors in this memory. `alone`: they get a storage that nothing else refers to."""
     flat = memory[: unit.nbytes]
     if alone and unit.nbytes:
         flat = dlpack.from_dlpack(flat.__dlpack__())
     with torch.inference_mode(False):  # they may be made in an evaluation, and outlive it
-        return Home(flat, [item.view(flat).data for item in unit.items])
+        return SlotViews(flat, [item.view(flat).data for item in unit.items])
 
 
 def _as_member(unit: Unit, item: Item, view: torch.Tensor, collect: Collect) -> torch.Tensor:

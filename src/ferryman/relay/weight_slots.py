@@ -5,7 +5,7 @@
 Note [Fetches ahead of a step]
 When all updates of a step have been submitted, the first units of the next step are fetched, each after its own update.
 So these fetches overlap with the updates of other units, and the next step does not begin with an idle device. They
-count only if nobody can have changed the host's weights since: every use of their values between steps is noticed
+are valid only if nobody can have changed the host's weights since: every use of their values between steps is detected
 (`model/reads.py`), edits of tensors are counted by their versions, and loading, new blocks, evaluations and failures
 drop what was fetched. The ranks of a node share the host's weights, so before a step they tell each other whether
 somebody has used them.
@@ -31,12 +31,12 @@ from ferryman.plan.slot_policy import LOOK_AHEAD, weight_slot_policy
 from ferryman.plan.slot_sizes import SlotSizes, weight_slot_sizes
 from ferryman.relay.parameter_server import ParameterServer
 from ferryman.relay.slot import Slot, memories_of, overlap
-from ferryman.relay.unit_tensors import Collect, Home, UnitTensors, home_in
+from ferryman.relay.unit_tensors import Collect, SlotViews, UnitTensors, views_in
 from ferryman.runtime.device_memory import carve
 from ferryman.runtime.lanes import Lane
 from ferryman.runtime.marks import Mark, busy_seconds
 
-_PIECE_SECONDS = 2e-3
+_PIECE_SECONDS = 2e-3  # for which a piece occupies the link; see Note [Pieces]
 _SMALLEST_PIECE = 1 << 14  # bytes; less takes longer to launch than to copy
 _FIRST_RATE = 4e9  # bytes per second, until a fetch was measured: less than most links have
 _NOTHING = SlotSizes(0, is_single=True)  # in place, one slot without memory of its own has the tensors of all units
@@ -72,7 +72,7 @@ class WeightSlot(Slot):
     fetched: Mark | None = None  # the end of the fetch
     released: Mark | None = None  # the end of the last visit that used the slot
     ahead: list[int] | None = None  # if fetched ahead of a step: the versions of the host's tensors at that time
-    homes: dict[Unit, Home] = field(default_factory=dict)  # views of `memory`, made once
+    views: dict[Unit, SlotViews] = field(default_factory=dict)  # of `memory`, made once
 
     def fill(self, unit: Unit, fetched: Mark) -> None:
         self.unit, self.fetched, self.ahead, self.taken = unit, fetched, None, unit.nbytes
@@ -124,7 +124,7 @@ class WeightSlots:
             self._tensors.clear()
             self._set_sizes(sizes)
         for slot in self._slots:
-            slot.homes = {unit: home for unit, home in slot.homes.items() if unit in units}
+            slot.views = {unit: views for unit, views in slot.views.items() if unit in units}
         self._tensors = {unit: tensors for unit, tensors in self._tensors.items() if unit in units}
         self.forget(everything=True)
 
@@ -158,11 +158,11 @@ class WeightSlots:
             self._fetched(unit, slot, self._h2d.copy(pieces, after=after, label=f"fetch {unit.name}"))
             slot.ahead = versions_of(unit)
 
-    def ahead(self) -> list[Unit]:
+    def fetched_ahead(self) -> list[Unit]:
         """The units that were fetched ahead and have not been used."""
         return [slot.unit for slot in self._slots if slot.unit is not None and slot.ahead is not None]
 
-    def distrust_ahead(self) -> None:
+    def drop_ahead(self) -> None:
         """Drops units that were fetched ahead: somebody may have changed the host's weights since."""
         for slot in self._slots:
             if slot.ahead is not None:
@@ -262,11 +262,11 @@ class WeightSlots:
     def _tensors_in(self, slot: WeightSlot, unit: Unit) -> UnitTensors:
         """The unit's tensors, which refer to the memory of this slot from now on."""
         moves = self._moves and not self._in_place
-        if unit not in slot.homes:
+        if unit not in slot.views:
             memory = self._server.weights(unit) if self._in_place else slot.part(unit.nbytes)
-            slot.homes[unit] = home_in(unit, memory, alone=moves)
-        home = slot.homes[unit]
+            slot.views[unit] = views_in(unit, memory, alone=moves)
+        views = slot.views[unit]
         if unit not in self._tensors:
-            self._tensors[unit] = UnitTensors(unit, home, self._collect, moves=moves)
-        self._tensors[unit].move_to(home)
+            self._tensors[unit] = UnitTensors(unit, views, self._collect, moves=moves)
+        self._tensors[unit].move_to(views)
         return self._tensors[unit]

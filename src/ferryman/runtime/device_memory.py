@@ -2,10 +2,10 @@
 
 Note [What counts]
 The budget bounds what the engine *reserves* (`segments.py`), and the rest of the process may reserve what it likes. The
-allocator does not know whose memory is whose, so the engine counts: what was reserved when it was made belongs to
+allocator does not record who has reserved what, so the engine counts: what was reserved when it was made belongs to
 others, and so does what is reserved between its calls. If there is less reserved than after its last call, someone has
-emptied the cache or freed tensors of their own. The engine then assumes that it was its own cache, as far as it had one
-beside the memory that it always holds, so that others never lose any of what they had. Libraries keep a workspace for
+emptied the cache or freed tensors. The engine then assumes that this was its own cache, as far as it had one beside the
+memory that it always has, so it never counts memory of others as its own. Libraries keep a workspace for
 each pair of thread and stream that has computed a matrix product. Those that a trial leaves belong to the engine, too.
 
 Note [The cap]
@@ -54,7 +54,7 @@ class DeviceMemory:
         self._budget = budget
         self._counts = device.type != "cpu"
         self._others = self._last = 0  # bytes reserved by others now, and in all after the engine's last call
-        self._held = 0  # bytes that the engine always has
+        self._fixed = 0  # bytes that the engine always has
         self._is_counting = False
         self.trim()
         self._others = self._last = self._reserved()
@@ -71,14 +71,14 @@ class DeviceMemory:
         if self._counts:
             torch.accelerator.reset_peak_memory_stats(self._device)
 
-    def hold(self) -> None:
+    def measure_fixed(self) -> None:
         """Called when all memory that the engine always has is allocated, and nothing else."""
         self.trim()
-        self._held = self.used
+        self._fixed = self.used
 
-    def hold_more(self, nbytes: int) -> None:
+    def add_fixed(self, nbytes: int) -> None:
         """Called when so much memory was allocated that stays for good, such as workspaces of libraries."""
-        self._held += max(0, nbytes)
+        self._fixed += max(0, nbytes)
 
     @property
     def allocated(self) -> int:
@@ -103,9 +103,9 @@ class DeviceMemory:
             return
         now = self._reserved()
         self._others += max(0, now - self._last)
-        self._others = min(self._others, max(0, now - self._held))
+        self._others = min(self._others, max(0, now - self._fixed))
         # Memory that the engine had reserved after its last call may have been freed since, and taken by others.
-        self._others = max(self._others, self._allocated() - self._held)
+        self._others = max(self._others, self._allocated() - self._fixed)
         self._is_counting = True
         try:
             yield

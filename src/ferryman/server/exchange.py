@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ferryman.distributed.ranks import Ranks
-from ferryman.model.precision import Scale
+from ferryman.model.precision import LossScale
 from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, landing_dtype, overlap
 from ferryman.runtime.arena import Arena
 from ferryman.runtime.marks import Mark
@@ -171,7 +171,7 @@ class RankExchange(Exchange):
         store: RamStore,
         log: UpdateLog,
         optimizer_view: OptimizerView,
-        scale: Scale,
+        scale: LossScale,
         subgroups: Callable[[Unit], Sequence[Subgroup]],
     ) -> None:
         self._ranks, self._store, self._log = ranks, store, log

@@ -195,7 +195,7 @@ class Scratch:
         return self._memory[: 2 * count].view(torch.float64)
 
 
-def join(weights: torch.Tensor, master: torch.Tensor | None, into: torch.Tensor | None = None) -> torch.Tensor:
+def widen(weights: torch.Tensor, master: torch.Tensor | None, into: torch.Tensor | None = None) -> torch.Tensor:
     """The weights in float32, in `into` or in new memory; if they are float32 already, the same memory."""
     if weights.dtype == torch.float32:
         return weights
@@ -207,7 +207,7 @@ def join(weights: torch.Tensor, master: torch.Tensor | None, into: torch.Tensor 
     return values
 
 
-def split(
+def narrow(
     values: torch.Tensor, weights: torch.Tensor, master: torch.Tensor | None, spare: torch.Tensor | None = None
 ) -> None:
     """Stores weights given in float32 as working copy and master. `spare`: temporary memory as large as `values`."""
@@ -290,7 +290,7 @@ def _step(
     spare: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
     first, second, third = spare
-    values = join(weights, master, third)
+    values = widen(weights, master, third)
     gradient, factor = piece.gradient[at], piece.numbers[0]
     if gradient.dtype != torch.float32:
         gradient = first.copy_(gradient)
@@ -298,7 +298,7 @@ def _step(
         gradient = torch.mul(gradient, factor, out=first)
     rule.step(values, gradient, states, piece.numbers, (first, second))
     if values is not weights:
-        split(values, weights, master, second)
+        narrow(values, weights, master, second)
 
 
 def _update_compact(rule: Rule, piece: Piece, at: slice, scratch: Scratch) -> None:

@@ -24,11 +24,11 @@ def itemsize(dtype: torch.dtype) -> float:
 
 
 _LOWEST = 2.0**-16  # what the lowest exponent of a code stands for
-_LOWEST_BITS = 111 << 23
+_LOWEST_BITS = 111 << 23  # of that number, in float32
 _TOP_SIGNED, _TOP_ROOT = 0.9375, 0.96875  # the highest codes
 _NONE_SIGNED, _NONE_ROOT = 2.0**-90, 2.0**-110  # a block with nothing above this is zero
-_SIGN = -(2**31)
-_WORD = 2**32 - 1
+_SIGN = -(2**31)  # the sign bit of a 32-bit word
+_WORD = 2**32 - 1  # all bits of a 32-bit word
 
 
 @functools.lru_cache(maxsize=64)  # of the steps that updates are pending for

@@ -21,11 +21,13 @@ Step = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Numbers, Sp
 
 STATE = torch.float32  # the dtype of all optimizer state
 
-# Places in the list of numbers, shared with native/update.inl. The first is the factor of the gradient.
+# The length of the list of numbers, as in native/update.inl. The first is the factor of the gradient. The others differ
+# between rules: `_adam_numbers` and its like fill them in, and the steps below and the kernels read them by index.
 _COUNT = 10
 
 
 def _numbers(**at: float) -> Numbers:
+    """The list of numbers: `n3=x` sets the number with index 3, and all others are 0."""
     values = [0.0] * _COUNT
     for place, value in at.items():
         values[int(place.lstrip("n"))] = float(value)

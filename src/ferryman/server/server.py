@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 
 from ferryman.distributed.ranks import Ranks
-from ferryman.model.precision import Scale
+from ferryman.model.precision import LossScale
 from ferryman.model.units import GRADIENT, Item, Subgroup, Unit, cut_into_subgroups
 from ferryman.options import PlainOptions
 from ferryman.plan.staging import Staging
@@ -53,7 +53,7 @@ class Server:
         streams: Streams,
         device: torch.device,
         options: PlainOptions,
-        scale: Scale,
+        scale: LossScale,
         staging: Staging,
         ranks: Ranks,
     ) -> None:
@@ -112,7 +112,7 @@ class Server:
             self.store, self._log, self._checks, self._streams.host, self._host_updates, device_updates, self._arena,
             self.scale, self.describe_changes,
         )  # fmt: skip
-        raises = self._options.on_nonfinite == "raise" and not self.scale.moves
+        raises = self._options.on_nonfinite == "raise" and not self.scale.is_dynamic
         # With deferred updates several ranks find out together, from the gradients, whether a step is finite.
         kind = DeferredUpdates if self._staging.deferred else EagerUpdates
         strategy = kind(parts, checks_losses=raises and (self._exchange.is_local or kind is EagerUpdates))
@@ -254,7 +254,7 @@ class Server:
         reports = self._ranks.all_gather([float(nonfinite is None), checks.norm(scales)])  # of all ranks
         is_finite = all(finite for finite, _ in reports)
         self._norm = math.sqrt(math.fsum(norm * norm for _, norm in reports))
-        if not is_finite and not self.scale.moves and self._options.on_nonfinite == "raise":
+        if not is_finite and not self.scale.is_dynamic and self._options.on_nonfinite == "raise":
             raise nonfinite_error(nonfinite, self.describe_changes(), agreed=True)
         self.scale.update(finite=is_finite)
         if is_finite:

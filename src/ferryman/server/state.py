@@ -294,7 +294,7 @@ class UnitState:
         for begin in range(low, high, _CHUNK):  # in chunks, so that the float32 copy is small
             end = min(begin + _CHUNK, high)
             rest = None if master is None else master[begin - mine.start : end - mine.start]
-            kernels.split(flat[begin - start : end - start].to(torch.float32), into.view(-1)[begin:end], rest)
+            kernels.narrow(flat[begin - start : end - start].to(torch.float32), into.view(-1)[begin:end], rest)
 
     def taken(self, item: Item) -> None:
         """Called when the tensor's weights have been stored: only later edits count."""
@@ -315,7 +315,7 @@ class UnitState:
     def in_float32(self, item: Item) -> torch.Tensor:
         """The weights of this rank's part, flat and in float32."""
         # Through `.data`, which has a version of its own: writing there does not count as an edit by the user.
-        return kernels.join(item.tensor.data.view(-1)[self._parts[item].elements], self._master[item])
+        return kernels.widen(item.tensor.data.view(-1)[self._parts[item].elements], self._master[item])
 
     def request(self, items: Collection[Item]) -> list[UpdateArgs]:
         """Arguments for one step of these tensors: counts the step, and reads the groups as they are now."""
@@ -479,7 +479,7 @@ class UnitState:
 
 
 def _apart(part: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor of its own: torch.save of a view would write all that it is a view of."""
+    """The same memory as a tensor with a storage of its own: torch.save of a view would write the whole storage."""
     return torch.from_numpy(part.numpy()) if part.numel() else torch.empty(0, dtype=part.dtype, device="cpu")
 
 
@@ -491,4 +491,4 @@ def put_weights(values: torch.Tensor, weights: torch.Tensor, start: int) -> None
     for begin in range(0, flat.numel(), _CHUNK):
         at = slice(begin, begin + _CHUNK)
         master = None if dtype is None else torch.empty(into[at].numel(), dtype=dtype, device="cpu")
-        kernels.split(flat[at].to(torch.float32), into[at], master)
+        kernels.narrow(flat[at].to(torch.float32), into[at], master)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ferryman.model.precision import Scale
+from ferryman.model.precision import LossScale
 from ferryman.model.units import GRADIENT, Item, Subgroup, Unit
 from ferryman.runtime.arena import Arena
 from ferryman.runtime.lanes import Lane
@@ -50,7 +50,7 @@ class UpdateParts(NamedTuple):
     host_updates: HostUpdates
     device_updates: DeviceUpdates | None  # None: the device updates nothing
     arena: Arena  # for buffers
-    scale: Scale
+    scale: LossScale
     describe_changes: Callable[[], str]  # which weights this step has changed, for an error
 
 

@@ -24,7 +24,7 @@ from ferryman.model.compilation import Compilation, compiled_around, uncompiled
 from ferryman.model.loss import Loss
 from ferryman.model.members import in_own_memory
 from ferryman.model.patching import ModelPatch
-from ferryman.model.precision import Scale
+from ferryman.model.precision import LossScale
 from ferryman.model.reads import Reads
 from ferryman.model.unit_discovery import hint, rename
 from ferryman.model.units import Unit
@@ -34,6 +34,7 @@ from ferryman.plan.fit import Choice, Trial
 from ferryman.plan.plan import Plan
 from ferryman.relay.driver import Relay
 from ferryman.relay.observer import Roots
+from ferryman.relay.step_state import LossRun
 from ferryman.runtime import host_memory
 from ferryman.runtime.caller import Caller
 from ferryman.runtime.device_memory import DeviceMemory
@@ -59,7 +60,7 @@ class Assembly:
         optimizer_view: OptimizerView | None,
         blocks: Blocks,
         options: EngineOptions,
-        scale: Scale,
+        scale: LossScale,
         ranks: Ranks,
         caller: Caller,
         memory: DeviceMemory,
@@ -131,16 +132,16 @@ class Assembly:
         return None if stats is None else replace(stats, calls=self.relay.calls)
 
     def watch_reads(self) -> None:
-        """From now on, reads of trained weights wait for pending updates, and uses of weights are noticed."""
+        """From now on, reads of trained weights wait for pending updates, and uses of weights are recorded."""
         updated = [] if self._optimizer_view is None else [item for unit in self.all_units for item in unit.trained]
-        ahead = [item for unit in self.relay.ahead() for item in unit.items if not (updated and item.trains)]
+        ahead = [item for unit in self.relay.fetched_ahead() for item in unit.items if not (updated and item.trains)]
         self.reads.begin([item.tensor for item in updated], [item.tensor for item in ahead])
 
     def end_reads(self) -> None:
         """From now on, the engine uses the weights, and not the user."""
         self.reads.end()
         if self.reads.were_used:
-            self.relay.distrust_ahead()
+            self.relay.drop_ahead()
 
     def serve(self, plan: Plan) -> None:
         """Switches to another plan, after the model's blocks or the policy of updates have changed."""
@@ -198,7 +199,7 @@ class Assembly:
 
     def try_out(
         self,
-        works: Sequence[Callable[[], torch.Tensor]],
+        loss_runs: Sequence[LossRun],
         room: int,
         roots: Roots,
         choice: Choice,
@@ -211,7 +212,7 @@ class Assembly:
         memory = memory_trial.Measured(self.memory, self._device, self.plan.fixed + lasting, room)
         try:
             with undisturbed(self._model, self.relay.randomness), self.step():
-                return memory_trial.measure(self.relay, works, memory, roots, self.plan.units, choice)
+                return memory_trial.measure(self.relay, loss_runs, memory, roots, self.plan.units, choice)
         except BaseException:
             self.lanes.drain()
             self.relay.recover()
@@ -298,7 +299,7 @@ class Assembly:
     def _serve_updates(self, plan: Plan) -> None:
         """Tells the server which units there are, and where their weights are on the device."""
         self.server.serve(plan.in_forward_order, self.relay.weights, plan.staging, held=plan.held)
-        self.memory.hold()  # waits for the device, too: other streams may still use memory that lanes now get
+        self.memory.measure_fixed()  # waits for the device, too: other streams may still use memory that lanes now get
 
     def _check_host(self, ranks: Ranks) -> None:
         """Checks that the host has enough memory. All ranks of a node check before the first one allocates."""

@@ -155,10 +155,10 @@ class BatchCheck:
                 return loss
 
             relay = assembly.relay
-            work = functools.partial(
-                weighted_loss, seen, self._model, content, 1.0, self._device, relay.inputs.bring, relay.adopt
+            run = functools.partial(
+                weighted_loss, seen, self._model, content, 1.0, self._device, relay.inputs.bring, relay.register_batch
             )
-            assembly.try_out([work], room, roots, Choice(1, stash_on_host=True))
+            assembly.try_out([run], room, roots, Choice(1, stash_on_host=True))
             return values[-1]
 
         assembly.server.wait_for_updates()
@@ -213,7 +213,7 @@ def _reason(error: Exception) -> str:
     return f"the loss of two samples raised {type(error).__name__}: {first}"
 
 
-_MIN_DIFFERENCE = 2  # smaller differences between samples mean nothing
+_MIN_DIFFERENCE = 2  # smaller differences between samples are ignored
 
 
 class _Number(NamedTuple):

@@ -43,7 +43,7 @@ from ferryman.plan.keep import NOTHING, Keep
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch, ThreadState
 from ferryman.relay.observer import Roots
-from ferryman.relay.step_state import Work
+from ferryman.relay.step_state import LossRun
 from ferryman.relay.trial import run_trial
 from ferryman.training.discovery import Discovery, Watcher
 
@@ -63,18 +63,22 @@ class CrossCheck:
         self._units = units
         self.differs = ""  # how results differ when micro-batches take turns
 
-    def run(self, works: Sequence[Work], seed: int, *, stash_on_host: bool, keep: Keep = NOTHING) -> list[float]:
+    def run(self, loss_runs: Sequence[LossRun], seed: int, *, stash_on_host: bool, keep: Keep = NOTHING) -> list[float]:
         """Finds the variables and their policies for steps of these micro-batches. Raises a ValueError if results
         differ. Returns the losses of the micro-batches that it has tried.
         """
-        relay, works = self._relay, works[:TRIED]
+        relay, loss_runs = self._relay, loss_runs[:TRIED]
 
         def trial(
-            works: Sequence[Work], observer: Discovery | _TrialRecord, *, interleaved: bool, forward_only: bool = False
+            loss_runs: Sequence[LossRun],
+            observer: Discovery | _TrialRecord,
+            *,
+            interleaved: bool,
+            forward_only: bool = False,
         ) -> None:
             run_trial(
                 relay,
-                works,
+                loss_runs,
                 seed,
                 observer,
                 stash_on_host=stash_on_host,
@@ -88,7 +92,7 @@ class CrossCheck:
         for _ in range(_MAX_ATTEMPTS):
             known = set(discovery.found)
             try:
-                trial(works[:2], discovery, interleaved=False, forward_only=True)
+                trial(loss_runs[:2], discovery, interleaved=False, forward_only=True)
                 break
             except Exception:
                 # The code may need the gradient of a tensor that a unit has stored (autograd.grad). Once the variable
@@ -101,12 +105,12 @@ class CrossCheck:
         discovery.teach()
         in_own_thread = _TrialRecord(relay, self._roots)
         with relay.escapes.tracing():
-            trial(works[:1], in_own_thread, interleaved=False, forward_only=True)
+            trial(loss_runs[:1], in_own_thread, interleaved=False, forward_only=True)
         for _ in range(_MAX_ATTEMPTS):
             known = set(discovery.found)
             discovery.teach()
             sequential = _TrialRecord(relay, self._roots)
-            trial(works, sequential, interleaved=False)
+            trial(loss_runs, sequential, interleaved=False)
             discovery.found |= sequential.found
             if discovery.found.keys() == known:
                 break
@@ -114,10 +118,10 @@ class CrossCheck:
         if not relay.computes_in_own_threads and not _agree(losses[0], _floats(in_own_thread.losses)[0]):
             # The user's code keeps state per thread in a place that no survey finds.
             relay.computes_in_own_threads = True
-            return self.run(works, seed, stash_on_host=stash_on_host, keep=keep)
+            return self.run(loss_runs, seed, stash_on_host=stash_on_host, keep=keep)
         self._check_second_runs()
         discovery.teach(sequential.ends)
-        if len(works) == 1:
+        if len(loss_runs) == 1:
             return losses
 
         again: _TrialRecord | None = None  # a second sequential trial, which finds variables that differ in every run
@@ -126,13 +130,13 @@ class CrossCheck:
             nonlocal again
             if again is None:
                 again = _TrialRecord(relay, self._roots)
-                trial(works, again, interleaved=False)
+                trial(loss_runs, again, interleaved=False)
                 sequential.noisy = frozenset(variable.name for variable in sequential.left_otherwise(again))
             return again
 
         def interleave() -> tuple[_TrialRecord, list[Variable]]:
             interleaved = _TrialRecord(relay, self._roots)
-            trial(works, interleaved, interleaved=True)
+            trial(loss_runs, interleaved, interleaved=True)
             self._check_second_runs()
             wrong = sequential.left_otherwise(interleaved)
             if wrong and again is None:

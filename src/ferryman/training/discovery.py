@@ -58,11 +58,6 @@ class Discovery(Watcher):
         if not batch.done:
             self._early |= {variable.key for variable in changed}
 
-    def learn(self, found: dict[Any, Variable]) -> None:
-        """Adds variables that another run has found, which units change."""
-        self.found |= found
-        self._early |= found.keys()
-
     def teach(self, ends: Sequence[dict[Any, Snapshot]] = ()) -> None:
         """Passes the variables found to the relay. `ends`: their values at the end of each of several micro-batches."""
         policies = {key: _first_policy(v, key in self._early, ends) for key, v in self.found.items()}

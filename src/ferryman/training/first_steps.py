@@ -19,7 +19,7 @@ from ferryman.plan.batch import Part
 from ferryman.plan.fit import Choice
 from ferryman.relay.driver import Relay
 from ferryman.relay.observer import Roots
-from ferryman.relay.step_state import Work
+from ferryman.relay.step_state import LossRun
 from ferryman.training.crosscheck import TRIED, CrossCheck, second_run_differs
 
 # The second runs of calls are compared with the first ones in the first steps, and then at intervals.
@@ -76,7 +76,7 @@ class FirstSteps:
             self._checked = {kind: knowledge.replace(replaced) for kind, knowledge in self._checked.items()}
 
     def _make_survey(self) -> Survey:
-        # What is known to be edited is remembered, so that the step can be undone and made again.
+        # Contents of what is known to be edited are copied, so that the step can be undone and run again.
         edited = {id(v.owner) for knowledge in self._checked.values() for v in knowledge.variables.values()}
         return self.roots.survey(thorough=False, edited=edited)
 
@@ -88,10 +88,10 @@ class FirstSteps:
             id(value) not in seen and any(name.startswith(root) for name in names) for value, root in context_roots()
         )
 
-    def check(self, parts: Sequence[Part], works: Sequence[Work], seed: int, choice: Choice) -> None:
+    def check(self, parts: Sequence[Part], loss_runs: Sequence[LossRun], seed: int, choice: Choice) -> None:
         """Runs the cross-check for a new kind of step."""
         crosscheck = CrossCheck(self._relay, self.roots, self._units)
-        losses = crosscheck.run(works, seed, stash_on_host=choice.stash_on_host, keep=choice.keep)
+        losses = crosscheck.run(loss_runs, seed, stash_on_host=choice.stash_on_host, keep=choice.keep)
         if crosscheck.differs:
             self._one_by_one[_kind_of(parts)] = crosscheck.differs
             warnings.warn(

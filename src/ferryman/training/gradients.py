@@ -53,7 +53,7 @@ class Gradients:
                 if gradient is not saved or edited or not self._relay.gradients.has(item):
                     self._wait_for_updates()  # a pending update may still read this memory
                     gradient_views(unit, self._store.gradients(unit))[item].copy_(gradient)
-                    self._relay.gradients.adopt(unit, item, self._relay.lanes.here())
+                    self._relay.gradients.add_from_user(unit, item, self._relay.lanes.here())
         if cleared:
             self._relay.gradients.clear_of(cleared)
 

@@ -17,18 +17,19 @@ from ferryman.relay.call import Call
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.observer import Observer, Roots
+from ferryman.relay.step_state import LossRun
 from ferryman.relay.tensor_identity import bytes_of_storages
 from ferryman.relay.trial import run_trial
 from ferryman.runtime.device_memory import DeviceMemory
 from ferryman.training.discovery import Discovery
 
-# A trial may exceed its room by this factor, to find out how much is needed if that is only a little more.
+# A trial may exceed its room by this factor: if only a little more is needed, it finds out how much.
 _TRIAL_SLACK = 1.1
 
 
 def measure(
     relay: Relay,
-    works: Sequence[Callable[[], torch.Tensor]],
+    loss_runs: Sequence[LossRun],
     measured: Measured,
     roots: Roots,
     units: Sequence[Unit],
@@ -37,22 +38,24 @@ def measure(
     """Runs a step without effects, and returns the device memory that it needed. `choice`: the place of the stash and
     of boundaries, and the calls that keep their graphs.
 
-    Raises a TooLargeError as soon as it reserves more than the room that there is.
+    Raises a TooLargeError as soon as the step reserves clearly more than the room.
     """
     known = relay.order
     if not relay.state.is_known:  # micro-batches that take turns must not see each other's variables
         discovery = _Discovery(relay, roots, units, _Memory(measured, roots))
-        run_trial(relay, works[:2], 0, discovery, stash_on_host=True, interleaved=False, forward_only=True, check=False)
+        run_trial(
+            relay, loss_runs[:2], 0, discovery, stash_on_host=True, interleaved=False, forward_only=True, check=False
+        )
         discovery.teach()
     for _ in range(2):  # the second run knows where the turn is, and keeps the graph there
         relay.host_stash.reset_peak()
         memory = _Memory(measured, roots)
         on_host, staying = choice.stash_on_host, choice.staying
-        run_trial(relay, works, 0, memory, stash_on_host=on_host, staying=staying, keep=choice.keep, check=False)
+        run_trial(relay, loss_runs, 0, memory, stash_on_host=on_host, staying=staying, keep=choice.keep, check=False)
         if relay.order == known:
             break
         known = relay.order
-    stash = relay.host_stash.peak // len(works)
+    stash = relay.host_stash.peak // len(loss_runs)
     return Trial(memory.stretches, stash, memory.boundary, memory.reserved, memory.costs())
 
 
@@ -81,8 +84,8 @@ class _Discovery(Discovery):
 
 
 class _Memory(Observer):
-    """Records what each stretch has allocated at most, in addition to the memory that was in use before, and what was
-    reserved in all, in addition to the memory that the engine always has."""
+    """Records the peak of allocated memory in each stretch, above what was in use before the trial, and the peak of
+    reserved memory, above what the engine always has."""
 
     def __init__(self, measured: Measured, roots: Roots) -> None:
         super().__init__(roots)

@@ -7,7 +7,7 @@ Note [Without a budget]
 Micro-batches are not cut, and nothing is refused. On an accelerator, graphs are kept as if the budget were what
 `ferryman train` takes by default: most of the memory that is free when the plan is made. If the device is the host,
 its memory is the host's, and plain PyTorch would keep every graph. So does the engine, as long as an eighth of the
-host's memory is free: beyond that the system may kill the process, while recomputing needs no more memory.
+host's memory is free. With less, the system might kill the process, so calls recompute, which takes no more memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MicroBatching:
     @property
     def needed(self) -> int:
         """Bytes of device memory that the last batch's micro-batches need; 0 if they were not measured."""
-        return 0 if self._fit is None else self._fit.last
+        return 0 if self._fit is None else self._fit.needed
 
     def choose(self, batch: Any, micro_batches: int | None, *, begun: bool) -> Choice:
         """Chooses the number of micro-batches and the place of the stash.

@@ -13,7 +13,7 @@ from torch import nn
 from ferryman.distributed.ranks import Ranks, Share
 from ferryman.model.blocks import Position
 from ferryman.model.placeholder import UsedOutsideError
-from ferryman.model.precision import Scale, scale_for
+from ferryman.model.precision import LossScale, loss_scale_for
 from ferryman.model.unit_discovery import find_units, units_of_block
 from ferryman.model.units import BLOCK, GRAIN, DtypeOf, Unit, landing_dtype, master_dtype
 from ferryman.options import PlainOptions
@@ -98,11 +98,11 @@ class Planner:
         )
         return planner, plan
 
-    def scale(self) -> Scale:
+    def scale(self) -> LossScale:
         if self.optimizer_view is None:
-            return Scale()
+            return LossScale()
         trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-        return scale_for({self.dtype_of(name, p) for name, p in trained})
+        return loss_scale_for({self.dtype_of(name, p) for name, p in trained})
 
     def follow_updates(self, plan: Plan, needed: int) -> Plan:
         """Changes a plan to the `updates` of the options. Raises a ValueError if that does not fit.
@@ -196,7 +196,7 @@ class Planner:
         most = min(largest_subgroup(every), subgroup_on(self.link, self._crossing(every, policy), self.share.size))
         if policy.kind == "auto" and (subgroup or most) < MIN_DEVICE_SUBGROUP:
             policy = _HOST
-        deferred = self.optimizer_view is not None and (options.needs_whole_gradient or self.scale().moves)
+        deferred = self.optimizer_view is not None and (options.needs_whole_gradient or self.scale().is_dynamic)
         for_ranks = self.share.size > 1 and policy.kind != "host" and self.optimizer_view is not None and not deferred
         deferred = deferred or for_ranks  # a device can update a subgroup only when all ranks' gradients have arrived
         grain = self._grain

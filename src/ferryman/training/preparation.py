@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from ferryman.options import EngineOptions
 from ferryman.plan.batch import Part, parts_of
 from ferryman.plan.fit import Choice, Trial, out_of_memory_advice
 from ferryman.plan.plan import Plan
-from ferryman.relay.step_state import StepState
+from ferryman.relay.step_state import LossRun, StepState
 from ferryman.runtime import host_memory
 from ferryman.runtime.interrupts import Interrupts
 from ferryman.training import checks
@@ -93,7 +93,7 @@ class Preparation:
                     raise ran_out
                 break
             self._blocks.skipped = skipped
-        memory.hold_more(memory.allocated - at_first)
+        memory.add_fixed(memory.allocated - at_first)
         return self._with_graphs(choice, parts), parts
 
     def agree(self, choice: Choice, parts: list[Part]) -> PreparedStep:
@@ -104,7 +104,7 @@ class Preparation:
         mine = status_of(self._ranks, parts, _draw_seed(), optimizer, reduction, first=first, used=used)
         statuses = exchange_status(self._ranks, mine)
         if any(status.used for status in statuses):
-            self._assembly.relay.distrust_ahead()
+            self._assembly.relay.drop_ahead()
         before = sum(status.parts for status in statuses[:rank])
         return PreparedStep(choice, weigh(parts, statuses, rank, reduction), statuses[0].seed + before)
 
@@ -112,7 +112,7 @@ class Preparation:
         """Makes a step, which the relay runs."""
         choice, parts, seed = prepared
         return self._assembly.relay.new_step(
-            self.works(parts),
+            self.loss_runs(parts),
             seed,
             stash_on_host=choice.stash_on_host,
             staying=choice.staying,
@@ -138,18 +138,20 @@ class Preparation:
             )
             raise
 
-    def works(self, parts: Sequence[Part]) -> list[Callable[[], torch.Tensor]]:
+    def loss_runs(self, parts: Sequence[Part]) -> list[LossRun]:
         """Functions that run the user's code for each micro-batch and return its weighted and scaled loss."""
         scale = self._assembly.server.scale.value
-        return [self._work(part.content, part.weight * scale) for part in parts]
+        return [self._loss_run(part.content, part.weight * scale) for part in parts]
 
-    def _work(self, content: Any, weight: float) -> Callable[[], torch.Tensor]:
+    def _loss_run(self, content: Any, weight: float) -> LossRun:
         relay, loss = self._assembly.relay, self._options.loss
-        return lambda: weighted_loss(loss, self._model, content, weight, self._device, relay.inputs.bring, relay.adopt)
+        return lambda: weighted_loss(
+            loss, self._model, content, weight, self._device, relay.inputs.bring, relay.register_batch
+        )
 
     def _try_out(self, contents: list[Any], room: int, choice: Choice) -> Trial:
-        works = [self._work(content, 1 / len(contents)) for content in contents]
-        return self._assembly.try_out(works, room, self.first_steps.roots, choice, self._micro_batching.lasting)
+        loss_runs = [self._loss_run(content, 1 / len(contents)) for content in contents]
+        return self._assembly.try_out(loss_runs, room, self.first_steps.roots, choice, self._micro_batching.lasting)
 
     def keep_resident(self, error: UsedOutsideError) -> tuple[Planner, Plan]:
         """See `Planner.keep_resident`. Raises the error also if the plan can no longer change."""
@@ -195,7 +197,7 @@ class Preparation:
         assembly = self._assembly
         try:
             with assembly.step(), Interrupts():
-                self.first_steps.check(parts, self.works(parts), seed, choice)
+                self.first_steps.check(parts, self.loss_runs(parts), seed, choice)
         except BaseException as error:
             assembly.lanes.drain()
             if isinstance(error, torch.OutOfMemoryError):

@@ -21,14 +21,14 @@ def weighted_loss(
     weight: float,
     device: torch.device,
     bring: Callable[[Any], Any],
-    adopt: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
+    register: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
 ) -> torch.Tensor:
-    """The weighted loss of a micro-batch, which `bring` copies to the device. `adopt` is called with the micro-batch's
-    tensors on the device, and with those of them that are the user's own."""
+    """The weighted loss of a micro-batch, which `bring` copies to the device. `register` is called with its tensors on
+    the device, and with those of them that are the user's own."""
     here = bring(content)
     pairs = zip(pytree.tree_leaves(content), pytree.tree_leaves(here), strict=True)
     tensors = [(given, x) for given, x in pairs if isinstance(x, torch.Tensor)]
-    adopt([x for _, x in tensors], [x for given, x in tensors if _share_memory(given, x)])
+    register([x for _, x in tensors], [x for given, x in tensors if _share_memory(given, x)])
     try:
         value = loss(model, here)
     except RuntimeError as error:

@@ -29,7 +29,7 @@ from ferryman.verify.small_models import Batch, Transformer, batch, build
 _MAX_RATIO = 0.85
 _MIN_DUPLEX = 0.1  # the smallest part of the less busy direction's time in which the other is busy, too
 _DOMINANT_SHARE = 0.75  # of the sum of all lanes: if one lane takes more, overlap cannot be shown
-_TRIES = 3
+_MAX_ATTEMPTS = 3
 
 _COPY_SECONDS = 0.04  # of a bare copy, and of kernels beside it, on a simulated device
 _SIMULATED_BYTES = 2**20  # small, so that simulated copies need little CPU time
@@ -62,7 +62,7 @@ def _best_verdict(measure: Callable[[CheckContext, int], Verdict], context: Chec
     if context.accelerator.is_host:
         return Verdict.skipped("the device is the CPU, and units are used in place")
     verdicts: list[Verdict] = []
-    while len(verdicts) < _TRIES:
+    while len(verdicts) < _MAX_ATTEMPTS:
         verdicts.append(measure(context, rounds))
         if verdicts[-1].outcome is Outcome.OK:
             return verdicts[-1]

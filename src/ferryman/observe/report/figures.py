@@ -34,7 +34,6 @@ _KINDS = {
     "flush": "gradients",
     "restore": "stash",
     "stow": "stash",
-    "empty": "stash",
     "state": "state",
     "update": "update",
     "check": "check",

@@ -1,8 +1,8 @@
-"""Gradients that the user's code asks autograd for (`torch.autograd.grad`), with respect to outputs of units.
+"""Gradients that the user's code computes explicitly (`torch.autograd.grad`), with respect to outputs of units.
 
 For autograd, a unit is one node. If the unit's own code uses an output for its other outputs, the part of the gradient
-that comes from there arises inside the node, where autograd does not look: `torch.autograd.grad` would return a part of
-the gradient. The same holds inside a unit, for an input on which another input depends. Trials refuse both.
+that comes from there is computed inside the node, which autograd cannot see: `torch.autograd.grad` would return only a
+part of the gradient. The same holds inside a unit, for an input on which another input depends. Trials refuse both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NODE: Any = CallNode._backward_cls
 _FUNCTIONS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
-class AskedGradients(TorchFunctionMode):
+class ExplicitGradients(TorchFunctionMode):
     """Refuses gradients of which autograd would compute only a part. `escapes` has the inputs of the running call."""
 
     def __init__(self, escapes: Escapes) -> None:
