@@ -29,7 +29,7 @@ from ferryman.checkpoint.contents import Contents, Objects
 from ferryman.checkpoint.loaded import Loaded
 from ferryman.distributed.agreement import add_up, compare, errors_on_all_ranks
 from ferryman.distributed.ranks import Ranks, Share
-from ferryman.exactness.guard import NewStateError, NotRepeatableError, too_many_new_variables
+from ferryman.exactness.guard import NotRepeatableError, StepAgainError, repeating
 from ferryman.model.blocks import Blocks, Position
 from ferryman.model.placeholder import UsedOutsideError
 from ferryman.model.precision import dtype_of
@@ -52,7 +52,7 @@ from ferryman.training.planner import Planner, find_link
 from ferryman.training.preparation import Preparation, PreparedStep
 from ferryman.training.recorder import Recorder
 
-_MAX_ATTEMPTS = 3  # to run a step in which variables change that no check has seen
+_MAX_ATTEMPTS = 5  # to run a step that has to be undone and repeated
 _Files = loading.Checkpoint | pretrained.Weights
 
 
@@ -156,11 +156,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._drop_gradients()
 
     def wait(self) -> None:
-        """Blocks until the last update is done.
-
-        This is needed only before reading weights through an alias of their memory (a numpy view, an earlier
-        `detach()`). All other reads wait automatically.
-        """
+        """Blocks until the last update is done. This is needed only before reading weights through an alias of their
+        memory (a numpy view, an earlier `detach()`). All other reads wait automatically."""
         self._parts.reads.wait()
 
     @one_call_at_a_time
@@ -185,10 +182,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return self._parts.server.grad_norm
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """The gradient of a parameter between `forward_backward` and `update`: in float32, on the host.
-
-        It may be edited in place before the update.
-        """
+        """A parameter's gradient between `forward_backward` and `update`: in float32, on the host; it may be edited."""
         return self._parts.gradient(name)
 
     @property
@@ -223,10 +217,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     @property
     def host_account(self) -> dict[str, int]:
-        """Bytes of host memory that the server uses, by purpose.
-
-        With several ranks, this is the rank's own part, and the weights, which all ranks of a node share.
-        """
+        """Bytes of host memory that the server uses, by purpose. With several ranks, this is the rank's own part, and
+        the weights, which all ranks of a node share."""
         return self._parts.host_account([self.share])
 
     @property
@@ -367,14 +359,17 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _run(self, batch: Any, micro_batches: int | None, *, for_update: bool) -> torch.Tensor:
         """Runs forward and backward of a batch; returns its loss.
 
-        If a variable of the user's code changes that no check has seen, the step is undone, checked and repeated.
+        A step is undone and repeated if a variable of the user's code changes that no check has seen, or if it runs out
+        of memory although trials have found room. Then it is cut into smaller micro-batches.
         """
-        generator, found = torch.get_rng_state(), ""
+        generator = torch.get_rng_state()
+        refusal: Exception | None = None
         # A step that fails drops all gradients, so it cannot be repeated if there are gradients of earlier calls.
         can_retry = self._ranks.alone and not self._parts.relay.gradients.on_host
         for _ in range(_MAX_ATTEMPTS if can_retry else 1):
             try:
-                prepared = self._prepare(batch, micro_batches)
+                with repeating(refusal):
+                    prepared = self._prepare(batch, micro_batches)
                 relay, server = self._parts.relay, self._parts.server
                 with self._running(prepared.choice, for_update=for_update) as interrupts:
                     scale, total = server.scale.value, torch.zeros((), device=self.device, dtype=torch.float32)
@@ -385,11 +380,13 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                         server.send_rest(relay.gradients.on_host)
                 loss = self._ranks.all_reduce(total if scale == 1 else total / scale)
                 return self._recorder.ran(prepared.parts, loss, relay.calls)
-            except NewStateError as error:
-                found = str(error)
-            self._preparation.first_steps.forget()
+            except StepAgainError as error:
+                refusal = error.refusal
+                if not self._preparation.can_repeat(error):
+                    break
             torch.set_rng_state(generator)
-        raise too_many_new_variables(found)
+        assert refusal is not None
+        raise refusal
 
     def _prepare(self, batch: Any, micro_batches: int | None) -> PreparedStep:
         """Prepares a step that all ranks agree on. If it needs smaller units or more residents, it makes a new plan."""
@@ -433,13 +430,16 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         except BaseException as error:
             self._ranks.fail(error)
             self._parts.lanes.drain()
-            if isinstance(error, torch.OutOfMemoryError):
-                error.add_note(out_of_memory_advice(self._parts.plan, choice))
+            if isinstance(error, StepAgainError):
+                self._blocks.skip_again()
+            reason = error.refusal if isinstance(error, StepAgainError) else error
+            if isinstance(reason, torch.OutOfMemoryError):
+                reason.add_note(out_of_memory_advice(self._parts.plan, choice))
             if isinstance(error, NotRepeatableError):
                 self._preparation.first_steps.forget()  # the next step must find the same error
             if for_update:
-                error.add_note(f"ferryman: {self._parts.server.describe_changes()}")
-            self._recover(forget=for_update or isinstance(error, NewStateError))
+                reason.add_note(f"ferryman: {self._parts.server.describe_changes()}")
+            self._recover(forget=for_update or isinstance(error, StepAgainError))
             raise
         finally:
             self._blocks.skipped = frozenset()

@@ -140,7 +140,7 @@ def test_a_budget_that_counts_allocated_bytes_is_not_kept(caching, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "memory_reserved", torch.accelerator.memory_allocated)
     monkeypatch.setattr(torch.accelerator, "max_memory_reserved", torch.accelerator.max_memory_allocated)
     monkeypatch.delattr(torch_virtual, "get_per_process_memory_fraction")
-    budget = 11 * caching.large_segment
+    budget = 10 * caching.large_segment
     with make(budget, stash="host", updates="host") as engine:
         most_reserved(engine, LENGTHS, 0)
         most = torch_virtual.memory_stats(DEVICE)["reserved_bytes.all.peak"] - before

@@ -3,7 +3,8 @@ time, and whether losses equal those of the trial."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +14,45 @@ from ferryman.exactness.survey import Survey
 from ferryman.exactness.user_state import UserState
 
 
-class NewStateError(Exception):
-    """A variable that no trial has seen changing has changed in a step. No weight was changed; the step is undone."""
+class StepAgainError(Exception):
+    """The step must run again, in another way. No weight was changed; the step is undone.
+
+    `refusal`: the error for the user if all attempts end like this.
+    """
+
+    def __init__(self, reason: str, refusal: Exception) -> None:
+        super().__init__(reason)
+        self.refusal = refusal
+
+
+class NewStateError(StepAgainError):
+    """A variable that no trial has seen changing has changed in a step."""
 
     def __init__(self, names: list[str]) -> None:
-        super().__init__(", ".join(names))
+        refusal = ValueError(
+            f"these variables changed in a step for the first time, after its trial: {', '.join(names)}. No weight was "
+            "changed, and all gradients were dropped. Call the engine again: it will check these variables first"
+        )
+        super().__init__(", ".join(names), refusal)
 
 
-def too_many_new_variables(names: str) -> ValueError:
-    """The error for a step in which other new variables have changed in every attempt."""
-    return ValueError(
-        f"these variables changed in a step for the first time, after its trial: {names}. No weight was changed, and "
-        "all gradients were dropped. Call the engine again: it will check these variables first"
-    )
+class OutOfRoomError(StepAgainError):
+    """The device's memory was not enough for a step, though trials had found room."""
+
+    def __init__(self, error: torch.OutOfMemoryError) -> None:
+        super().__init__(str(error), error)
+
+
+@contextlib.contextmanager
+def repeating(refusal: Exception | None) -> Iterator[None]:
+    """Context in which a step is prepared again after `refusal`. If it cannot run with less memory, the error for the
+    user is that it has run out of memory."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(refusal, torch.OutOfMemoryError):
+            raise refusal from error
+        raise
 
 
 class NotRepeatableError(ValueError):
@@ -64,11 +91,17 @@ class Guard:
             raise NewStateError(new)
         self._before = None
 
-    def new_state_behind(self, error: BaseException) -> NewStateError | None:
-        """The error of variables that have changed for the first time, if they may be the reason for `error`: before
-        they are known, all micro-batches see the value that the last one has stored."""
+    def reason_to_repeat(self, error: BaseException) -> StepAgainError | None:
+        """Why a step that `error` has ended may succeed if it runs again; None if it would not, or if weights may have
+        changed.
+
+        If variables have changed for the first time, they may be the reason for `error`: before they are known, all
+        micro-batches see the value that the last one has stored.
+        """
         if self._before is None or not isinstance(error, RuntimeError | ValueError):
             return None
+        if isinstance(error, torch.OutOfMemoryError):
+            return OutOfRoomError(error)
         if not any(words in str(error) for words in _OF_SHARED_GRAPHS):
             return None
         return NewStateError(new) if (new := self._new()) else None
@@ -77,7 +110,7 @@ class Guard:
         assert self._before is not None
         return [variable.name for variable in self.survey.changed(self._before) if not self._state.knows(variable)]
 
-    def put_back(self, error: NewStateError) -> None:
+    def put_back(self, error: StepAgainError) -> None:
         """Undoes the step's changes of the user's variables after `error`, so that the step can be run again."""
         if self._before is None:  # the step has passed the check
             raise NotRepeatableError(f"{error} is edited in a step for the first time. Call the engine again")

@@ -69,6 +69,10 @@ class Blocks:
     def begin_step(self) -> None:
         self.skipped, self._to_skip = self._to_skip, frozenset()
 
+    def skip_again(self) -> None:
+        """The current step was undone. Skips its blocks in the next step, which repeats it."""
+        self._to_skip = self.skipped
+
     def are_skipped(self, modules: Iterable[nn.Module]) -> bool:
         """Whether all of these modules are in blocks that the current step skips."""
         return {module for block in self.skipped for module in block.modules()}.issuperset(modules)

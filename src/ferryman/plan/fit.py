@@ -180,6 +180,7 @@ class Fit:
         # needs, and that of the smallest one found too large, with its need.
         self._measured: dict[Any, tuple[int, Needs]] = {}
         self._refused: dict[Any, tuple[int, Need]] = {}
+        self._chosen: tuple[Needs, _Check] | None = None  # the last that fitted
         self.needed = 0  # bytes that the micro-batches of the last choice need
 
     def choose(self, batch: Any, size: int, count: int | None, fixed: int) -> Choice:
@@ -292,6 +293,19 @@ class Fit:
         taken = 0 if choice.stash_on_host else choice.micro_batches * needs.stash(1)
         return self._with_graphs(needs, part, None, choice, taken, room) or choice
 
+    def ran_out(self) -> bool:
+        """Called when a step of the last choice has run out of memory, though trials had found room: other samples may
+        need more, and an allocator leaves other gaps. Refuses any boundaries that stay from now on; if there were none,
+        also micro-batches of more than half the samples. Returns whether there was a choice."""
+        if self._chosen is None:
+            return False
+        needs, chosen = self._chosen
+        some, samples = min(chosen.choice.staying, 1), chosen.samples
+        choice = chosen.choice._replace(staying=some, keep=NOTHING)
+        fewer = samples if some else samples // 2 + 1
+        needs.checks.append(chosen._replace(choice=choice, samples=fewer, reserved=sys.maxsize))
+        return True
+
     def whole_need(self, batch: Any, size: int) -> Need:
         """The need of micro-batches of one sample, measured without a limit; the budget if the device has no more."""
         try:
@@ -358,33 +372,35 @@ class Fit:
         """Whether micro-batches of this size fit, with `stashed` bytes. See Note [What is reserved]."""
         if _padded(needs.peak(samples or 1) + stashed) > room:
             return False
-        moves = choice.stash_on_host and not choice.staying and not choice.keep
-        if moves and samples in (None, 1, 2):
-            return True  # they were in the trials of `needs`
         wanted = _Check(shape_of(batch), samples or 1, choice, 0, 0)
-        for check in needs.checks:
-            if check.reserved <= room and check.covers(wanted):
-                self._remember(check)
-                return True
-            if check.reserved > room and wanted.covers(check):
+        if any(check.reserved > room and wanted.covers(check) for check in needs.checks):
+            return False
+        known = next((check for check in needs.checks if check.reserved <= room and check.covers(wanted)), None)
+        if known is None and not (_moves(choice) and samples in (None, 1, 2)):  # those were in the trials of `needs`
+            known = self._try_out(batch if samples is None else take(batch, samples), needs, wanted, room)
+            if known.reserved > room:
                 return False
-        content, parts = batch if samples is None else take(batch, samples), choice.micro_batches
+        if known is not None:
+            self._remember(known)
+        self._chosen = needs, wanted
+        return True
+
+    def _try_out(self, content: Any, needs: Needs, wanted: _Check, room: int) -> _Check:
+        """Measures what micro-batches of this content reserve, and adds it to the needs."""
+        choice, parts = wanted.choice, wanted.choice.micro_batches
         if choice.stash_on_host and not choice.keep:
             parts = min(parts, choice.staying + TRIAL_MICRO_BATCHES) if choice.staying else TRIAL_MICRO_BATCHES
         try:
             trial = self._measure([content] * parts, room, choice)
         except TooLargeError as error:
-            needs.checks.append(wanted._replace(reserved=max(error.need.nbytes, room + 1)))
+            check = wanted._replace(reserved=max(error.need.nbytes, room + 1))
             gc.collect()  # the exception's traceback keeps the trial's tensors on the device
-            return False
-        added = max(0, trial.reserved - needs.allocated(samples or 1).peak) if moves else 0
-        # What is reserved differs a little from step to step, with what the allocator finds in its cache.
-        reserved = _padded(trial.reserved)
-        needs.checks.append(wanted._replace(reserved=reserved, added=added))
-        if reserved > room:
-            return False
-        self._remember(needs.checks[-1])
-        return True
+        else:
+            added = max(0, trial.reserved - needs.allocated(wanted.samples).peak) if _moves(choice) else 0
+            # What is reserved differs a little from step to step, with what the allocator finds in its cache.
+            check = wanted._replace(reserved=_padded(trial.reserved), added=added)
+        needs.checks.append(check)
+        return check
 
     def _remember(self, check: _Check) -> None:
         """Remembers what a choice needs at least, without boundaries that stay and graphs that are kept: there could be
@@ -415,6 +431,11 @@ class Fit:
 def staying(count: int, peak: int, boundary: int, room: int) -> int:
     """How many of `count` micro-batches can leave their boundary on the device, beside a `peak` without any."""
     return max((some for some in range(count + 1) if _padded(peak + some * boundary) <= room), default=0)
+
+
+def _moves(choice: Choice) -> bool:
+    """Whether everything that a parked micro-batch has leaves the device."""
+    return choice.stash_on_host and not choice.staying and not choice.keep
 
 
 def _padded(nbytes: int) -> int:

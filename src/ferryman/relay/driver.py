@@ -12,13 +12,14 @@ import contextlib
 import contextvars
 import functools
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ferryman.exactness.guard import Guard
+from ferryman.exactness.guard import Guard, NotRepeatableError, OutOfRoomError
 from ferryman.exactness.reach import beyond, context_variables, tensors_in
 from ferryman.exactness.user_locks import UserLocks
 from ferryman.exactness.weight_edits import WeightEdits
@@ -314,12 +315,19 @@ class Relay(CallHost):
                 yield
             except BaseException as error:
                 with self.compute.current():  # after the kernels that the step has launched
-                    new_state = step.new_state_behind(error)
+                    again = step.reason_to_repeat(error)
+                    if isinstance(again, OutOfRoomError):
+                        traceback.clear_frames(error.__traceback__)  # they keep the step's tensors on the device
                     self.state.end(undo=True)
                     self.buffers.undo()
-                    step.undo(new_state or error)
-                if new_state is not None:
-                    raise new_state from error
+                    try:
+                        step.undo(again or error)
+                    except NotRepeatableError:
+                        if isinstance(again, OutOfRoomError):
+                            raise error from None
+                        raise
+                if again is not None:
+                    raise again from error
                 raise
             with self.compute.current():
                 self.state.end(bring=functools.partial(step.stash.use, step.micro_batches[-1]))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ferryman.exactness.batch_edits import BatchEdits
-from ferryman.exactness.guard import Guard, NewStateError, NotRepeatableError
+from ferryman.exactness.guard import Guard, NotRepeatableError, StepAgainError
 from ferryman.exactness.outside_leaves import OutsideLeaves
 from ferryman.exactness.survey import Survey
 from ferryman.exactness.weight_edits import WeightEdits
@@ -231,21 +231,21 @@ class StepState:
             self._guard.check(self.losses)
             self.resident_edits.check()
 
-    def new_state_behind(self, error: BaseException) -> NewStateError | None:
-        """See `Guard.new_state_behind`."""
-        return None if self._guard is None else self._guard.new_state_behind(error)
+    def reason_to_repeat(self, error: BaseException) -> StepAgainError | None:
+        """See `Guard.reason_to_repeat`."""
+        return None if self._guard is None else self._guard.reason_to_repeat(error)
 
     def undo(self, error: BaseException | None = None) -> None:
         """Undoes the recorded changes that the step has made outside the model.
 
-        `error`: the exception that has ended the step. After a NewStateError the step is run again; if that is
+        `error`: the exception that has ended the step. After a StepAgainError the step is run again; if that is
         impossible, a NotRepeatableError is raised.
         """
-        if isinstance(error, NewStateError):
+        if isinstance(error, StepAgainError):
             self.stash.bring_back()  # the step runs again and needs these tensors
         self.leaves.put_back()
         lost = self.batch_edits.put_back()
-        if isinstance(error, NewStateError) and self._guard is not None:
+        if isinstance(error, StepAgainError) and self._guard is not None:
             self._guard.put_back(error)  # last, because leaves were saved later: before their first backward
             if lost:
                 raise NotRepeatableError(

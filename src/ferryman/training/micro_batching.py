@@ -115,6 +115,11 @@ class MicroBatching:
         self.lasting += nbytes
         return True
 
+    def ran_out(self) -> bool:
+        """Called when a step of the last choice has run out of memory. Returns whether the next choice is another."""
+        fit = self._fit or self._usual_fit
+        return fit is not None and fit.ran_out()
+
     @property
     def _fixed(self) -> int:
         return self._plan.fixed + self.lasting

@@ -10,6 +10,7 @@ import torch
 
 from ferryman.distributed.agreement import exchange_status, is_nothing, status_of, weigh
 from ferryman.distributed.ranks import Ranks
+from ferryman.exactness.guard import OutOfRoomError, StepAgainError
 from ferryman.model.blocks import Blocks
 from ferryman.model.members import Parameters, none_added, unchanged
 from ferryman.model.placeholder import UsedOutsideError
@@ -95,6 +96,15 @@ class Preparation:
             self._blocks.skipped = skipped
         memory.add_fixed(memory.allocated - at_first)
         return self._with_graphs(choice, parts), parts
+
+    def can_repeat(self, error: StepAgainError) -> bool:
+        """Called when a step was undone. Returns whether it will run in another way: after another trial of the user's
+        code, or in smaller micro-batches, or with fewer graphs."""
+        if isinstance(error, OutOfRoomError):
+            self._assembly.memory.trim()
+            return self._micro_batching.ran_out()
+        self.first_steps.forget()
+        return True
 
     def agree(self, choice: Choice, parts: list[Part]) -> PreparedStep:
         """Exchanges status with all ranks and returns this rank's part of the step. Errors: see `exchange_status`."""
