@@ -45,11 +45,9 @@ from ferryman.relay.micro_batch import MicroBatch, ThreadState
 from ferryman.relay.observer import Roots
 from ferryman.relay.step_state import Work
 from ferryman.relay.trial import run_trial
-from ferryman.training.discovery import Discovery, Watcher
+from ferryman.training.discovery import MAX_ATTEMPTS, Discovery, Watcher
 
 TRIED = 3  # micro-batches per trial: the third one sees how the second has changed the state of the first
-
-_MAX_ATTEMPTS = 4
 
 _GRADIENT_TOLERANCE = 1e-2  # relative to the gradient's norm; the error of a wrong gradient is about its norm
 
@@ -85,24 +83,11 @@ class CrossCheck:
             )
 
         discovery = Discovery(relay, self._roots, self._units)
-        for _ in range(_MAX_ATTEMPTS):
-            known = set(discovery.found)
-            try:
-                trial(works[:2], discovery, interleaved=False, forward_only=True)
-                break
-            except Exception:
-                # The code may need the gradient of a tensor that a unit has stored (autograd.grad). Once the variable
-                # is known, the tensor is part of the loss's graph.
-                if discovery.found.keys() == known:
-                    raise
-                relay.lanes.drain()
-                relay.recover()
-                discovery.teach()
-        discovery.teach()
+        discovery.run(lambda: trial(works[:2], discovery, interleaved=False, forward_only=True))
         in_own_thread = _TrialRecord(relay, self._roots)
         with relay.escapes.tracing():
             trial(works[:1], in_own_thread, interleaved=False, forward_only=True)
-        for _ in range(_MAX_ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             known = set(discovery.found)
             discovery.teach()
             sequential = _TrialRecord(relay, self._roots)
@@ -181,7 +166,7 @@ class CrossCheck:
         state = self._relay.state
         before = {v.key: state.policy(v) for v in state.variables}
         names = dict.fromkeys(map(_last_name, logs))
-        tries = [set(names), *({name} for name in [*names][:_MAX_ATTEMPTS] if len(names) > 1)]
+        tries = [set(names), *({name} for name in [*names][:MAX_ATTEMPTS] if len(names) > 1)]
         best = before
         for tried in tries:
             policies = best | {v.key: VariablePolicy.SHARED for v in logs if _last_name(v) in tried}
@@ -202,7 +187,7 @@ class CrossCheck:
         """
         relay, tried = self._relay, set[str]()
         interleaved, wrong = interleave()
-        while len(tried) < _MAX_ATTEMPTS and (names := [n for v in wrong if (n := _last_name(v)) not in tried]):
+        while len(tried) < MAX_ATTEMPTS and (names := [n for v in wrong if (n := _last_name(v)) not in tried]):
             tried.add(names[0])
             before = {v.key: relay.state.policy(v) for v in relay.state.variables}
             first = next(v for v in wrong if _last_name(v) == names[0])
@@ -233,7 +218,7 @@ class CrossCheck:
         before = {v.key: state.policy(v) for v in state.variables}
         counters = [v for v in state.variables if state.policy(v) is VariablePolicy.SHARED and type(v.get()) is int]
         names = dict.fromkeys(map(_last_name, counters))
-        for tried in [{name} for name in [*names][:_MAX_ATTEMPTS]] + ([set(names)] if len(names) > 1 else []):
+        for tried in [{name} for name in [*names][:MAX_ATTEMPTS]] + ([set(names)] if len(names) > 1 else []):
             private = {v.key: VariablePolicy.PRIVATE for v in counters if _last_name(v) in tried}
             if is_right(before | private):
                 return True
