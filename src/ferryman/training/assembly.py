@@ -360,6 +360,8 @@ class Assembly:
                     self.end_reads()
                     self.reads.wait()
                     if self._device.type != "cpu":
+                        if self.relay.bound_model.has_others_on_host():  # as in torch.func.functional_call
+                            return forward(*args, **kwargs)
                         self._check_memory()
                     return streamed(*args, **kwargs)
                 finally:

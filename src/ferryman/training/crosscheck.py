@@ -84,7 +84,7 @@ class CrossCheck:
 
         discovery = Discovery(relay, self._roots, self._units)
         discovery.run(lambda: trial(works[:2], discovery, interleaved=False, forward_only=True))
-        in_own_thread = _TrialRecord(relay, self._roots)
+        in_own_thread = _TrialRecord(relay, self._roots, looks_for_others=True)
         with relay.escapes.tracing():
             trial(works[:1], in_own_thread, interleaved=False, forward_only=True)
         for _ in range(MAX_ATTEMPTS):
@@ -103,6 +103,10 @@ class CrossCheck:
         self._check_second_runs()
         discovery.teach(sequential.ends)
         if len(works) == 1:
+            return losses
+        if in_own_thread.other:
+            replaced = f"{in_own_thread.other} is replaced by another tensor while units run"
+            self.differs = _describe_difference(f"{replaced} (torch.func.functional_call)", [])
             return losses
 
         again: _TrialRecord | None = None  # a second sequential trial, which finds variables that differ in every run
@@ -245,9 +249,11 @@ def second_run_differs(unit: str, variables: Sequence[Variable]) -> str:
 class _TrialRecord(Watcher):
     """Records losses, gradients and the values of variables."""
 
-    def __init__(self, relay: Relay, roots: Roots) -> None:
+    def __init__(self, relay: Relay, roots: Roots, *, looks_for_others: bool = False) -> None:
         super().__init__(roots)
         self._relay = relay
+        self._looks_for_others = looks_for_others
+        self.other: str | None = None  # a tensor that was replaced while a unit was called; see `bound_model.py`
         self.ends: list[dict[Any, Snapshot]] = []  # known variables as each micro-batch left them
         self.losses: list[torch.Tensor] = []
         self._gradients: dict[tuple[int, Item], list[list[float]]] = {}  # the sum and the norm of each
@@ -259,6 +265,8 @@ class _TrialRecord(Watcher):
         self.ends.append(self._known())
 
     def parked(self, batch: MicroBatch) -> None:
+        if self._looks_for_others and self.other is None:
+            self.other = self._relay.bound_model.other()
         if batch.done:
             self.collect_changes()
             self.ends.append(self._known())
