@@ -189,6 +189,13 @@ class BoundModel:
             if item.is_buffer:
                 adopt_assigned(item, tensor)
 
+    def adopt_assigned_on_host(self) -> None:
+        """The same for the host's buffers, after a call of the model on the host."""
+        for binding in self._on_host.values():
+            for item in binding.others():
+                if item.is_buffer:
+                    adopt_assigned(item, item.tensor)
+
     def write_back(self, edited: Sequence[tuple[Item, torch.Tensor]], end: Mark) -> None:
         """Copies buffers that the user's code changed on the device, before `end`, to the host, and waits."""
         for item, tensor in edited:
