@@ -189,6 +189,14 @@ class BoundModel:
             if item.is_buffer:
                 adopt_assigned(item, tensor)
 
+    def were_edited(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Gives resident buffers among these a new version, by which `on_device` knows that the host needs them:
+        functional batch norm edits its running statistics without one."""
+        edited = {id(tensor) for tensor in tensors}
+        for item, tensor in self.resident_tensors.items():
+            if item.is_buffer and id(tensor) in edited:
+                torch.autograd.graph.increment_version(tensor)
+
     def adopt_assigned_on_host(self) -> None:
         """The same for the host's buffers, after a call of the model on the host."""
         for binding in self._on_host.values():

@@ -328,6 +328,7 @@ class Relay(CallHost):
             with self.compute.current():
                 self.state.end(bring=functools.partial(step.stash.use, step.micro_batches[-1]))
                 step.stash.bring_back()
+                self.bound_model.were_edited(self.state.edited_tensors)
                 self.bound_model.adopt_assigned_residents()
                 step.succeeded()
                 if step.takes_effect:
