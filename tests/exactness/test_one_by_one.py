@@ -4,6 +4,7 @@ from collections import deque
 
 import pytest
 import torch
+from torch import nn
 
 from ferryman import Engine
 from support.small_models import WIDTH, Block, Model, assert_equal_to_plain, batches, loss, made, train, train_plainly
@@ -85,6 +86,40 @@ def test_a_queue_that_the_stash_has_sent_to_the_host(accelerator):
     expected = train_plainly(plain, loss, accelerator, 4)
     assert train(model, loss, accelerator, 4, memory="64MiB") == pytest.approx(expected, rel=1e-5)
     torch.testing.assert_close(model.queue, plain.queue.cpu())
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(16, 16), None
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x)) * self.scale
+
+
+class SetsAttributes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inlet = nn.Linear(WIDTH, 16)
+        self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+        self.head, self.maker = nn.Linear(16, 5), nn.Linear(WIDTH, 16 * 4)
+
+    def forward(self, x):
+        scales = self.maker(x.mean(0)).chunk(4)
+        x = self.inlet(x)
+        for block, scale in zip(self.blocks, scales, strict=True):
+            block.scale = scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_attributes_of_units_that_the_stash_has_sent_to_the_host(accelerator):
+    """Trials that measure memory begin before it is known which variables change."""
+    model, plain = made(SetsAttributes, None), made(SetsAttributes, None)
+    expected = train_plainly(plain, loss, accelerator, 4)
+    losses = train(model, loss, accelerator, 4, memory="64MiB", stash="host", recompute="auto")
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_warning_names_the_variable_and_the_line_of_the_step(device):

@@ -281,7 +281,7 @@ def test_equal_to_plain_pytorch(name, micro_batches, device):
     assert_equal_to_plain(make, function, prepare, micro_batches, device)
 
 
-@pytest.mark.parametrize("names", [["transformer.wte.weight"], ["transformer.h.0.*"]])
+@pytest.mark.parametrize("names", [["transformer.wte.weight"], ["transformer.h.0.*"], ["*"]])
 def test_a_unit_whose_trained_parameters_are_all_resident_trains(names, device):
     model = build(CASES["gpt2"])
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from ferryman.engine import Engine
 from support.devices import delay_copies
@@ -80,6 +81,43 @@ def test_weights_changed_in_between_are_seen(device):
         model.load_state_dict(build(CASES["gpt2"], seed=3).state_dict())
         plain.load_state_dict(model.state_dict())
         assert torch.equal(answer(model, batch), answer(plain, batch))
+
+
+class Following(nn.Module):
+    """Assigns buffers in its forward, also without gradients: of its own, and of a block."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            return torch.tanh(self.linear(x - self.mean))
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(self.Block(), self.Block())
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.blocks(x - self.mean)
+
+
+def test_buffers_that_evaluation_assigns(device):
+    torch.manual_seed(0)
+    model, x = Following(), torch.randn(6, 8)
+    plain = on(device, model)
+    with Engine(model, device=device, loss=lambda model, x: model(x).square().mean()) as engine, torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(engine.evaluate(x), plain(x.to(device)).square().mean())
+            torch.testing.assert_close(model(x), plain(x.to(device)).cpu())
+        with torch.enable_grad():
+            torch.testing.assert_close(engine.forward_backward(x), plain(x.to(device)).square().mean().detach())
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer.cpu())
 
 
 def test_steps_and_evaluation_in_turn(device):

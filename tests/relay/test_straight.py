@@ -87,6 +87,33 @@ def test_buffers_of_units_are_edited_once(device):
         torch.testing.assert_close(one, other)
 
 
+def test_running_statistics_that_functional_batch_norm_edits(device):
+    """It edits them without a new version."""
+
+    class Normalizing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.register_buffer("mean", torch.zeros(8))
+            self.register_buffer("variance", torch.ones(8))
+
+        def forward(self, x):
+            x = nn.functional.batch_norm(x, self.mean, self.variance, training=True)
+            for block in self.blocks:
+                x = x + torch.tanh(block(x))
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    model, x = Normalizing(), torch.randn(12, 8)
+    plain = on(device, model)
+    options = {"recompute": "never", **stays(device)}
+    with Engine(model, device=device, loss=lambda model, x: model(x), **options) as engine:
+        for _ in range(3):
+            torch.testing.assert_close(engine.forward_backward(x, 1), plain(x.to(device)).detach())
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer.cpu(), msg=name)
+
+
 def test_a_step_that_fails_leaves_everything_as_it_was(device):
     """Weights, buffers and thread-local variables, which the code changes on the caller's own thread."""
 

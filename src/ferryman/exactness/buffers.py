@@ -27,14 +27,15 @@ class Buffers:
         self.edited: set[Item] = set()  # buffers that are known to be edited
         self._edited_in_backward: set[Item] = set()  # edited by hooks and autograd functions
         self._learns = self._ignores = False
+        self._unit: Unit | None = None  # the unit that is visited
         self.bound: Sequence[Bound] = ()
         self._versions: list[int] = []
         self._changed: dict[Item, torch.Tensor] = {}  # edited in this visit
         self._originals: dict[Item, torch.Tensor] = {}  # the host's values before the step
 
-    def visit(self, bound: Sequence[Bound]) -> None:
+    def visit(self, unit: Unit, bound: Sequence[Bound]) -> None:
         """Begins a visit to the unit with these buffers."""
-        self.bound = bound
+        self._unit, self.bound = unit, bound
         self._versions = [tensor._version for _, tensor in bound]
         self._changed = {}
 
@@ -80,7 +81,20 @@ class Buffers:
             if not self._learns and item not in self.edited:
                 self.edited.add(item)
                 raise NewStateError([item.name])
+            self._refuse_graph(item)
             adopt_assigned(item, tensor)
+
+    def _refuse_graph(self, item: Item) -> None:
+        """Refuses a tensor with a graph that the visited unit assigns to a resident buffer, which other code can use.
+        Only its values are copied."""
+        assert self._unit is not None, "a unit's code runs only during a visit to the unit"
+        assigned = (place.current() for place in item.places)
+        if item not in self._unit.items and any(t is not None and t.requires_grad for t in assigned):
+            raise ValueError(
+                f"the unit {self._unit.name!r} assigns a tensor with a graph to its buffer {item.name!r}, which is "
+                "used outside the unit, too: its gradient would be lost. Keep the tensor in a plain attribute instead "
+                "of a buffer, or detach it"
+            )
 
     def copy(self) -> Copies | None:
         """Copies of the buffers that a run may edit, with their current values."""

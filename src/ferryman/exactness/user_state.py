@@ -100,6 +100,11 @@ class UserState:
         return list(self._variables.values())
 
     @property
+    def edited_tensors(self) -> list[torch.Tensor]:
+        """The tensors that are known to be edited in place, as they were bound before the step."""
+        return self._originals
+
+    @property
     def owners(self) -> Collection[int]:
         """The ids of the objects that own the variables."""
         return self._owners

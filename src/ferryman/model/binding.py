@@ -33,6 +33,13 @@ class Binding:
             for place in item.places
         ]
         self._recurrent = [pair for pair in tensors if pair[0].is_recurrent]
+        self._tensors = tensors
+
+    def others(self) -> list[Item]:
+        """Items in whose places the user's code has put other tensors since they were bound."""
+        if not self._recurrent and all(members.get(name) is tensor for members, name, tensor in self._places):
+            return []
+        return [item for item, tensor in self._tensors if is_assigned(item, tensor)]
 
     def bind(self) -> None:
         for members, attribute, tensor in self._places:
@@ -60,7 +67,7 @@ def _bind_flat_weight(module: nn.RNNBase, attribute: str, tensor: torch.Tensor) 
 
 
 def is_assigned(item: Item, tensor: torch.Tensor) -> bool:
-    """Whether the module's buffer was assigned another tensor (`self.mean = ...`)."""
+    """Whether another tensor was assigned to the item (`self.mean = ...`)."""
     return any(place.current() is not tensor for place in item.places)
 
 

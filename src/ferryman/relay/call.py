@@ -104,6 +104,7 @@ class Call:
             self._before = self._snapshot()
         self._shared_before: Snapshot | None = None  # at the forward's start
         self._first: _Run | None = None  # between the node's forward and its return
+        self._had_graph = False  # the first run had a graph, which may not have been kept
         self._random: State | None = None  # at the forward's start, if the forward draws random numbers
         self._buffers: Copies | None = None  # the unit's buffers at the forward's start, if its code edits them
         self.graph: KeptGraph | None = None  # of the forward, from then to the backward
@@ -202,7 +203,7 @@ class Call:
         keeps_graph = lasts or (can_keep and relay.turns_at(self.module))
         needs_graph = relay.escapes.traced or self.unit in relay.graph_needed
         drops_graph = not (keeps_graph or needs_graph or self.unit in relay.without_graph)
-        has_graph = keeps_graph or needs_graph or drops_graph
+        self._had_graph = has_graph = keeps_graph or needs_graph or drops_graph
         saving = relay.saving(self.unit) if lasts else None
         first_node, start = relay.escapes.next_number(), time.perf_counter()
         inputs = leaves = self._detached(tensors) if has_graph else [t.detach() for t in tensors]
@@ -259,6 +260,15 @@ class Call:
             )
         step.went_forward(self)
         return outputs, stash
+
+    def constants(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the forward's outputs that require no gradient in plain PyTorch."""
+        assert self._first is not None
+        return [
+            t
+            for t, original in zip(outputs, self._first.outputs, strict=True)
+            if not (t.is_floating_point() or t.is_complex()) or (self._had_graph and not original.requires_grad)
+        ]
 
     def _sees_edits(self) -> bool:
         """Whether the unit's code can reach tensors or arrays in variables that are edited in place."""

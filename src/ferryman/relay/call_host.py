@@ -58,7 +58,7 @@ class CallHost:
         kind = HeldWeights if plan.held else WeightSlots
         self.weights = kind(device, plan.weight_slots, server, streams.h2d, self._collect)
         self.gradients = GradientSlots(device, plan.gradient_slots, plan.residents, server, streams.h2d, streams.d2h)
-        self._model = BoundModel(plan.residents, device, server, streams, self._collect, self._may_have_gradients)
+        self.bound_model = BoundModel(plan.residents, device, server, streams, self._collect, self._may_have_gradients)
         self._step: StepState | None = None  # the current step
         self._training: set[Unit] = set()  # units with a parameter that requires a gradient
         # Learned from earlier steps:
@@ -152,7 +152,7 @@ class CallHost:
             return  # searching its graph is slow, and the checked steps found no such leaves in it
         step = self.step
         bound = () if step.visit is None else step.visit.tensors
-        own = {id(tensor) for _, tensor in (*bound, *self._model.resident_tensors.items())}
+        own = {id(tensor) for _, tensor in (*bound, *self.bound_model.resident_tensors.items())}
         if step.leaves.note(outputs, own | {id(tensor) for tensor in (*inputs, self.anchor)}) and unit is not None:
             self._using_leaves.add(unit)
 
@@ -244,7 +244,7 @@ class CallHost:
     def own_leaves(self) -> Iterator[torch.Tensor]:
         """The model's parameters on host and device, to which the user's code may have a reference."""
         on_host = (item.tensor for unit in (*self.inside, self._residents) for item in unit.items)
-        tensors = itertools.chain(on_host, self.weights.all_tensors(), self._model.all_tensors())
+        tensors = itertools.chain(on_host, self.weights.all_tensors(), self.bound_model.all_tensors())
         yield from (tensor for tensor in tensors if isinstance(tensor, nn.Parameter))
         yield self.anchor
 
@@ -253,7 +253,7 @@ class CallHost:
         return (item.tensor for unit in (*self.inside, self._residents) for item in unit.trained)
 
     def _drop_hooks(self) -> None:
-        for parameter in itertools.chain(self.weights.all_tensors(), self._model.all_tensors()):
+        for parameter in itertools.chain(self.weights.all_tensors(), self.bound_model.all_tensors()):
             drop_hooks(parameter)
 
     def _sample_memory(self) -> None:

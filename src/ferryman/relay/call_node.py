@@ -96,7 +96,7 @@ class CallNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         assert handle.call is not None
         outputs, stash = handle.call.forward(tensors)
-        ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
+        ctx.mark_non_differentiable(*handle.call.constants(outputs))
         # Autograd keeps the stash like a saved tensor: until a backward that does not retain the graph, or until the
         # graph is freed.
         handle.saving = torch.autograd.graph.saved_tensors_hooks(lambda _: stash, _unpack)

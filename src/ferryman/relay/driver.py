@@ -51,7 +51,7 @@ class Relay(CallHost):
     def __init__(self, plan: Plan, device: torch.device, server: ParameterServer, streams: Streams) -> None:
         super().__init__(plan, device, server, streams)
         self.inputs = Inputs(device, streams.compute)
-        self.evaluation = Evaluation(self._model, self.weights, streams)
+        self.evaluation = Evaluation(self.bound_model, self.weights, streams)
         self._device_stash = Stash()
         self._host_stash: HostStash | None = None
         if device.type != "cpu":
@@ -67,7 +67,7 @@ class Relay(CallHost):
         units = plan.units
         self.weights.make_room_for(units)
         self.gradients.make_room_for(units)
-        self._model.serve(units)
+        self.bound_model.serve(units)
         self._units = list(units)
         self._called_in_backward.clear()
         self._training = {unit for unit in units if any(p.requires_grad for m in unit.modules for p in m.parameters())}
@@ -83,11 +83,15 @@ class Relay(CallHost):
         def relayed(*args: Any, **kwargs: Any) -> Any:
             if self._step is not None:
                 self._step.refuse_other_threads(unit)
+                if self.bound_model.has_others(unit):
+                    return forward(*args, **kwargs)
                 running = self._step.running
                 assert running is not None
                 refuse_arguments(unit, forward, args, kwargs)
                 self._check_call_in_backward(unit, running)
                 return Call(self, running, unit, module, forward, args, kwargs).run()
+            if self.bound_model.has_others(unit):
+                return forward(*args, **kwargs)
             if self.evaluation.runs:
                 return self.evaluation.call(unit, lambda: forward(*args, **kwargs))
             refuse_other_devices(unit, args, kwargs)
@@ -133,7 +137,7 @@ class Relay(CallHost):
             interleaved=interleaved and not straight,
         )
         if straight:
-            step.straight = Straight(self, self._model, step)
+            step.straight = Straight(self, self.bound_model, step)
         return step
 
     def _can_be_straight(self, micro_batches: int) -> bool:
@@ -233,24 +237,24 @@ class Relay(CallHost):
         """
         if eager:  # more than two would delay the unit that the next step needs first
             self.weights.fetch_ahead(self.order, latest_first=True, most=2)
-            self._model.fetch_ahead()
+            self.bound_model.fetch_ahead()
         else:
-            self._model.fetch_ahead()
+            self.bound_model.fetch_ahead()
             self.weights.fetch_ahead(self.order, latest_first=False)
 
     def fetched_ahead(self) -> list[Unit]:
         """The units that were fetched ahead of the next step."""
-        return [*self._model.fetched_ahead(), *self.weights.fetched_ahead()]
+        return [*self.bound_model.fetched_ahead(), *self.weights.fetched_ahead()]
 
     def drop_ahead(self) -> None:
         """Between steps: drops what was fetched ahead, since the host's weights may have changed."""
         self.weights.drop_ahead()
-        self._model.drop_ahead()
+        self.bound_model.drop_ahead()
 
     def recover(self) -> None:
         """Resets the slots after a failure, when all lanes are idle: marks of failed work are dropped."""
         self.weights.forget(everything=True)
-        self._model.recover()
+        self.bound_model.recover()
         self.gradients.forget_marks()
 
     def close(self) -> None:
@@ -260,7 +264,7 @@ class Relay(CallHost):
         self.inputs.close()
         self.weights.close()
         self.gradients.close()
-        self._model.close()
+        self.bound_model.close()
 
     # The driver.
 
@@ -273,7 +277,7 @@ class Relay(CallHost):
             self.gradients.begin(for_update=step.for_update)
             with (
                 self.randomness.unchanged(),
-                self._model.on_device(watches_gradients=not (step.takes_effect and self.gradients.are_empty)),
+                self.bound_model.on_device(watches_gradients=not (step.takes_effect and self.gradients.are_empty)),
                 self._user_state(step),
                 self._resident_gradients(step),
                 Surroundings.driving(),
@@ -308,7 +312,7 @@ class Relay(CallHost):
             with self.compute.current():
                 step.begin()
                 by_bytes = self.escapes.traced or self.checksums.is_on
-                residents = list(self._model.resident_tensors.items())
+                residents = list(self.bound_model.resident_tensors.items())
                 step.resident_edits = WeightEdits(residents, by_bytes=by_bytes, can_undo=self._edits_host(step))
                 self.state.begin(step.seed, exchange=step.interleaved, careful=not step.takes_effect)
             try:
@@ -332,7 +336,8 @@ class Relay(CallHost):
             with self.compute.current():
                 self.state.end(bring=functools.partial(step.stash.use, step.micro_batches[-1]))
                 step.stash.bring_back()
-                self._model.adopt_assigned_residents()
+                self.bound_model.were_edited(self.state.edited_tensors)
+                self.bound_model.adopt_assigned_residents()
                 step.succeeded()
                 if step.takes_effect:
                     self.buffers.commit()
@@ -415,9 +420,9 @@ class Relay(CallHost):
             backward = step.has_turned()
             with self.compute.occupy(f"visit {unit.name}", after=on_device.ready) as mark:
                 self._sample_memory()
-                step.visit = Visit(unit, on_device.of_unit, self._model.outside(unit))
+                step.visit = Visit(unit, on_device.of_unit, self.bound_model.outside(unit))
                 sums = step.visit.sums = AutogradSums()
-                self.buffers.visit(self._model.buffers_of(unit, on_device.tensors))
+                self.buffers.visit(unit, self.bound_model.buffers_of(unit, on_device.tensors))
                 edits = WeightEdits(on_device.tensors, by_bytes=self.escapes.traced, can_undo=self._edits_host(step))
                 self._serve_requests(unit, [batch for batch in batches if batch.requests(unit)])
                 edits.check()
@@ -429,7 +434,7 @@ class Relay(CallHost):
                     self.gradients.complete(unit)
                 edited = self.buffers.leave()
             if edited:
-                self._model.write_back([pair for pair in edited if pair[0] in unit.items], self.compute.here())
+                self.bound_model.write_back([pair for pair in edited if pair[0] in unit.items], self.compute.here())
             return finished
         finally:
             if step.visit is not None and step.visit.sums is not None:

@@ -99,7 +99,7 @@ class GradientSlots:
         """Between steps: resizes the slots so that they can hold the gradients of these units."""
         assert all(slot.unit is None for slot in self._all_slots()), "between steps all gradients are on the host"
         sizes, serves = gradient_slot_sizes(units, self._count, self._server.has_optimizer)
-        if sizes != self._sizes:
+        if sizes != self._sizes or not self._slots:
             self._slots.clear()  # frees the old memory before new memory is allocated
             memories = carve(sizes.memories, self._device)
             self._sizes, self._slots = sizes, [GradientSlot(*where) for where in memories_of(sizes, memories)]

@@ -52,7 +52,7 @@ class Straight:
         stay = self._stays.get(unit) or self._enter(unit)
         stay.visit.has_gradient_slot = False
         call.batch.random = host.randomness.state()
-        host.buffers.visit(stay.buffers)
+        host.buffers.visit(unit, stay.buffers)
         step.visit = stay.visit
         try:
             result = compute()

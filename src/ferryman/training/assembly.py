@@ -360,9 +360,14 @@ class Assembly:
                     self.store.check_values()
                     self.end_reads()
                     self.reads.wait()
+                    model = self.relay.bound_model
+                    if model.has_others_on_host():  # as in torch.func.functional_call
+                        return forward(*args, **kwargs)
                     if self._device.type != "cpu":
                         self._check_memory()
-                    return streamed(*args, **kwargs)
+                    result = streamed(*args, **kwargs)
+                    model.adopt_assigned_on_host()
+                    return result
                 finally:
                     self._evaluates = False
                     self.watch_reads()

@@ -45,11 +45,9 @@ from ferryman.relay.micro_batch import MicroBatch, ThreadState
 from ferryman.relay.observer import Roots
 from ferryman.relay.step_state import LossRun
 from ferryman.relay.trial import run_trial
-from ferryman.training.discovery import Discovery, Watcher
+from ferryman.training.discovery import MAX_ATTEMPTS, Discovery, Watcher
 
 TRIED = 3  # micro-batches per trial: the third one sees how the second has changed the state of the first
-
-_MAX_ATTEMPTS = 4
 
 _GRADIENT_TOLERANCE = 1e-2  # relative to the gradient's norm; the error of a wrong gradient is about its norm
 
@@ -89,24 +87,11 @@ class CrossCheck:
             )
 
         discovery = Discovery(relay, self._roots, self._units)
-        for _ in range(_MAX_ATTEMPTS):
-            known = set(discovery.found)
-            try:
-                trial(loss_runs[:2], discovery, interleaved=False, forward_only=True)
-                break
-            except Exception:
-                # The code may need the gradient of a tensor that a unit has stored (autograd.grad). Once the variable
-                # is known, the tensor is part of the loss's graph.
-                if discovery.found.keys() == known:
-                    raise
-                relay.lanes.drain()
-                relay.recover()
-                discovery.teach()
-        discovery.teach()
-        in_own_thread = _TrialRecord(relay, self._roots)
+        discovery.run(lambda: trial(loss_runs[:2], discovery, interleaved=False, forward_only=True))
+        in_own_thread = _TrialRecord(relay, self._roots, looks_for_others=True)
         with relay.escapes.tracing():
             trial(loss_runs[:1], in_own_thread, interleaved=False, forward_only=True)
-        for _ in range(_MAX_ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             known = set(discovery.found)
             discovery.teach()
             sequential = _TrialRecord(relay, self._roots)
@@ -122,6 +107,10 @@ class CrossCheck:
         self._check_second_runs()
         discovery.teach(sequential.ends)
         if len(loss_runs) == 1:
+            return losses
+        if in_own_thread.other:
+            replaced = f"{in_own_thread.other} is replaced by another tensor while units run"
+            self.differs = _describe_difference(f"{replaced} (torch.func.functional_call)", [])
             return losses
 
         again: _TrialRecord | None = None  # a second sequential trial, which finds variables that differ in every run
@@ -185,7 +174,7 @@ class CrossCheck:
         state = self._relay.state
         before = {v.key: state.policy(v) for v in state.variables}
         names = dict.fromkeys(map(_last_name, logs))
-        tries = [set(names), *({name} for name in [*names][:_MAX_ATTEMPTS] if len(names) > 1)]
+        tries = [set(names), *({name} for name in [*names][:MAX_ATTEMPTS] if len(names) > 1)]
         best = before
         for tried in tries:
             policies = best | {v.key: VariablePolicy.SHARED for v in logs if _last_name(v) in tried}
@@ -206,7 +195,7 @@ class CrossCheck:
         """
         relay, tried = self._relay, set[str]()
         interleaved, wrong = interleave()
-        while len(tried) < _MAX_ATTEMPTS and (names := [n for v in wrong if (n := _last_name(v)) not in tried]):
+        while len(tried) < MAX_ATTEMPTS and (names := [n for v in wrong if (n := _last_name(v)) not in tried]):
             tried.add(names[0])
             before = {v.key: relay.state.policy(v) for v in relay.state.variables}
             first = next(v for v in wrong if _last_name(v) == names[0])
@@ -237,7 +226,7 @@ class CrossCheck:
         before = {v.key: state.policy(v) for v in state.variables}
         counters = [v for v in state.variables if state.policy(v) is VariablePolicy.SHARED and type(v.get()) is int]
         names = dict.fromkeys(map(_last_name, counters))
-        for tried in [{name} for name in [*names][:_MAX_ATTEMPTS]] + ([set(names)] if len(names) > 1 else []):
+        for tried in [{name} for name in [*names][:MAX_ATTEMPTS]] + ([set(names)] if len(names) > 1 else []):
             private = {v.key: VariablePolicy.PRIVATE for v in counters if _last_name(v) in tried}
             if is_right(before | private):
                 return True
@@ -264,9 +253,11 @@ def second_run_differs(unit: str, variables: Sequence[Variable]) -> str:
 class _TrialRecord(Watcher):
     """Records losses, gradients and the values of variables."""
 
-    def __init__(self, relay: Relay, roots: Roots) -> None:
+    def __init__(self, relay: Relay, roots: Roots, *, looks_for_others: bool = False) -> None:
         super().__init__(roots)
         self._relay = relay
+        self._looks_for_others = looks_for_others
+        self.other: str | None = None  # a tensor that was replaced while a unit was called; see `bound_model.py`
         self.ends: list[dict[Any, Snapshot]] = []  # known variables as each micro-batch left them
         self.losses: list[torch.Tensor] = []
         self._gradients: dict[tuple[int, Item], list[list[float]]] = {}  # the sum and the norm of each
@@ -278,6 +269,8 @@ class _TrialRecord(Watcher):
         self.ends.append(self._known())
 
     def parked(self, batch: MicroBatch) -> None:
+        if self._looks_for_others and self.other is None:
+            self.other = self._relay.bound_model.other()
         if batch.done:
             self.collect_changes()
             self.ends.append(self._known())

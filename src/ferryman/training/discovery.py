@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ferryman.exactness.leaves import Gradient
@@ -15,6 +15,8 @@ from ferryman.model.units import Unit
 from ferryman.relay.driver import Relay
 from ferryman.relay.micro_batch import MicroBatch
 from ferryman.relay.observer import Observer, Roots
+
+MAX_ATTEMPTS = 4
 
 
 class Watcher(Observer):
@@ -57,6 +59,23 @@ class Discovery(Watcher):
         changed = self.collect_changes()
         if not batch.done:
             self._early |= {variable.key for variable in changed}
+
+    def run(self, trial: Callable[[], None]) -> None:
+        """Runs a trial that this watches, and teaches the relay what it has found. If the code fails, it may be because
+        the relay did not know a variable yet: a tensor that a unit has stored has no gradient then, and one that a unit
+        finds in a variable may be on its way to the host. So the trial runs again as long as it finds more."""
+        for _ in range(MAX_ATTEMPTS):
+            known = set(self.found)
+            try:
+                trial()
+                break
+            except Exception:
+                if self.found.keys() == known:
+                    raise
+                self._relay.lanes.drain()
+                self._relay.recover()
+                self.teach()
+        self.teach()
 
     def teach(self, ends: Sequence[dict[Any, Snapshot]] = ()) -> None:
         """Passes the variables found to the relay. `ends`: their values at the end of each of several micro-batches."""

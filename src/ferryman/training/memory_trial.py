@@ -43,10 +43,18 @@ def measure(
     known = relay.order
     if not relay.state.is_known:  # micro-batches that take turns must not see each other's variables
         discovery = _Discovery(relay, roots, units, _Memory(measured, roots))
-        run_trial(
-            relay, loss_runs[:2], 0, discovery, stash_on_host=True, interleaved=False, forward_only=True, check=False
+        discovery.run(
+            lambda: run_trial(
+                relay,
+                loss_runs[:2],
+                0,
+                discovery,
+                stash_on_host=True,
+                interleaved=False,
+                forward_only=True,
+                check=False,
+            )
         )
-        discovery.teach()
     for _ in range(2):  # the second run knows where the turn is, and keeps the graph there
         relay.host_stash.reset_peak()
         memory = _Memory(measured, roots)

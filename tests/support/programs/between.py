@@ -1,5 +1,5 @@
-"""Features of random programs: what the training loop changes on the model between steps, and code that looks whether
-there is a graph."""
+"""Features of random programs: what the training loop changes on the model between steps, code that looks whether
+there is a graph, and code that runs the model with other weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from support.programs.model import Block, Feature, Net, Sizes
 from support.programs.state import STATEFUL, StateOnBlock
@@ -165,4 +167,42 @@ class AveragedData(Feature):
         return [value.float().norm().item() for value in self.average.values()]
 
 
-FEATURES = (ReplacedContainer, HookBetween, SwappedModule, GraphLooker, AveragedData)
+class OtherWeights(Feature):
+    """The loss runs the model with other weights, which are computed from a leaf."""
+
+    cause = "functional_call|replaced|outside"
+
+    def __init__(self, rng: random.Random, sizes: Sizes) -> None:
+        super().__init__(rng, sizes)
+        self.weights: dict[str, torch.Tensor] = {}
+        self.scale = torch.ones(())
+
+    def set_up(self, net: Net, device: torch.device) -> None:
+        tensors = [*net.named_parameters(), *net.named_buffers()]
+        self.weights = {name: 0.7 * t.detach().to(device) for name, t in tensors}
+        self.scale = torch.tensor(0.5, device=device, requires_grad=True)
+
+    def loss(self, net, batch, output, value):
+        scaled = {name: t * self.scale if t.is_floating_point() else t.clone() for name, t in self.weights.items()}
+        return value + F.mse_loss(output.logits, functional_call(net, scaled, (batch.inputs,)).logits)
+
+    def after_step(self, net):
+        return self.scale.grad
+
+
+class Detached(Feature):
+    """Blocks keep tensors without a graph, of which code outside asks whether they have one."""
+
+    cause = "detached"
+    traits = STATEFUL
+
+    def leave(self, block, x, y):
+        block.detached = y.detach().float().mean()
+        return y
+
+    def after(self, net, x, local):
+        kept = [block.detached for block in net.blocks if hasattr(block, "detached")]
+        return x + sum(float(t.cpu().numpy()) for t in kept) + sum(t.requires_grad for t in kept)
+
+
+FEATURES = (ReplacedContainer, HookBetween, SwappedModule, GraphLooker, AveragedData, OtherWeights, Detached)
