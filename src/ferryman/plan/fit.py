@@ -378,8 +378,10 @@ class Fit:
             gc.collect()  # the exception's traceback keeps the trial's tensors on the device
             return False
         added = max(0, trial.reserved - needs.allocated(samples or 1).peak) if moves else 0
-        needs.checks.append(wanted._replace(reserved=trial.reserved, added=added))
-        if trial.reserved > room:
+        # What is reserved differs a little from step to step, with what the allocator finds in its cache.
+        reserved = _padded(trial.reserved) if choice.keep else trial.reserved
+        needs.checks.append(wanted._replace(reserved=reserved, added=added))
+        if reserved > room:
             return False
         self._remember(needs.checks[-1])
         return True
