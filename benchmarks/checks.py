@@ -62,7 +62,7 @@ def checking(engine: Engine, *, checksums: bool, guard: bool) -> None:
 def compute() -> None:
     batch = batch_of(MICRO_BATCHES)
     settings = {"none": (False, False), "guard": (False, True), "both": (True, True)}
-    with Engine(copy.deepcopy(make(LAYERS)), device=DEVICE) as engine:
+    with Engine(copy.deepcopy(make(LAYERS)), device=DEVICE, recompute="always") as engine:
 
         def checked(name: str) -> None:
             checksums, guard = settings[name]
@@ -125,7 +125,7 @@ class Model(nn.Module):
 def exchange(device: str, rounds: int) -> None:
     x = torch.randn(EXCHANGED_MICRO_BATCHES, WIDTH, generator=torch.Generator().manual_seed(0))
     engines = {
-        name: Engine(Model(name), device=device, loss=lambda model, batch: model(*batch))
+        name: Engine(Model(name), device=device, loss=lambda model, batch: model(*batch), recompute="always")
         for name in ("nowhere", "on the model", "in each block")
     }
 

@@ -35,7 +35,14 @@ def main() -> None:
     config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=256, n_positions=CONTEXT, use_cache=False)
     model = GPT2LMHeadModel(config)
     print(f"{machine()}; {MICRO_BATCHES} micro-batches, stash on the host, clipping", flush=True)
-    options = {"device": "virtual", "stash": "host", "slots": 2, "held": False, "max_grad_norm": 1.0}
+    options = {
+        "device": "virtual",
+        "stash": "host",
+        "slots": 2,
+        "held": False,
+        "recompute": "always",
+        "max_grad_norm": 1.0,
+    }
     with Engine(model, torch.optim.AdamW(model.parameters()), **options) as engine:
         first = 0
         for number in range(1, steps + 1):

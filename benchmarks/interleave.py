@@ -112,6 +112,7 @@ def engine_of(policy: str, trace: Trace | None = None, *, held: bool = True, def
         deferred=deferred,
         held=held,
         host_threads=1,
+        recompute="always",
         updates=policy,
         subgroup=SUBGROUP,
         loss=loss,

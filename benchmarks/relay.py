@@ -9,6 +9,8 @@ bandwidth. The column `stash` is what has left the device and come back, in unit
 1 in is what a stash on the host needs. Compute runs on one thread. Simulated copies are memcpy on the other core, so
 sizes and bandwidths (tens of MB/s) are chosen such that they hardly load it. For the same reason, a slow host is
 simulated: it updates as usual, and then sleeps for the rest of the time that its rate would need.
+
+All steps recompute (`recompute="always"`); `recompute.py` measures what keeping graphs saves.
 """
 
 import copy
@@ -78,7 +80,7 @@ def stash_bytes(trace: Trace, since: int) -> dict[str, int]:
 def against_the_bound(model: LlamaForCausalLM, path: str) -> None:
     batch = batch_of(MICRO_BATCHES)
     free_trace = Trace()
-    free = Engine(copy.deepcopy(model), device=DEVICE, slots=LAYERS + 2, trace=free_trace)
+    free = Engine(copy.deepcopy(model), device=DEVICE, slots=LAYERS + 2, recompute="always", trace=free_trace)
     for _ in range(2):
         step(free, batch)
     start = free_trace.now()
@@ -98,7 +100,7 @@ def against_the_bound(model: LlamaForCausalLM, path: str) -> None:
         ("stash on host", 0.5, on_host),
     ):
         trace = Trace()
-        with Engine(copy.deepcopy(model), device=DEVICE, trace=trace, **options) as engine:
+        with Engine(copy.deepcopy(model), device=DEVICE, recompute="always", trace=trace, **options) as engine:
             largest = max(unit.nbytes for unit in engine.units)
             rate = largest / (share * forward / LAYERS)
             bounds, ratios, times = [], [], []
@@ -141,14 +143,14 @@ def against_the_bound(model: LlamaForCausalLM, path: str) -> None:
 def updating(model: LlamaForCausalLM, **options: object) -> Engine:
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    return Engine(model, optimizer, device=DEVICE, host_threads=1, updates="host", **options)
+    return Engine(model, optimizer, device=DEVICE, host_threads=1, updates="host", recompute="always", **options)
 
 
 def against_the_bound_with_a_host(model: LlamaForCausalLM) -> None:
     batch = batch_of(MICRO_BATCHES)
     elements = sum(p.numel() for p in model.parameters())
     free_trace = Trace()
-    free = Engine(copy.deepcopy(model), device=DEVICE, slots=LAYERS + 2, trace=free_trace)
+    free = Engine(copy.deepcopy(model), device=DEVICE, slots=LAYERS + 2, recompute="always", trace=free_trace)
     for _ in range(2):
         step(free, batch)
     print("\nhost-bound: step over phase bound, with updates (eager at most 1.20, deferred at most 1.15)")
@@ -200,7 +202,7 @@ def against_micro_batch_major(model: LlamaForCausalLM) -> None:
     """The same engine, one micro-batch after the other: each streams all layers again, as in ZeRO-3 offload."""
     batch = batch_of(MICRO_BATCHES)
     parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(MICRO_BATCHES)]
-    with Engine(copy.deepcopy(model), device=DEVICE) as engine:
+    with Engine(copy.deepcopy(model), device=DEVICE, recompute="always") as engine:
 
         def one_by_one() -> None:
             for part in parts:
@@ -230,7 +232,7 @@ def against_plain(model: LlamaForCausalLM) -> None:
             part = {name: x[i : i + 1].to(DEVICE) for name, x in batch.items()}
             (plain(**part).loss / MICRO_BATCHES).backward()
 
-    with Engine(copy.deepcopy(model), device=DEVICE) as engine:
+    with Engine(copy.deepcopy(model), device=DEVICE, recompute="always") as engine:
         took = medians({"plain": plain_step, "ferryman": lambda: step(engine, batch)}, rounds=ROUNDS, warm=2)
     print("\ncompute-bound, a step against plain PyTorch with activation checkpointing, all resident (at most 1.10)")
     ratio = took["ferryman"] / took["plain"]
@@ -239,7 +241,7 @@ def against_plain(model: LlamaForCausalLM) -> None:
 
 def peak(layers: int, micro_batches: int, stash: str) -> tuple[int, int, int]:
     """Peak bytes on the device, fetches and units of the second step, whose order of units is known."""
-    with Engine(make(layers, width=64), device=DEVICE, stash=stash) as engine:
+    with Engine(make(layers, width=64), device=DEVICE, stash=stash, recompute="always") as engine:
         batch = batch_of(micro_batches, context=32)
         step(engine, batch, micro_batches)
         before = engine.fetches

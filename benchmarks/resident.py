@@ -1,4 +1,5 @@
-"""Compares resident memory on `cpu` with `engine.host_account`, and with plain PyTorch: GPT-2 with clipping.
+"""Compares resident memory on `cpu` with `engine.host_account`, and with plain PyTorch: GPT-2 with clipping. Both
+recompute.
 
     python benchmarks/resident.py [layers]
 
@@ -51,7 +52,7 @@ def run(way: str, layers: int) -> None:
         trim()
         left = gibibytes("VmRSS")
     else:
-        with Engine(model, optimizer, device="cpu", max_grad_norm=1.0) as engine:
+        with Engine(model, optimizer, device="cpu", recompute="always", max_grad_norm=1.0) as engine:
             for _ in range(STEPS):
                 engine.step({"input_ids": ids, "labels": ids}, micro_batches=MICRO_BATCHES)
             engine.wait()

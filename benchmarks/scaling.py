@@ -58,7 +58,7 @@ def proportional() -> int:
 
 def engine_of(model: LlamaForCausalLM) -> Engine:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return Engine(model, optimizer, device=VIRTUAL, updates="host", stash="host")
+    return Engine(model, optimizer, device=VIRTUAL, updates="host", stash="host", recompute="always")
 
 
 def steps() -> dict[str, float]:

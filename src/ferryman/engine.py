@@ -123,8 +123,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def forward_backward(self, batch: Any, micro_batches: int | None = None) -> torch.Tensor:
         """Runs forward and backward, and adds gradients to the parameters' `.grad`. Returns the loss of the batch.
 
-        Without `micro_batches`, the batch is cut into as few micro-batches as the memory budget allows; without a
-        budget it is not cut.
+        Without `micro_batches`, the batch is cut into as few micro-batches as the memory budget allows, or, if that is
+        more than one, some more that keep more activations; without a budget it is not cut.
         """
         with self._own_reads():
             loss = self._run(batch, micro_batches, for_update=False)

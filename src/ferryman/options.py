@@ -180,7 +180,7 @@ class PlainOptions:
             help="Whether activations are recomputed in the backward (always) or kept for it (never); auto: as many "
             "are kept as there is room for.",
         ),
-    ] = "always"
+    ] = "auto"
     slots: Annotated[
         int | None,
         Setting(

@@ -19,6 +19,7 @@ from ferryman.cli.training_run import TrainingRun
 from ferryman.data.text import as_bytes
 from ferryman.distributed.ranks import Ranks
 from ferryman.relay.driver import Relay
+from ferryman.relay.straight import Straight
 from support.commands import EXACT, GPT, losses, metrics, refused, sending, train, trained
 from support.devices import torch_virtual
 from support.slow import slow
@@ -150,18 +151,20 @@ def test_asked_to_stop_it_finishes_the_step_and_saves(number, corpus, tmp_path, 
     assert all(loss == known[step] for step, loss in losses(run) if step in known)
 
 
-def test_a_second_ctrl_c_stops_at_once(corpus, tmp_path, accelerator, monkeypatch):
-    """Both come in the middle of the third step."""
-    visit, visits = Relay._visit, itertools.count()
+@pytest.mark.parametrize(("kind", "name", "way"), [(Relay, "_visit", "--relayed"), (Straight, "compute", "--held")])
+def test_a_second_ctrl_c_stops_at_once(kind, name, way, corpus, tmp_path, accelerator, monkeypatch):
+    """Both come in the middle of a step: in one of its visits, or in a call of a straight step."""
+    method, calls = getattr(kind, name), itertools.count()
 
     def interrupted(self, *args):
-        if self.step.for_update and next(visits) == 2 * len(self.order):
+        if self._step.for_update and next(calls) == 50:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
-        visit(self, *args)
+        return method(self, *args)
 
-    monkeypatch.setattr(Relay, "_visit", interrupted)
-    result = train(GPT, "--data", corpus, "-o", tmp_path / "run", "--device", accelerator, "--steps", 500)
+    monkeypatch.setattr(kind, name, interrupted)
+    result = train(GPT, "--data", corpus, "-o", tmp_path / "run", "--device", accelerator, "--steps", 500, way)
+    assert next(calls) > 50
     assert result.exit_code == 130
     assert "interrupted. Nothing was saved." in result.output
 

@@ -191,6 +191,15 @@ def test_a_step_that_is_made_again_has_one_effect(make, micro_batches, device):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("make", [Momentum, Critic])
+def test_a_straight_step_that_is_made_again_has_one_effect(make, accelerator):
+    """Of several micro-batches, for which all weights and gradients stay on the device."""
+    expected = plainly(made(Model, None), Late(make(accelerator), 12), accelerator, 3, steps=6)
+    options = {"resident": ["head.*"], "held": True, "recompute": "never"}
+    found = by_engine(made(Model, None), Late(make(accelerator), 12), accelerator, 3, steps=6, **options)
+    torch.testing.assert_close(found, expected)
+
+
 def test_gradients_behind_a_batch_in_a_step_that_is_made_again(device):
     x, y = next(batches(1))
     found = []

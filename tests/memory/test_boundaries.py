@@ -130,7 +130,7 @@ def test_an_input_that_all_blocks_share_crosses_once_each_way(virtual):
     model, micro_batches = Gated(), 8
     plain = on(virtual, model)
     trace = Trace()
-    options = {"device": DEVICE, "loss": square_loss, "stash": "host", "held": False, "slots": 2}
+    options = {"device": DEVICE, "loss": square_loss, "stash": "host", "held": False, "slots": 2, "recompute": "always"}
     with Engine(model, memory="64MiB", trace=trace, **options) as engine:
         out, into = crossed(engine, numbers(micro_batches), micro_batches)
         assert engine.choice == Choice(micro_batches, True, micro_batches)

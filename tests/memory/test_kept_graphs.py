@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ferryman.engine import Engine
-from ferryman.plan.fit import Choice, Fit, Stretch, TooLargeError, Trial
+from ferryman.plan.fit import Choice, Fit, Needs, Stretch, TooLargeError, Trial, count_to_keep
 from ferryman.plan.keep import EVERYTHING, CallCost, Keep, bytes_of, fill, is_all, seconds_of
 from support.devices import torch_virtual
 from support.slow import slow
@@ -125,6 +125,54 @@ def test_a_trial_that_reserves_too_much_leads_to_fewer():
     batch = {"x": torch.zeros(2, 1)}
     assert sum(fit_of(10**6).choose(batch, 2, 2, 0).keep.counts.values()) == 6
     assert 0 < sum(fit_of(10**6, reserved=reserved).choose(batch, 2, 2, 0).keep.counts.values()) <= 3
+
+
+def test_a_trial_with_graphs_leaves_the_allocator_room():
+    batch = {"x": torch.zeros(2, 1)}
+    for reserved, keeps in ((3800, True), (3950, False)):
+        fit = fit_of(4000, reserved=lambda choice, reserved=reserved: reserved if choice.keep else 0)
+        assert bool(fit.choose(batch, 2, 2, 0).keep) == keeps
+
+
+def needs_of(activations, logits):
+    """Of micro-batches in which a sample takes so much in a block, for three of them, and at the turn."""
+    trials = (
+        Trial([Stretch("block", n * activations), Stretch("head", n * logits)], 0, 0, 0,
+              {name: CallCost(n * activations, 0, 1.0) for name in "abc"})
+        for n in (1, 2)
+    )  # fmt: skip
+    return Needs(*trials)
+
+
+@pytest.mark.parametrize(
+    ("logits", "room", "count"),
+    [
+        (1200, 5000, 3),  # the turn of each of two takes all of it, that of each of three leaves room for 0.45 of all
+        (1200, 2600, 8),
+        (100, 1100, 2),  # four would keep a twelfth more
+        (1200, 8000, 2),  # all graphs fit
+        (1200, 1300, 8),  # none fits
+    ],
+)
+def test_more_micro_batches_than_the_fewest_are_made_if_they_keep_many_more_graphs(logits, room, count):
+    least = next(n for n in (2, 4, 8) if 1.04 * max(8 // n * logits, 8 // n * 100) <= room)
+    assert count_to_keep(needs_of(100, logits), 8, least, room, stash_on_host=True) == count
+
+
+def test_an_engine_makes_more_only_of_batches_that_it_cuts_by_itself():
+    def measure(parts, room, choice):
+        samples, needs = len(parts[0]["x"]), needs_of(100, 1200)
+        return (needs.one, needs.two)[samples > 1] if samples <= 2 else Trial([Stretch("head", 1200 * samples)], 0, 0)
+
+    for recompute, size, asked, count in (
+        ("auto", 8, None, 3),
+        ("auto", 4, None, 1),  # it fits
+        ("auto", 8, 2, 2),
+        ("always", 8, None, 2),
+    ):
+        choice = Fit(5000, "host", measure, recompute).choose({"x": torch.zeros(size, 1)}, size, asked, 0)
+        assert choice.micro_batches == count
+        assert bool(choice.keep) == (count == 3)
 
 
 def test_what_fits_is_measured_once():

@@ -60,7 +60,7 @@ def test_updates_are_those_of_steps_that_recompute(options, device):
                 threads.seen.clear()
                 torch.manual_seed(number)
                 engine.step(text(6), count)
-            assert (threads.seen == {threading.current_thread()}) == (recompute == "never")
+            assert (threads.seen == {threading.current_thread()}) == (recompute == "never" or count == 1)
         found.append([parameter.detach().clone() for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 

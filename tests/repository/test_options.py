@@ -36,7 +36,7 @@ FROZEN = [
     ("units", "Sequence[str] | None", None),
     ("resident", "Sequence[str]", ()),
     ("stash", "Literal['auto', 'device', 'host']", "auto"),
-    ("recompute", "Literal['auto', 'always', 'never']", "always"),
+    ("recompute", "Literal['auto', 'always', 'never']", "auto"),
     ("slots", "int | None", None),
     ("held", "bool | None", None),
     ("updates", "str", "auto"),

@@ -28,6 +28,14 @@ What is left of the room after that is for graphs that are kept from the forward
 not run again. Those that save the most seconds per byte come first (`keep.py`). Trials measure both. A trial of all
 micro-batches, with these graphs, then measures what is reserved; if it is too much, fewer are kept. With the stash on
 the device, that trial takes the place of the one without them.
+
+Note [More micro-batches]
+The smallest number of micro-batches that fits leaves little room for graphs. More and smaller ones keep more of them,
+since what one micro-batch needs while it runs (its logits above all) shrinks, while the graphs of a step take the same.
+Each additional one costs time for each of its calls, which is known only roughly. So there are at most twice as many,
+and only if they keep at least a quarter more of all graphs, which saves a sixteenth of the compute. A batch that fits
+as a whole is not cut, since its loss may not be the mean of its samples' losses. Graphs are counted by their bytes: the
+number of micro-batches changes random numbers and the last bits of sums, so it must not depend on measured times.
 """
 
 from __future__ import annotations
@@ -49,6 +57,7 @@ IN_FLIGHT = 2  # copies of the stash to the host that are in flight at a time
 TRIAL_MICRO_BATCHES = 2 + IN_FLIGHT
 
 _KEEP_ATTEMPTS = 4  # trials of fewer and fewer kept calls
+_MOST_MORE, _LEAST_GAIN = 2, 1 / 4  # see Note [More micro-batches]
 
 _ALLOCATOR_SLACK = 0.04  # fraction of memory that an allocator may round up or return late
 
@@ -180,12 +189,13 @@ class Fit:
         # needs, and that of the smallest one found too large, with its need.
         self._measured: dict[Any, tuple[int, Needs]] = {}
         self._refused: dict[Any, tuple[int, Need]] = {}
-        self._chosen: tuple[Needs, _Check] | None = None  # the last that fitted
+        self._chosen: tuple[Needs, _Check] | None = None  # what the last choice was made of; None: it was not measured
         self.needed = 0  # bytes that the micro-batches of the last choice need
 
     def choose(self, batch: Any, size: int, count: int | None, fixed: int) -> Choice:
-        """Cuts `size` samples into `count` micro-batches, or into as few as fit beside `fixed` bytes on the device."""
-        room = self.budget - fixed
+        """Cuts `size` samples into `count` micro-batches, or into as few as fit beside `fixed` bytes on the device. See
+        also Note [More micro-batches]."""
+        self._chosen, room = None, self.budget - fixed
         needs = self._needs_of(batch, room)
         if self._recompute == "never":
             return self._keep_all(needs, batch, size, count, fixed)
@@ -201,11 +211,19 @@ class Fit:
                     f"micro_batches={best.micro_batches}, or leave it out to let the engine choose",
                 )
             return choice
-        return self._largest(needs, batch, size, room)
+        least, chosen = self._largest(needs, batch, size, room), self._chosen
+        count = least.micro_batches
+        if self._recompute == "auto" and count > 1:
+            count = count_to_keep(needs, size, count, room, stash_on_host=least.stash_on_host)
+        more = None if count == least.micro_batches else self._place(needs, batch, -(-size // count), count, room)
+        if more is not None and more.keep:
+            return more
+        self._chosen = chosen
+        return least
 
     def place(self, part: Any, count: int, fixed: int) -> Choice:
         """Chooses the place of the stash for `count` ready-made micro-batches, of which `part` is the largest."""
-        room, nbytes = self.budget - fixed, bytes_in(part)
+        self._chosen, room, nbytes = None, self.budget - fixed, bytes_in(part)
         kinds = shape_of(part).kinds if nbytes else count  # without tensors, only the count tells sizes apart
         smallest, need = self._refused.get(kinds, (sys.maxsize, None))
         if nbytes < smallest:
@@ -275,7 +293,8 @@ class Fit:
     def keep(self, part: Any, choice: Choice, fixed: int) -> Choice:
         """Adds to a choice, of which `part` is the largest micro-batch, the graphs for which there is room. For engines
         without a budget, which run in any case."""
-        room, nbytes, kinds = self.budget - fixed, bytes_in(part), shape_of(part).kinds
+        self._chosen, room = None, self.budget - fixed
+        nbytes, kinds = bytes_in(part), shape_of(part).kinds
         largest, needs = self._measured.get(kinds, (-1, None))
         if needs is None or nbytes > largest:
             needs = Needs(_NO_TRIAL, _NO_TRIAL)
@@ -426,6 +445,23 @@ class Fit:
             gc.collect()  # the exception's traceback keeps the trial's tensors on the device
         self._known[shape] = Needs(one, two)
         return self._known[shape]
+
+
+def count_to_keep(needs: Needs, size: int, least: int, room: int, *, stash_on_host: bool) -> int:
+    """The number of micro-batches for so many samples, of which `least` fit. See Note [More micro-batches]."""
+
+    def kept(count: int) -> float:
+        """The share of all graphs for which there is room."""
+        samples = -(-size // count)
+        whole = bytes_of(EVERYTHING, needs.costs(samples), micro_batches=count, stash_on_host=stash_on_host)
+        stash = 0 if stash_on_host else count * needs.stash(samples)
+        left = (room - _padded(needs.peak(samples) + stash)) / (1 + _ALLOCATOR_SLACK)
+        return min(1.0, max(0.0, left / whole)) if whole else 1.0
+
+    enough, most = kept(least) + _LEAST_GAIN, _MOST_MORE * least
+    # The numbers of which each gives other sizes, so that the last micro-batch has samples.
+    counts = dict.fromkeys(-(-size // samples) for samples in range(-(-size // least), 0, -1))
+    return next((count for count in counts if least < count <= most and kept(count) >= enough), least)
 
 
 def staying(count: int, peak: int, boundary: int, room: int) -> int:

@@ -124,7 +124,7 @@ class Relay(CallHost):
         otherwise each ends before the next one begins, and units are fetched for each.
         """
         stash = self.stash_for(on_host=stash_on_host, staying=staying)
-        straight = keep.whole and not stash.moves and self._can_be_straight(len(loss_runs))
+        straight = not stash.moves and self._can_be_straight(len(loss_runs), keep)
         step = StepState(
             loss_runs,
             seed,
@@ -134,16 +134,16 @@ class Relay(CallHost):
             for_update=for_update,
             guard=guard,
             between_visits=between_visits,
-            interleaved=interleaved and not straight,
+            interleaved=interleaved,
         )
         if straight:
             step.straight = Straight(self, self.bound_model, step)
         return step
 
-    def _can_be_straight(self, micro_batches: int) -> bool:
-        """Whether weights stay on the device, and sums of gradients until the end of the step. See `straight.py`."""
+    def _can_be_straight(self, micro_batches: int, keep: Keep) -> bool:
+        """Whether weights stay on the device, and nothing has to take turns. See `straight.py`."""
         stays = self.device.type == "cpu" or isinstance(self.weights, HeldWeights)
-        return stays and (micro_batches == 1 or self.gradients.has_one_for_each)
+        return stays and (micro_batches == 1 or (keep.whole and self.gradients.has_one_for_each))
 
     def run(self, step: StepState) -> torch.Tensor:
         """Runs forward and backward of all micro-batches, and returns the sum of their losses.
@@ -151,9 +151,9 @@ class Relay(CallHost):
         When it returns, the copies of gradients to the host have been submitted, but may not have ended.
         """
         with self._during(step):
-            groups = step.groups()
-            if step.straight is not None:
-                self._run_straight(step.straight, step)
+            groups, straight = step.groups(), step.straight
+            if straight is not None:
+                self._run_straight(straight, step)
                 groups = []
             for group in groups:
                 with self.compute.current():
@@ -184,7 +184,7 @@ class Relay(CallHost):
             self.calls = CallCounts(step.kept_calls, step.recomputed_calls, saved if step.keep else 0.0)
         if step.runs_backward and not step.skips_units:
             self._turning_modules = turning
-            if step.interleaved:
+            if step.interleaved and straight is None:
                 self.order = visited
         if self.device.type == "cpu":
             return total

@@ -97,7 +97,7 @@ class StepState:
         interleaved: bool = True,
     ) -> None:
         self.loss_runs, self.seed = loss_runs, seed
-        self.interleaved = interleaved  # micro-batches take turns; otherwise they run one after the other
+        self.interleaved = interleaved  # micro-batches take turns (and could, in a straight step), or each in one go
         self.stash = stash
         self.keep = keep  # the calls that keep their graphs
         self.for_update = for_update  # gradients are sent to the server; otherwise they are left for the user

@@ -1,10 +1,16 @@
-"""Straight steps: where all weights are on the device and every graph is kept, nothing is left of the relay.
+"""Straight steps: where all weights are on the device and nothing has to take turns, nothing is left of the relay.
 
 Micro-batches run one after the other, on the thread that called the engine, and their calls compute at once: no
-threads and no parking, as in plain PyTorch. Only one micro-batch has graphs at a time. Gradients are still summed in
-slots, and a unit's are sent to the server when the last micro-batch's backward has left the unit. So a step is straight
-only if each unit has a gradient slot of its own, or if there is a single micro-batch: otherwise sums would cross the
-link for each.
+threads and no parking, as in plain PyTorch. A single micro-batch has nobody to take turns with, whether its calls keep
+their graphs or recompute.
+
+Several micro-batches are straight if every graph is kept; only one of them has graphs at a time. Gradients are still
+summed in slots, and a unit's are sent to the server when the last micro-batch's backward has left the unit. So each
+unit needs a gradient slot of its own: otherwise sums would cross the link for each micro-batch. If calls recompute,
+micro-batches take turns, because the gradients of a unit that has served all of them cross the link, and are used for
+updates, while earlier units recompute.
+
+Each micro-batch has its own values of the user's variables, as where they take turns, so that a step can be undone.
 """
 
 from __future__ import annotations

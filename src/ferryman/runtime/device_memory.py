@@ -56,6 +56,7 @@ class DeviceMemory:
         self._others = self._last = 0  # bytes reserved by others now, and in all after the engine's last call
         self._fixed = 0  # bytes that the engine always has
         self._is_counting = False
+        self.streams: dict[str, torch.Stream] = {}  # by lane, of all plans: libraries have workspaces for them
         self.trim()
         self._others = self._last = self._reserved()
 

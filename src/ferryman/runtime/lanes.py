@@ -330,10 +330,11 @@ class DeviceLane(Lane):
     ) -> None:
         super().__init__(group, name)
         if beside is None:
-            self.stream = torch.Stream(group.torch_device, priority=_URGENT if urgent else 0)
+            self.stream = group.streams.get(name) or torch.Stream(group.torch_device, priority=_URGENT if urgent else 0)
         else:
             assert isinstance(beside, DeviceLane)
             self.stream = beside.stream
+        group.streams[name] = self.stream
         self._apart = apart
 
     @contextlib.contextmanager
@@ -384,11 +385,13 @@ class Lanes:
     """A group of lanes that share failures and a trace.
 
     Closing the group, or leaving its `with` block, waits for all work. `trace` can be set or removed while lanes are
-    idle.
+    idle. `streams`: those of a closed group, by lane. Libraries keep a workspace for each stream, so they serve again.
     """
 
-    def __init__(self, device: torch.device | str, *, trace: Trace | None = None) -> None:
-        self.torch_device = torch.device(device)
+    def __init__(
+        self, device: torch.device | str, *, trace: Trace | None = None, streams: dict[str, torch.Stream] | None = None
+    ) -> None:
+        self.torch_device, self.streams = torch.device(device), {} if streams is None else streams
         self._witness = _witness_of(self.torch_device)
         self.origin = Origin()
         self._lock = threading.RLock()  # reentrant: garbage collection may close the group at any point

@@ -76,7 +76,7 @@ class Assembly:
         self._check_host(ranks)
         self.store = RamStore(self.all_units, device, optimizer_view, ranks)
         host_memory.trim()
-        self.lanes = Lanes(device, trace=options.trace)
+        self.lanes = Lanes(device, trace=options.trace, streams=memory.streams)
         streams = Streams(self.lanes)
         self.server = Server(self.store, optimizer_view, streams, device, options, scale, plan.staging, ranks)
         self._compute = streams.compute

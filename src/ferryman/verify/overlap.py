@@ -208,10 +208,13 @@ class _Steps:
 
     @contextlib.contextmanager
     def _engine(self, *, held: bool) -> Iterator[tuple[Engine, Trace]]:
-        """With `held`, nothing is fetched, so compute overlaps with nothing but gradients on their way out."""
+        """With `held`, nothing is fetched, so compute overlaps with nothing but gradients on their way out. Otherwise
+        both do the same, since both recompute."""
         trace, width = Trace(), 1024 if self._accelerator.is_fast else 96
         model = build(lambda: Transformer(4, width, tied=False, length=_LENGTH))
-        with Engine(model, device=self._accelerator.device, held=held, stash="device", trace=trace) as engine:
+        with Engine(
+            model, device=self._accelerator.device, held=held, stash="device", recompute="always", trace=trace
+        ) as engine:
             yield engine, trace
 
     def _link_of(self, rates: tuple[float, float]) -> contextlib.AbstractContextManager[None]:
