@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -161,29 +161,44 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's numbers, too
 
 
-def check_torch_state(name: str, item: Item, like: Mapping[str, Any], state: Mapping[str, Any], file: Path) -> None:
-    """Checks the state of an optimizer that torch runs itself.
+def check_own_state(
+    name: str, forms: Sequence[Mapping[str, Any]], state: Mapping[str, Any], file: Path, *, may_grow: bool
+) -> None:
+    """Checks the state that an optimizer's own step keeps for a parameter.
 
-    `like`: the state that this optimizer makes for a parameter of one element. In it, tensors of the parameter's shape
-    have one dimension.
+    `forms`: the forms that it takes; in one of them it must be. `may_grow`: there may be others, with more entries.
     """
-    place = f"{file}: optimizer.torch[{name!r}]"
-    if state.keys() != like.keys():
-        raise ValueError(f"{place} must have {sorted(like)}, but has {sorted(state)}")
-    shape = tuple(item.tensor.shape)
-    for key, mine in like.items():
-        value = state[key]
-        if not isinstance(mine, torch.Tensor):
-            if not (isinstance(value, torch.Tensor) or _is_alike(mine, value)):
-                raise ValueError(f"{place}.{key} must be like {mine!r}, but is {value!r}")
-            continue
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            if tuple(value.shape) == shape or (not mine.dim() and value.numel() == 1):
-                continue
+    found = [_misfit(f"{file}: optimizer.torch[{name!r}]", form, state, may_grow=may_grow) for form in forms]
+    if found and all(found):
+        raise ValueError(found[-1])
+
+
+def _misfit(place: str, mine: Any, value: Any, *, may_grow: bool) -> str:
+    """How a value differs from the form; empty if it does not."""
+    if isinstance(mine, torch.Tensor):
+        kind = "a floating-point tensor" if mine.is_floating_point() else f"a tensor of {mine.dtype}"
+        found = f"is {value.dtype if isinstance(value, torch.Tensor) else repr(value)}"
+        if isinstance(value, torch.Tensor) and (
+            value.dtype == mine.dtype or (value.is_floating_point() and mine.is_floating_point())
+        ):
+            if value.shape == mine.shape or value.numel() == mine.numel() == 1:
+                return ""
             found = f"has shape {tuple(value.shape)}"
-        else:
-            found = f"is {value.dtype if isinstance(value, torch.Tensor) else value!r}"
-        raise ValueError(f"{place}.{key} must be a floating-point tensor of shape {shape}, but {found}")
+        return f"{place} must be {kind} of shape {tuple(mine.shape)}, but {found}"
+    if isinstance(mine, Mapping) and isinstance(value, Mapping):
+        if mine.keys() - value.keys() or (value.keys() - mine.keys() and not may_grow):
+            return f"{place} must have {sorted(map(str, mine))}, but has {sorted(map(str, value))}"
+        inside = (_misfit(f"{place}.{key}", one, value[key], may_grow=may_grow) for key, one in mine.items())
+        return next(filter(None, inside), "")
+    if isinstance(mine, list | tuple) and isinstance(value, list | tuple):
+        if len(mine) != len(value):
+            return "" if may_grow else f"{place} must have {len(mine)} elements, but has {len(value)}"
+        parts = zip(mine, value, strict=True)
+        inside = (_misfit(f"{place}[{i}]", *both, may_grow=may_grow) for i, both in enumerate(parts))
+        return next(filter(None, inside), "")
+    if isinstance(value, torch.Tensor) or _is_alike(mine, value):
+        return ""
+    return f"{place} must be like {mine!r}, but is {value!r}"
 
 
 def check_random(states: Mapping[str, Any], contents: Contents, file: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -102,7 +102,7 @@ class Checkpoint:
 
     def load_training(self) -> dict[str, torch.Tensor]:
         """Loads weights and optimizer state; returns the tensors of everything else."""
-        self._forget_torch()
+        self._forget_own_states()
         rest: dict[str, torch.Tensor] = {}
         self._read("rest", lambda entry: rest.setdefault(entry.name, _new(entry)))
         self._load_weights()
@@ -190,7 +190,7 @@ class Checkpoint:
         for (name, key), some in pieces.items():
             item, view = self._names[name], self._contents.optimizer_view
             state, rule = self._contents.store.state(self._units[item]), None if view is None else view.rule(item)
-            assert rule is not None, "torch's own optimizers have no format"
+            assert rule is not None, "own steps have no format"
             values = torch.zeros(state.part(item).stop - state.part(item).start, dtype=torch.float32, device="cpu")
             for state_key in some:
                 codes = tensor_file.read_tensor(*self._state[str(state_key)])
@@ -213,8 +213,8 @@ class Checkpoint:
         """Whether the tensor was saved in another precision."""
         return self._weights[name][1].dtype != self._names[name].dtype
 
-    def _forget_torch(self) -> None:
-        """Frees the state kept by torch's optimizers, so that it is not in memory twice."""
+    def _forget_own_states(self) -> None:
+        """Frees the state of own steps, so that it is not in memory twice."""
         for item in self._trained():
             self._contents.store.state(self._units[item]).restore(item, 0, None)
 
@@ -326,22 +326,23 @@ class Checkpoint:
         for number, group in enumerate(saved["groups"]):
             options = self._decode_now(group["options"])
             compatibility.check_options(optimizer_view, number, options, file)
-            by_torch = any(optimizer_view.rule(self._names[name]) is None for name in group["parameters"])
-            like = optimizer_view.torch_state_like(number, options) if by_torch else {}
             for name in group["parameters"]:
                 item, has = self._names[name], name in saved["torch"]
                 if has and optimizer_view.rule(item) is not None:
                     raise ValueError(f"{file}: optimizer.torch must not have {name!r}, which ferryman updates")
+                if optimizer_view.rule(item) is not None:
+                    continue
+                forms = optimizer_view.probe.states_like(number, item.tensor)
                 if has:
-                    self._check_torch_state(name, like, file)
-                elif like and saved["steps"][name] and item.tensor.numel():
+                    self._check_own_state(name, forms, file, may_grow=not optimizer_view.probe.is_of_torch)
+                elif forms and all(forms) and saved["steps"][name] and item.tensor.numel():
                     raise ValueError(f"{file}: optimizer.torch must have {name!r}, which was updated, but does not")
 
-    def _check_torch_state(self, name: str, like: Mapping[str, Any], file: Path) -> None:
+    def _check_own_state(self, name: str, forms: Sequence[Mapping[str, Any]], file: Path, *, may_grow: bool) -> None:
         """Checks state by the headers of its tensors only, since the tensors themselves may need much memory."""
         value = self.manifest["optimizer"]["torch"][name]
         known = {name: _on_meta(self._rest[name][1]) for _, name in encoding.references(value)}
-        compatibility.check_torch_state(name, self._names[name], like, encoding.decode(value, known), file)
+        compatibility.check_own_state(name, forms, encoding.decode(value, known), file, may_grow=may_grow)
 
     def _decode_now(self, value: Any) -> Any:
         """Decodes a value whose tensors are small."""

@@ -208,7 +208,7 @@ def _describe_optimizer(
         state = contents.store.state(unit)
         for item in unit.trained:
             steps[names[item]] = state.steps(item)
-            if state.owns(item) and (kept := state.torch_state(item)):
+            if state.owns(item) and (kept := state.own_state(item)):
                 theirs[names[item]] = encoding.encode(kept, f"{names[item]}/torch", tensors)
     groups = []
     for number, group in enumerate(optimizer_view.optimizer.param_groups):

@@ -6,7 +6,6 @@ Its parameter groups are read in every step. The server keeps its state, and fil
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,26 +19,10 @@ from ferryman.model.members import Parameters
 from ferryman.model.units import SMALL, Item
 from ferryman.server import rules
 from ferryman.server.moments import FORMATS
+from ferryman.server.own_step import OwnSettings, OwnStep
+from ferryman.server.probe import Probe
 from ferryman.server.rules import Group, Numbers, Rule
 from ferryman.server.served_state import ServedState, State
-
-# Elementwise optimizers without a compiled kernel: torch's own class makes their updates, on the host.
-_LEFT_TO_TORCH = (
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-)
-
-_REFUSED = {
-    "Adafactor": "it keeps moments of whole rows and columns",
-    "LBFGS": "it needs the gradients of all parameters at once, several times a step",
-    "Muon": "it orthogonalizes whole matrices",
-    "SparseAdam": "it takes sparse gradients, which the engine does not make",
-}
 
 
 class OptimizerView:
@@ -51,17 +34,20 @@ class OptimizerView:
         self.optimizer = optimizer
         self._parameters = Parameters(model)
         self._groups: dict[int, int] = {}  # by parameter, as of the last `check_groups`
-        self._numbers: dict[tuple[int, int], tuple[Numbers, Group]] = {}  # by group and step
+        self._numbers: dict[tuple[int, int], Numbers] = {}  # by group and step
+        self._settings: dict[int, OwnSettings] = {}  # by group
         self._hook: RemovableHandle | None = None
         self._served: ServedState | None = None  # while an engine uses the optimizer
         self._state = state
-        self._rules = [self._allowed_rule(group) for group in optimizer.param_groups]
+        self._rules: list[Rule | None] = []
+        self._probe: Probe | None = None  # of the groups that are updated by the optimizer's own step
         self.check_groups()
 
     def check_groups(self) -> None:
         """Reads the group of each parameter, and refuses changes that the engine cannot follow."""
         optimizer = self.optimizer
         self._numbers.clear()
+        self._settings.clear()
         self._refuse_hooks()
         found: dict[int, int] = {}
         for number, group in enumerate(optimizer.param_groups):
@@ -77,8 +63,7 @@ class OptimizerView:
                 f"the optimizer had {len(self._rules)} parameter groups and has {len(optimizer.param_groups)} now; "
                 "change their values (lr, weight_decay), but do not remove groups"
             )
-        for group in optimizer.param_groups[len(self._rules) :]:  # for blocks that were inserted
-            self._rules.append(self._allowed_rule(group))
+        self._find_rules()
         for number, group in enumerate(optimizer.param_groups):
             if _rule_of(optimizer, group) is not self._rules[number]:
                 raise ValueError(
@@ -123,22 +108,32 @@ class OptimizerView:
         """The format in which the states of a tensor are kept."""
         return FORMATS["fp32"] if item.tensor.numel() < SMALL else self.format
 
-    def _allowed_rule(self, group: Group) -> Rule | None:
-        """The rule of a group, if the format of the state allows it."""
-        rule = _rule_of(self.optimizer, group)
-        if self.is_compact and (rule is None or not rule.fades):
-            name = type(self.optimizer).__name__
-            if group.get("amsgrad"):
-                name, why = f"{name}(amsgrad=True)", "a maximum that is rounded again and again only grows"
-            elif rule is not None:
-                why = "its sum only grows, and what is added would be lost in rounding"
-            else:
-                why = "with these options its updates are left to torch, which keeps state in float32"
-            raise ValueError(
-                f"state={self._state!r} is not possible with {name}: {why}. Use state='fp32'; or AdamW, Adam, "
-                "ferryman.Lion or SGD, without amsgrad and maximize"
-            )
-        return rule
+    def _find_rules(self) -> None:
+        """Finds the rules of new groups, if the format of the state allows them. Tries the optimizer's own step."""
+        groups = self.optimizer.param_groups
+        found = [_rule_of(self.optimizer, group) for group in groups[len(self._rules) :]]
+        if not found:
+            return
+        own = {number: groups[number] for number, rule in enumerate([*self._rules, *found]) if rule is None}
+        if own:
+            self._probe = Probe(self.optimizer, own)
+        for group, rule in zip(groups[len(self._rules) :], found, strict=True):
+            if self.is_compact and (rule is None or not rule.fades):
+                self._refuse_compact(group, rule)
+        self._rules += found
+
+    def _refuse_compact(self, group: Group, rule: Rule | None) -> None:
+        name = type(self.optimizer).__name__
+        if group.get("amsgrad"):
+            name, why = f"{name}(amsgrad=True)", "a maximum that is rounded again and again only grows"
+        elif rule is not None:
+            why = "its sum only grows, and what is added would be lost in rounding"
+        else:
+            why = "with these options the optimizer's own step makes the updates, and keeps its state as it is"
+        raise ValueError(
+            f"state={self._state!r} is not possible with {name}: {why}. Use state='fp32'; or AdamW, Adam, "
+            "ferryman.Lion or SGD, without amsgrad and maximize"
+        )
 
     def _refuse_hooks(self) -> None:
         """Updates run piece by piece beside the next step: there is no moment before or after all of them."""
@@ -165,21 +160,26 @@ class OptimizerView:
         return group
 
     def rule(self, item: Item) -> Rule | None:
-        """The rule that updates a tensor; None: torch's own optimizer does."""
+        """The rule that updates a tensor; None: the optimizer's own step does."""
         return self._rules[self.group_number(item)]
 
     def rule_of(self, number: int) -> Rule | None:
         """The rule of a group."""
         return self._rules[number]
 
-    def numbers(self, number: int, step: int) -> tuple[Numbers, Group]:
-        """The rule's numbers for a step of a group's tensors, and the group's options. They are read once after each
-        `check_groups`."""
+    def numbers(self, number: int, step: int) -> Numbers:
+        """The rule's numbers for a step of a group's tensors. They are read once after each `check_groups`."""
         if (number, step) not in self._numbers:
-            group, rule = self.optimizer.param_groups[number], self._rules[number]
-            options = {name: value for name, value in group.items() if name != "params"}
-            self._numbers[number, step] = () if rule is None else rule.numbers(group, step), options
+            rule = self._rules[number]
+            assert rule is not None, "an own step reads its settings"
+            self._numbers[number, step] = rule.numbers(self.optimizer.param_groups[number], step)
         return self._numbers[number, step]
+
+    def settings(self, number: int) -> OwnSettings:
+        """What the optimizer's own step reads. It is read once after each `check_groups`."""
+        if number not in self._settings:
+            self._settings[number] = OwnSettings.of(self.optimizer, self.optimizer.param_groups[number])
+        return self._settings[number]
 
     def try_options(self, number: int, options: Mapping[str, Any]) -> None:
         """Raises if a group could not take these options: a ValueError, or any error that a wrong type causes."""
@@ -188,20 +188,31 @@ class OptimizerView:
         if rule is not self._rules[number]:
             raise ValueError("they need other state (momentum, amsgrad, maximize)")
         if rule is None:
-            self.torch_state_like(number, options)
+            self.probe.try_options(group)
         else:
             rule.numbers(group, 1)
 
-    def torch_state_like(self, number: int, options: Mapping[str, Any]) -> State:
-        """What torch's own optimizer keeps for a tensor of one element, in a group with these options."""
-        kind: Any = type(self.optimizer)
-        group = {**self.optimizer.param_groups[number], **options}
-        parameter = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
-        optimizer = kind([parameter], **for_constructor(group, kind))
-        parameter.grad = torch.zeros(1, dtype=torch.float32, device="cpu")
-        optimizer.step()
-        found: State = optimizer.state[parameter]
-        return found
+    @property
+    def probe(self) -> Probe:
+        """What is known of the optimizer's own step, if any group has no rule."""
+        assert self._probe is not None, "each group has a rule"
+        return self._probe
+
+    def own_state_bytes(self, item: Item) -> int:
+        """Bytes of the state that the optimizer's own step keeps for a tensor; 0 if a rule updates it."""
+        return 0 if self.rule(item) is not None else self.probe.nbytes(self.group_number(item), item.tensor)
+
+    def own_step(self, item: Item, values: torch.Tensor, state: State | None) -> OwnStep:
+        """The optimizer's own step for a tensor with these values in float32. Without a state it begins anew."""
+        group = self.group(item)
+        start = self.probe.start(group, values) if state is None else state
+        return OwnStep(self.optimizer, group, item.tensor, values, start)
+
+    def end_step(self) -> None:
+        """Called when a step's updates were requested: sets options that the optimizer's own step changes."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            if self._rules[number] is None:
+                group.update(self.probe.changed_options(group))
 
     def watch(self, show: Callable[[], None]) -> None:
         """From now on an engine uses the optimizer. `show` fills `optimizer.state`, by `give_state`."""
@@ -256,12 +267,6 @@ class OptimizerView:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def for_constructor(group: Group, kind: type) -> dict[str, Any]:
-    """The options that the constructor accepts. Groups also hold what schedulers and the class itself put there."""
-    known = inspect.signature(kind).parameters
-    return {name: value for name, value in group.items() if name in known and name != "params"}
-
-
 def _refuse_zero_grad(*args: Any, **kwargs: Any) -> None:
     raise ValueError(
         "optimizer.zero_grad() is called while the model or the loss runs, where it would clear nothing: gradients are "
@@ -278,6 +283,7 @@ def _refuse_step(*_: Any) -> None:
 
 
 def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule | None:
+    """The rule that does what the optimizer does in this group; None: only its own step does."""
     kind = type(optimizer)
     for option in ("capturable", "differentiable"):
         if group.get(option):
@@ -294,10 +300,4 @@ def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule | None:
         if strange := [name for name, value in group.items() if name not in known and value]:
             raise ValueError(f"{kind.__module__}.Lion({strange[0]}=...) is not supported; use ferryman.Lion")
         return rules.LION
-    if kind in _LEFT_TO_TORCH:
-        return None
-    reason = _REFUSED.get(kind.__name__, "it is not known to treat each element by itself")
-    raise ValueError(
-        f"{kind.__name__} cannot be used: {reason}, and the engine updates parameters piece by piece. Use AdamW, Adam, "
-        "SGD, Adagrad, ferryman.Lion, or one of " + ", ".join(kind.__name__ for kind in _LEFT_TO_TORCH)
-    )
+    return None

@@ -267,6 +267,8 @@ class Server:
                     self._exchange.share(unit)
             requested = {unit: step.requested.args[unit] for unit in step.waiting}
             self._last_requested = RequestedUpdates(requested, step.requested.begun)
+            assert self._optimizer_view is not None, "gradients are used by an optimizer"
+            self._optimizer_view.end_step()
         self._log.end_step()
         checks.forget()
 
