@@ -79,7 +79,7 @@ def everything(engine: Engine) -> dict[str, Any]:
                 where = f"{item.name}: {pytree.keystr(path)}"
                 found[where] = value.clone() if isinstance(value, torch.Tensor) else value
     if contents.optimizer_view is not None:
-        for number, group in enumerate(contents.optimizer_view.optimizer.param_groups):
+        for number, group in enumerate(contents.optimizer_view.groups.values()):
             found[f"group {number}"] = {key: value for key, value in group.items() if key != "params"}
     return found
 

@@ -20,6 +20,7 @@ from ferryman.training import preparation
 from support.commands import train as train_command
 from support.devices import chosen_accelerator, delay_copies, torch_virtual
 from support.models import CASES, build
+from support.own_steps import ScheduleFree
 from support.trainers import ferryman_trainer, logs, trainer, weights
 from support.updates import adamw, slow_kernels
 
@@ -203,6 +204,14 @@ def disagreeing(about):
 def rmsprop(model):
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def several(model):
+    """A step of the user's own for matrices, which counts in its group, and AdamW for the others, in the same units."""
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    first = ScheduleFree(wide, lr=1e-3)
+    return [first, torch.optim.AdamW(rest, lr=1e-3)], torch.optim.lr_scheduler.ExponentialLR(first, 0.9)
 
 
 def train_and_save(device, steps, load=None, save=None, keep=None, adapt=None, **options):

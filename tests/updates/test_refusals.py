@@ -33,7 +33,7 @@ def assert_unchanged(model, before):
     [
         (lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2]), r"does not have '.*' and \d+ more"),
         (lambda m: torch.optim.AdamW(m.parameters(), capturable=True), "capturable=True. is not supported"),
-        (lambda m: "AdamW", "must be a torch.optim.Optimizer; this is a str"),
+        (lambda m: "AdamW", "must be a torch.optim.Optimizer, or a list of several; this is a str"),
         (lambda m: adamw(Toy()), r"the optimizer does not have 'embed.weight' and \d+ more"),
         (lambda m: torch.optim.SGD(list(m.parameters())[1:], lr=1), "does not have 'embed.weight', which trains"),
         (

@@ -13,7 +13,7 @@ from ferryman.checkpoint.contents import Contents, StateKey, parse_state_key, tr
 from ferryman.checkpoint.tensor_file import Entry
 from ferryman.model.units import BLOCK, Item, master_dtype
 from ferryman.server.moments import FORMATS, SCALE
-from ferryman.server.optimizer_view import OptimizerView
+from ferryman.server.optimizer_view import GroupKey, OptimizerView
 from ferryman.server.state import SCALES
 
 Refuse = Callable[[str], NoReturn]
@@ -109,13 +109,12 @@ def check_members(
     items: Mapping[str, Item], optimizer_view: OptimizerView, saved: Mapping[str, Any], path: Path
 ) -> None:
     """Compares the optimizer's class, its groups and their members with those that were saved."""
-    kind = type(optimizer_view.optimizer).__name__
+    kind, groups = optimizer_view.name, optimizer_view.groups
     if saved["kind"] != kind:
         raise ValueError(f"{path} has the state of {saved['kind']}, but the engine's optimizer is {kind}")
-    groups = optimizer_view.optimizer.param_groups
     if len(groups) != len(saved["groups"]):
         raise ValueError(f"{path} has {len(saved['groups'])} parameter groups, but the optimizer has {len(groups)}")
-    for number, (group, told) in enumerate(zip(groups, saved["groups"], strict=True)):
+    for number, (group, told) in enumerate(zip(groups.values(), saved["groups"], strict=True)):
         members = {name for name, item in items.items() if item.trains and optimizer_view.group(item) is group}
         if differences := _first_difference(members, told["parameters"]):
             raise ValueError(f"parameter group {number} differs from that of {path}: {differences}")
@@ -128,17 +127,19 @@ def check_members(
         raise ValueError(f"{path}: optimizer.torch has {_some(strange)}, which is not trained")
 
 
-def check_options(optimizer_view: OptimizerView, number: int, options: Mapping[str, Any], file: Path) -> None:
+def check_options(
+    optimizer_view: OptimizerView, key: GroupKey, number: int, options: Mapping[str, Any], file: Path
+) -> None:
     """Checks the saved options of a group. Options that the optimizer has too must be of the same kind."""
     place = f"{file}: optimizer.groups[{number}].options"
-    mine, known = optimizer_view.optimizer.param_groups[number], optimizer_view.optimizer.defaults
-    for key, value in options.items():
-        if mine.get(key) is None and key not in known:
+    mine, known = optimizer_view.groups[key], optimizer_view.defaults(key)
+    for name, value in options.items():
+        if mine.get(name) is None and name not in known:
             continue  # an entry of the user's own that is not set here
-        if not _is_alike(mine.get(key), value):
-            raise ValueError(f"{place}.{key} must be like the optimizer's {mine[key]!r}, but is {value!r}")
+        if not _is_alike(mine.get(name), value):
+            raise ValueError(f"{place}.{name} must be like the optimizer's {mine[name]!r}, but is {value!r}")
     try:
-        optimizer_view.try_options(number, options)
+        optimizer_view.try_options(key, options)
     except (ArithmeticError, TypeError, LookupError, ValueError, RuntimeError) as error:
         raise ValueError(f"{place}: the optimizer cannot use them: {error!r}") from error
 

@@ -26,7 +26,7 @@ from ferryman.model.units import (
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server import kernels, moments
 from ferryman.server.kernels import PieceTarget, Table
-from ferryman.server.optimizer_view import OptimizerView
+from ferryman.server.optimizer_view import GroupKey, OptimizerView
 from ferryman.server.own_step import OwnSettings, OwnStep
 from ferryman.server.rules import STATE, Numbers, Rule
 from ferryman.server.state_codec import blocks_of, decoded, encode
@@ -171,6 +171,8 @@ class UnitState:
         starts from nothing.
         """
         for item in self._steps:
+            if shown and not self._optimizer_view.shows_state(item):
+                continue  # another optimizer's state was put there, this one's was not
             theirs = self._optimizer_view.take_state(item.tensor)
             if not theirs:
                 if shown:
@@ -322,16 +324,16 @@ class UnitState:
     def request(self, items: Collection[Item]) -> list[UpdateArgs]:
         """Arguments for one step of these tensors: counts the step, and reads the groups as they are now."""
         view, self._not_updated = self._optimizer_view, set()
-        together: dict[tuple[int, int], list[Item]] = {}  # by group and step
+        together: dict[tuple[GroupKey, int], list[Item]] = {}  # by group and step
         for item in items:
             self._steps[item] = step = self._steps[item] + 1
-            together.setdefault((view.group_number(item), step), []).append(item)
+            together.setdefault((view.group_key(item), step), []).append(item)
         requested = []
-        for (number, step), found in together.items():
-            if (rule := view.rule_of(number)) is None:
-                requested.append(UpdateArgs(tuple(found), None, (), view.settings(number), step))
+        for (key, step), found in together.items():
+            if (rule := view.rule_of(key)) is None:
+                requested.append(UpdateArgs(tuple(found), None, (), view.settings(key), step))
             else:
-                requested.append(UpdateArgs(tuple(found), rule, view.numbers(number, step), None, step))
+                requested.append(UpdateArgs(tuple(found), rule, view.numbers(key, step), None, step))
         return requested
 
     def memory_of(self, subgroup: Subgroup, weights: torch.Tensor) -> SubgroupMemory:

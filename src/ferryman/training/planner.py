@@ -189,8 +189,8 @@ class Planner:
             if policy.kind != "auto" and self.optimizer_view is not None:
                 raise ValueError(
                     f"updates={str(policy)!r}: no unit can be updated on a device. Either the optimizer "
-                    f"({type(self.optimizer_view.optimizer).__name__}), with these options, is left to torch on the "
-                    "host, or units train bfloat16 and float16 side by side. Use updates='host'"
+                    f"({self.optimizer_view.name}), with these options, updates tensors by its own step, on "
+                    "the host, or units train bfloat16 and float16 side by side. Use updates='host'"
                 )
             policy = _HOST
         most = min(largest_subgroup(every), subgroup_on(self.link, self._crossing(every, policy), self.share.size))
