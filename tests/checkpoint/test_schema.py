@@ -467,5 +467,5 @@ def test_references_are_all_tensors_of_a_value():
     tensors = {}
     value = encoding.encode({"a": [torch.ones(2), (torch.ones(1).numpy(), 1.5)], 2: float("nan")}, "x", tensors)
     assert {reference.name for reference in encoding.references(value)} == set(tensors)
-    assert sorted(kind for kind, _ in encoding.references(value)) == ["array", "tensor"]
+    assert sorted(reference.kind for reference in encoding.references(value)) == ["array", "tensor"]
     schema.check(value, schema.encoded, Path("x"))

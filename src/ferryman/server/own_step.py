@@ -120,3 +120,13 @@ def constructed_state(optimizer: torch.optim.Optimizer, group: Group, values: to
     parameter = nn.Parameter(values)
     found: State = kind([parameter], **options).state[parameter]
     return found
+
+
+def in_float32(state: State) -> State:
+    """State of narrow weights, as an optimizer without an engine keeps it, for steps in float32."""
+    narrow = {
+        name: value.to(torch.float32)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    }
+    return {**state, **narrow} if narrow else state

@@ -27,7 +27,7 @@ from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server import kernels, moments
 from ferryman.server.kernels import PieceTarget, Table
 from ferryman.server.optimizer_view import GroupKey, OptimizerView
-from ferryman.server.own_step import OwnSettings, OwnStep
+from ferryman.server.own_step import OwnSettings, OwnStep, in_float32
 from ferryman.server.rules import STATE, Numbers, Rule
 from ferryman.server.state_codec import blocks_of, decoded, encode
 from ferryman.server.state_layout import StateLayout
@@ -181,7 +181,7 @@ class UnitState:
             rule = self._optimizer_view.rule(item)
             if rule is None and theirs is self.own_state(item):
                 continue  # the state that the optimizer's own step uses already
-            self._theirs[item] = theirs if rule is not None else _in_float32(theirs)
+            self._theirs[item] = theirs if rule is not None else in_float32(theirs)
             self._own.pop(item, None)  # another one is made, with this state
             if rule is None:
                 continue
@@ -479,16 +479,6 @@ class UnitState:
 def _apart(part: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor of its own: torch.save of a view would write all that it is a view of."""
     return torch.from_numpy(part.numpy()) if part.numel() else torch.empty(0, dtype=part.dtype, device="cpu")
-
-
-def _in_float32(state: dict[str, Any]) -> dict[str, Any]:
-    """State of narrow weights, as an optimizer without an engine keeps it, for steps in float32."""
-    narrow = {
-        name: value.to(torch.float32)
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    }
-    return {**state, **narrow} if narrow else state
 
 
 def put_weights(values: torch.Tensor, weights: torch.Tensor, start: int) -> None:
