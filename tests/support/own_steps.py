@@ -87,11 +87,24 @@ def split(model):
     return Split([{"params": wide, "use_muon": True}, {"params": rest, "use_muon": False, "lr": 1e-3}])
 
 
+class DecaysAll(Split):
+    """As Keller Jordan's SingleDeviceMuonWithAuxAdam, it also changes tensors that have no gradient."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+        super().step()
+
+
 OWN_STEPS = {
     "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=1e-2, weight_decay=0.1),
     "schedule-free": lambda m: ScheduleFree(m.parameters()),
     "SOAP": lambda m: Soap(m.parameters()),
     "split": split,
+    "decays all": lambda m: DecaysAll(split(m).param_groups),
     "torch's step": lambda m: type("Mine", (torch.optim.Adam,), {})(m.parameters(), lr=1e-2),
     "state from the constructor": lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-2, maximize=True),
     "named": lambda m: torch.optim.Adamax(m.named_parameters(), lr=1e-2),
@@ -158,18 +171,6 @@ class Noisy(Optimizer):
         p.add_(gradient + torch.randn_like(p), alpha=-group["lr"])
 
 
-class DecaysAll(Optimizer):
-    """Also tensors without gradients."""
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.mul_(1 - group["lr"])
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"])
-
-
 class Wrapper(Optimizer):
     def __init__(self, params):
         self.inner = torch.optim.SGD(params, lr=1e-2)
@@ -213,7 +214,6 @@ REFUSED = {
     "an attribute": (lambda m: CountingItself(m.parameters()), "its step changes 'count', which is neither"),
     "a shared state": (lambda m: SharedState(m.parameters()), "its state has entries that belong to no tensor"),
     "noise": (lambda m: Noisy(m.parameters()), "Noisy cannot be used: its step d"),
-    "no gradient": (lambda m: DecaysAll(m.parameters()), "its step changes tensors that have no gradient"),
     "wrapped": (lambda m: Wrapper(m.parameters()), "wrapped around another optimizer, 'inner'"),
     "a list": (lambda m: WithOwnList(m.parameters()), "parameters outside its groups, in 'mine'"),
     "nothing": (lambda m: Idle(m.parameters()), "its step leaves all tensors as they are"),

@@ -20,7 +20,7 @@ from ferryman.training import preparation
 from support.commands import train as train_command
 from support.devices import chosen_accelerator, delay_copies, torch_virtual
 from support.models import CASES, build
-from support.own_steps import ScheduleFree
+from support.own_steps import OWN_STEPS, ScheduleFree
 from support.trainers import ferryman_trainer, logs, trainer, weights
 from support.updates import adamw, slow_kernels
 
@@ -212,6 +212,11 @@ def several(model):
     rest = [p for p in model.parameters() if p.dim() <= 1]
     first = ScheduleFree(wide, lr=1e-3)
     return [first, torch.optim.AdamW(rest, lr=1e-3)], torch.optim.lr_scheduler.ExponentialLR(first, 0.9)
+
+
+def decays_all(model):
+    optimizer = OWN_STEPS["decays all"](model)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
 def train_and_save(device, steps, load=None, save=None, keep=None, adapt=None, **options):

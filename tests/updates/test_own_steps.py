@@ -135,6 +135,34 @@ def test_frozen_groups_and_tensors_without_gradients(way, device):
     assert_near(model, plain, 1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"on_nonfinite": "skip"}])
+def test_an_optimizer_that_changes_tensors_without_a_gradient(options, device):
+    """It must get all gradients, and this is known before the first weight changes."""
+    model, plain = build(CASES["toy"]), build(CASES["toy"])
+    optimizer, theirs = OWN_STEPS["decays all"](model), OWN_STEPS["decays all"](plain)
+    with Engine(model, optimizer, device=device, **options) as engine:
+        assert engine.plan.staging.deferred
+        step_both(engine, model, plain, theirs, 0)
+        before = copy.deepcopy(model.state_dict())
+        engine.skip([1])
+        with pytest.raises(ValueError, match=r"'blocks\.1\.\S+' has no gradient in this step, and DecaysAll would"):
+            engine.step(text(4), 2)
+        engine.forward_backward(text(4), 2)
+        model.head.bias.grad = None
+        with pytest.raises(ValueError, match=r"'head\.bias' has no gradient in this step.*No weight was changed"):
+            engine.update()
+        after = model.state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        step_both(engine, model, plain, theirs, 1)
+        assert_near(model, plain, 1e-5)
+        assert_same_state(optimizer, theirs)
+        model.head.bias.requires_grad_(False)
+        with pytest.raises(ValueError, match=r"DecaysAll .* its group 1 has a frozen one, of shape \(64,\)"):
+            engine.step(text(4), 2)
+    with pytest.raises(ValueError, match=r"DecaysAll .* its group 1 has a frozen one, of shape \(64,\)"):
+        Engine(model, optimizer, device=device)
+
+
 @covering
 @pytest.mark.parametrize("name", ["Adafactor", "schedule-free"])
 def test_blocks_come_and_go(name, device):

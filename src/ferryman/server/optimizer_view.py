@@ -160,6 +160,16 @@ class OptimizerView:
         """What is known of the own step that updates a group."""
         return self._members[key.optimizer].probe
 
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether updates must wait until it is known that no tensor lacks a gradient."""
+        return any(member.needs_all_gradients for member in self._members)
+
+    def needs_gradient(self, item: Item) -> bool:
+        """Whether the optimizer would change a tensor without a gradient, so that it must have one in every step."""
+        is_own = self.rule(item) is None and item.tensor.numel() > 0
+        return is_own and self._member(item.tensor).needs_all_gradients
+
     def own_state_bytes(self, item: Item) -> int:
         """Bytes of the state that the optimizer's own step keeps for a tensor; 0 if a rule updates it."""
         key = self.group_key(item)

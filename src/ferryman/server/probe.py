@@ -66,6 +66,7 @@ class Probe:
         """`groups`: those that are updated by the optimizer's own step, by their numbers."""
         self._optimizer, self._groups = optimizer, groups
         self.is_of_torch = str(type(optimizer).step.__module__).startswith("torch.")
+        self.needs_all_gradients = False  # whether the step also changes tensors that have no gradient
         self._starts_in_constructor = False  # whether the constructor makes the state with which steps begin
         self._alike = _alike_groups(groups)
         tensors = {self._kind(number, tensor): tensor for number in groups for tensor in _tensors(groups[number])}
@@ -222,14 +223,12 @@ class Probe:
             together.step()
             self._check_rest(together, attributes)
             for place, parameter in enumerate(parameters):
-                now = parameter.detach(), together.state[parameter]
-                same = _same(now, (values[place], alone[place].state))
                 if place in skipped:
-                    if not (same and _same(now[1], before[place])):
-                        raise _CannotError(
-                            "its step changes tensors that have no gradient; let it skip them: "
-                            "`if p.grad is None: continue`"
-                        )
+                    kept = values[place], before[place]
+                    self.needs_all_gradients |= not _same((parameter.detach(), together.state[parameter]), kept)
+                    alone[place].update(settings[place], values[place], None)
+                same = _same((parameter.detach(), together.state[parameter]), (values[place], alone[place].state))
+                if place in skipped and same:
                     continue
                 options = options_of(groups[place])
                 told = {**settings[place].group, **self._changed(settings[place], groups[place])}

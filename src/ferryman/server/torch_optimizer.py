@@ -55,12 +55,19 @@ class TorchOptimizer:
                 "change their values (lr, weight_decay), but do not remove groups"
             )
         self._find_rules()
+        if self.needs_all_gradients:
+            self._refuse_frozen()
         for number, group in enumerate(self.groups):
             if _rule_of(self.optimizer, group) is not self._rules[number]:
                 raise ValueError(
                     f"group {number} of the optimizer has other options now, which need other state "
                     "(momentum, amsgrad, maximize); set them before the engine is made"
                 )
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether the own step would change tensors without a gradient, so that each must have one in every step."""
+        return self._probe is not None and self._probe.needs_all_gradients
 
     def rule(self, number: int) -> Rule | None:
         """The rule of a group; None: the optimizer's own step makes the updates."""
@@ -115,11 +122,26 @@ class TorchOptimizer:
             return
         own = {number: self.groups[number] for number, rule in enumerate([*self._rules, *found]) if rule is None}
         if own:
-            self._probe = Probe(self.optimizer, own)
+            knew, self._probe = self.needs_all_gradients, Probe(self.optimizer, own)
+            if self._rules and self.needs_all_gradients and not knew:
+                raise ValueError(
+                    f"in its new groups, {self.name} changes tensors without a gradient, and so needs deferred "
+                    "updates; close the engine and make a new one"
+                )
         for group, rule in zip(self.groups[len(self._rules) :], found, strict=True):
             if self._state_format != "fp32" and (rule is None or not rule.fades):
                 self._refuse_compact(group, rule)
         self._rules += found
+
+    def _refuse_frozen(self) -> None:
+        for number, group in enumerate(self.groups):
+            frozen = [tensor for tensor in group["params"] if not tensor.requires_grad]
+            if self._rules[number] is None and frozen:
+                raise ValueError(
+                    f"{self.name} also changes tensors that have no gradient, and its group {number} has a frozen one, "
+                    f"of shape {tuple(frozen[0].shape)}, which it would change in plain PyTorch: leave it out of the "
+                    "optimizer"
+                )
 
     def _refuse_compact(self, group: Group, rule: Rule | None) -> None:
         name = self.name

@@ -196,7 +196,9 @@ class Planner:
         most = min(largest_subgroup(every), subgroup_on(self.link, self._crossing(every, policy), self.share.size))
         if policy.kind == "auto" and (subgroup or most) < MIN_DEVICE_SUBGROUP:
             policy = _HOST
-        deferred = self.optimizer_view is not None and (options.needs_whole_gradient or self.scale().moves)
+        deferred = self.optimizer_view is not None and (
+            options.needs_whole_gradient or self.scale().moves or self.optimizer_view.needs_all_gradients
+        )
         for_ranks = self.share.size > 1 and policy.kind != "host" and self.optimizer_view is not None and not deferred
         deferred = deferred or for_ranks  # a device can update a subgroup only when all ranks' gradients have arrived
         grain = self._grain
