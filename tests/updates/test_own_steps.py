@@ -183,6 +183,52 @@ def test_blocks_come_and_go(name, device):
         assert_near(model, plain, 1e-5)
 
 
+@pytest.mark.parametrize("name", ["Adafactor", "schedule-free", "split"])
+def test_a_narrow_model_goes_on_without_an_engine_and_with_one(name, device):
+    """Its state is in float32 in the engine, and in the weights' dtype outside."""
+    model = build(CASES["toy"]).to(torch.bfloat16)
+    optimizer = OWN_STEPS[name](model)
+
+    def dtypes():
+        states = list(optimizer.state.values())
+        return {value.dtype for state in states for key, value in state.items() if key != "step"}
+
+    for _ in range(2):
+        plain_step(model, cut(text(4), 2))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert dtypes() == {torch.bfloat16}
+        with Engine(model, optimizer, device=device) as engine:
+            engine.step(text(4), 2)
+            assert dtypes() == {torch.float32}
+            engine.step(text(4), 2)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_evaluation_with_other_weights(device):
+    """As with schedule-free optimizers, whose `eval` and `train` change the weights in place."""
+
+    class Mine(ScheduleFree):
+        @torch.no_grad()
+        def turn(self, share):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], share)
+
+    model, plain = build(CASES["toy"]), build(CASES["toy"])
+    optimizer, theirs = Mine(model.parameters()), Mine(plain.parameters())
+    with Engine(model, optimizer, device=device, deferred=True) as engine:
+        for seed in range(3):
+            step_both(engine, model, plain, theirs, seed)
+            for each in (optimizer, theirs):
+                each.turn(1 - 1 / 0.9)
+            assert_near(model, plain, 1e-5)
+            for each in (optimizer, theirs):
+                each.turn(0.1)
+        assert_near(model, plain, 1e-5)
+
+
 @pytest.mark.parametrize("name", OWN_STEPS)
 def test_the_host_account_knows_the_state(name):
     """To the byte, before the first step."""

@@ -20,6 +20,8 @@ from ferryman.server.served_state import State
 # Attributes that a copy has for itself. Schedulers and the engine replace the methods in the user's optimizer.
 _OF_A_COPY = ("state", "param_groups", "step", "zero_grad", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights, and so of state like them
+
 # Entries of a group that are about each of its tensors.
 OF_TENSORS = ("params", "param_names")
 
@@ -122,11 +124,11 @@ def constructed_state(optimizer: torch.optim.Optimizer, group: Group, values: to
     return found
 
 
-def in_float32(state: State) -> State:
-    """State of narrow weights, as an optimizer without an engine keeps it, for steps in float32."""
-    narrow = {
-        name: value.to(torch.float32)
+def in_dtype(state: State, dtype: torch.dtype) -> State:
+    """State for steps of a tensor in this dtype, as `load_state_dict` of torch's optimizers converts it."""
+    converted = {
+        name: value.to(dtype)
         for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+        if name != "step" and isinstance(value, torch.Tensor) and value.dtype in _WEIGHTS and value.dtype != dtype
     }
-    return {**state, **narrow} if narrow else state
+    return {**state, **converted} if converted else state

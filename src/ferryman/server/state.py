@@ -27,7 +27,7 @@ from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server import kernels, moments
 from ferryman.server.kernels import PieceTarget, Table
 from ferryman.server.optimizer_view import GroupKey, OptimizerView
-from ferryman.server.own_step import OwnSettings, OwnStep, in_float32
+from ferryman.server.own_step import OwnSettings, OwnStep, in_dtype
 from ferryman.server.rules import STATE, Numbers, Rule
 from ferryman.server.state_codec import blocks_of, decoded, encode
 from ferryman.server.state_layout import StateLayout
@@ -181,7 +181,7 @@ class UnitState:
             rule = self._optimizer_view.rule(item)
             if rule is None and theirs is self.own_state(item):
                 continue  # the state that the optimizer's own step uses already
-            self._theirs[item] = theirs if rule is not None else in_float32(theirs)
+            self._theirs[item] = theirs if rule is not None else in_dtype(theirs, STATE)
             self._own.pop(item, None)  # another one is made, with this state
             if rule is None:
                 continue
@@ -223,6 +223,8 @@ class UnitState:
             rule, theirs = self._optimizer_view.rule(item), self._theirs.get(item)
             if rule is None:
                 theirs = self.own_state(item)
+                if theirs is not None and not in_place:
+                    theirs = in_dtype(theirs, item.tensor.dtype)
             elif steps:
                 shape, dtype = item.tensor.shape, STATE if in_place else item.tensor.dtype
                 states = [self.state_in_float32(item, rule, number) for number in range(len(rule.states))]
