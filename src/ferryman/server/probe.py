@@ -188,7 +188,7 @@ class Probe:
         generator = torch.Generator("cpu").manual_seed(0)
         for place, number in enumerate(dict.fromkeys(kind.group for kind, _ in self._tiny)):
             group = options_of(self._groups[number])
-            if "lr" in group:
+            if group.get("lr") is not None:
                 rate = _RATE * 0.5**place
                 group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
             mine = [(kind, tensor) for kind, tensor in self._tiny if kind.group == number]
