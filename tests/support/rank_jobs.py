@@ -402,7 +402,7 @@ def fit(model, directory, *, device=None, resume=None, **arguments):
 
 
 def rmsprop_again(directory):
-    """Saves, loads, trains and saves again with an optimizer that runs torch's own code. Returns the weights."""
+    """Saves, loads, trains and saves again with an optimizer that is updated by its own step. Returns the weights."""
     batches = [CASES["llama"].batch(2, seed=seed) for seed in range(8)]
     found = []
     for turn in range(3):
