@@ -99,12 +99,26 @@ class DecaysAll(Split):
         super().step()
 
 
+class TensorCount(Optimizer):
+    """Counts in a tensor in its group, in place."""
+
+    def __init__(self, params):
+        super().__init__(params, count=torch.tensor(1e6, dtype=torch.float64))
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            group["count"] += 1
+
+
 OWN_STEPS = {
     "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=1e-2, weight_decay=0.1),
     "schedule-free": lambda m: ScheduleFree(m.parameters()),
     "SOAP": lambda m: Soap(m.parameters()),
     "split": split,
     "decays all": lambda m: DecaysAll(split(m).param_groups),
+    "a tensor that counts": lambda m: TensorCount(m.parameters()),
     "torch's step": lambda m: type("Mine", (torch.optim.Adam,), {})(m.parameters(), lr=1e-2),
     "state from the constructor": lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-2, maximize=True),
     "named": lambda m: torch.optim.Adamax(m.named_parameters(), lr=1e-2),

@@ -113,15 +113,16 @@ class Probe:
     def _changed(self, settings: OwnSettings, group: Group) -> dict[str, Any]:
         """What a step changes of the options of a group; steps of torch's own optimizers change nothing."""
         after = {} if self.is_of_torch else self._step_with(settings, group)
-        return {key: one for key, one in after.items() if not _same(one, settings.group.get(key))}
+        return {key: one for key, one in after.items() if not _same(one, settings.group.get(key), exact=True)}
 
     def _step_with(self, settings: OwnSettings, group: Group) -> dict[str, Any]:
         """The options of a group after a step of a tiny tensor."""
         like = next(iter(_tensors(group)), None)
-        values = torch.zeros(() if like is None else _tiny_shape(like), dtype=torch.float32, device="cpu")
+        generator = torch.Generator("cpu").manual_seed(0)
+        values = _random(() if like is None else _tiny_shape(like), generator)
         own = OwnStep(self._optimizer, group, values if like is None else like, values, self.start(group, values))
         trains = like is not None and any(tensor.requires_grad for tensor in group["params"])
-        own.update(settings, values, torch.zeros_like(values) if trains else None)
+        own.update(settings, values, _random(values.shape, generator) if trains else None)
         return options_of(own.group)
 
     def _kind(self, number: int, tensor: torch.Tensor) -> _Kind:
@@ -213,7 +214,7 @@ class Probe:
         attributes = copied(_attributes(together))
         for step in range(_STEPS):
             settings = [OwnSettings.of(together, group) for group in groups]
-            before = [copied(one.state) for one in alone]
+            before = [copied((parameter.data, together.state[parameter])) for parameter in parameters]
             skipped = {place for place in range(len(alone)) if sizes.lacks_some and step % 3 == 2 and place % 2}
             for place, parameter in enumerate(parameters):
                 gradient = _random(parameter.shape, generator).mul_(sizes.second if place % 2 else sizes.first)
@@ -224,8 +225,8 @@ class Probe:
             self._check_rest(together, attributes)
             for place, parameter in enumerate(parameters):
                 if place in skipped:
-                    kept = values[place], before[place]
-                    self.needs_all_gradients |= not _same((parameter.detach(), together.state[parameter]), kept)
+                    now = parameter.data, together.state[parameter]
+                    self.needs_all_gradients |= not _same(now, before[place], exact=True)
                     alone[place].update(settings[place], values[place], None)
                 same = _same((parameter.detach(), together.state[parameter]), (values[place], alone[place].state))
                 if place in skipped and same:
@@ -242,7 +243,7 @@ class Probe:
     def _check_rest(self, together: torch.optim.Optimizer, before: Mapping[str, Any]) -> None:
         """Refuses a step that keeps something where an engine would not find it."""
         after = _attributes(together)
-        if changed := [name for name in after if not _same(after[name], before.get(name))]:
+        if changed := [name for name in after if not _same(after[name], before.get(name), exact=True)]:
             raise _CannotError(
                 f"its step changes {changed[0]!r}, which is neither in its state nor in its groups, so it would not be "
                 "saved: keep it in self.state[p] or in the group"
@@ -298,19 +299,21 @@ def _random(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are the same, up to the last bits of tensors."""
+def _same(one: Any, other: Any, *, exact: bool = False) -> bool:
+    """Whether two values are the same; if not `exact`, up to the last bits of tensors."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
         if one.shape != other.shape or one.dtype != other.dtype or not one.numel():
             return bool(one.shape == other.shape and one.dtype == other.dtype)
-        size = 1e-6 * float(other.detach().abs().max().nan_to_num()) if one.is_floating_point() else 0.0
+        if exact or not one.is_floating_point():
+            return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+        size = 1e-6 * float(other.detach().abs().max().nan_to_num())
         return torch.allclose(one, other, rtol=1e-5, atol=size, equal_nan=True)
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(_same(value, other[key], exact=exact) for key, value in one.items())
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(_same(*both, exact=exact) for both in zip(one, other, strict=True))
     try:
         return bool(one is other or one == other or (one != one and other != other))
     except (TypeError, ValueError, RuntimeError):  # values that do not compare
