@@ -206,6 +206,20 @@ def test_a_narrow_model_goes_on_without_an_engine_and_with_one(name, device):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("options", [{}, {"maximize": True}])
+def test_a_model_on_meta(options, device):
+    """Its optimizer has made a state there, which is made anew."""
+    with torch.device("meta"):
+        model = Toy()
+    plain = build(CASES["toy"])
+    optimizer, theirs = (torch.optim.Adagrad(each.parameters(), lr=1e-2, **options) for each in (model, plain))
+    with Engine(model, optimizer, device=device) as engine:
+        model.load_state_dict(plain.state_dict())
+        for seed in range(2):
+            step_both(engine, model, plain, theirs, seed)
+        assert_near(model, plain, 1e-5)
+
+
 def test_evaluation_with_other_weights(device):
     """As with schedule-free optimizers, whose `eval` and `train` change the weights in place."""
 

@@ -132,3 +132,8 @@ def in_dtype(state: State, dtype: torch.dtype) -> State:
         if name != "step" and isinstance(value, torch.Tensor) and value.dtype in _WEIGHTS and value.dtype != dtype
     }
     return {**state, **converted} if converted else state
+
+
+def has_no_values(state: State) -> bool:
+    """Whether the state is that of a parameter on meta, made by the optimizer's constructor."""
+    return any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())

@@ -27,7 +27,7 @@ from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server import kernels, moments
 from ferryman.server.kernels import PieceTarget, Table
 from ferryman.server.optimizer_view import GroupKey, OptimizerView
-from ferryman.server.own_step import OwnSettings, OwnStep, in_dtype
+from ferryman.server.own_step import OwnSettings, OwnStep, has_no_values, in_dtype
 from ferryman.server.rules import STATE, Numbers, Rule
 from ferryman.server.state_codec import blocks_of, decoded, encode
 from ferryman.server.state_layout import StateLayout
@@ -174,7 +174,7 @@ class UnitState:
             if shown and not self._optimizer_view.shows_state(item):
                 continue  # another optimizer's state was put there, this one's was not
             theirs = self._optimizer_view.take_state(item.tensor)
-            if not theirs:
+            if not theirs or has_no_values(theirs):
                 if shown:
                     self._start(item)
                 continue
