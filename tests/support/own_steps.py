@@ -200,6 +200,13 @@ class WithOwnList(Optimizer):
         self.mine = list(self.param_groups[0]["params"])
 
 
+class WithMasters(Optimizer):
+    def __init__(self, params):
+        super().__init__(params)
+        for group in self.param_groups:
+            group["masters"] = [torch.nn.Parameter(p.detach().clone()) for p in group["params"]]
+
+
 class Idle(Optimizer):
     def step(self):
         pass
@@ -229,7 +236,8 @@ REFUSED = {
     "a shared state": (lambda m: SharedState(m.parameters()), "its state has entries that belong to no tensor"),
     "noise": (lambda m: Noisy(m.parameters()), "Noisy cannot be used: its step d"),
     "wrapped": (lambda m: Wrapper(m.parameters()), "wrapped around another optimizer, 'inner'"),
-    "a list": (lambda m: WithOwnList(m.parameters()), "parameters outside its groups, in 'mine'"),
+    "a list": (lambda m: WithOwnList(m.parameters()), "it has parameters in 'mine', beside those"),
+    "masters": (lambda m: WithMasters(m.parameters()), "it has parameters in 'masters', beside those"),
     "nothing": (lambda m: Idle(m.parameters()), "its step leaves all tensors as they are"),
     "an error": (lambda m: Broken(m.parameters()), "its step fails with RuntimeError.'not on this machine'"),
 }

@@ -138,8 +138,10 @@ class Probe:
         for name, value in vars(self._optimizer).items():
             if isinstance(value, torch.optim.Optimizer):
                 raise _CannotError(f"it is wrapped around another optimizer, {name!r}; give the engine that one")
-            if name not in ("state", "param_groups") and _has_parameters(value):
-                raise _CannotError(f"it has parameters outside its groups, in {name!r}")
+        elsewhere = [item for item in vars(self._optimizer).items() if item[0] not in ("state", "param_groups")]
+        elsewhere += [item for group in self._groups.values() for item in group.items() if item[0] != "params"]
+        if found := [name for name, value in elsewhere if _has_parameters(value)]:
+            raise _CannotError(f"it has parameters in {found[0]!r}, beside those in its groups")
         if not self._tiny:
             return
         self._find_start()
