@@ -34,7 +34,7 @@ from ferryman.model.blocks import Blocks, Position
 from ferryman.model.placeholder import UsedOutsideError
 from ferryman.model.precision import dtype_of
 from ferryman.model.units import Unit
-from ferryman.options import EngineArguments, EngineOptions, describe, takes_options
+from ferryman.options import EngineArguments, EngineOptions, Optimizers, describe, takes_options
 from ferryman.plan.fit import Choice, out_of_memory_advice
 from ferryman.plan.plan import Plan, PlanTooLargeError
 from ferryman.runtime.caller import Caller, one_call_at_a_time
@@ -65,9 +65,9 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         engine.close()
 
     `model` is any torch.nn.Module on the CPU, or on "meta" with weights that are loaded afterwards. `optimizer` is an
-    optimizer of torch.optim over the model's parameters. Its parameter groups are read in every step, so learning rates
-    and schedulers work as usual; the update itself runs where the optimizer state is. Without an optimizer the engine
-    computes gradients only (`forward_backward`).
+    optimizer of torch.optim over the model's parameters, or a list of several, each with some of them. Parameter groups
+    are read in every step, so learning rates and schedulers work as usual; the update itself runs where the optimizer
+    state is. Without an optimizer the engine computes gradients only (`forward_backward`).
 
     A step equals gradient accumulation in plain PyTorch over the same micro-batches. With `memory`, the engine chooses
     units, slots, the place of the stash and the size of micro-batches so that they stay within the budget.
@@ -81,7 +81,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     """
 
     @takes_options(EngineArguments)
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, options: EngineOptions) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizers | None, options: EngineOptions) -> None:
         checks.model(model)
         self._ranks, self._caller = Ranks(), Caller(self)
         self.device = checks.real_device(options.device, self._ranks.place)
@@ -91,7 +91,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         self._optimizer_view = view = None if optimizer is None else OptimizerView(optimizer, model, options.state)
         threads = options.host_threads or self._ranks.threads(default_threads())
         self._options = options = replace(options, device=self.device, host_threads=threads)
-        compare(self._ranks, model, optimizer, options.compared())
+        compare(self._ranks, model, [] if view is None else view.optimizers, options.compared())
         segments = find_segments(self.device)  # before memory is counted: it leaves some in the allocator's cache
         link = None if optimizer is None else find_link(model, self.device, options, self._ranks)
         self._memory = DeviceMemory(self.device, options.budget)

@@ -30,6 +30,8 @@ from ferryman.plan.batch import Split
 from ferryman.plan.policy import parse_policy
 from ferryman.runtime.sizes import parse_bytes
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]  # several: each has some of the parameters
+
 Check = Callable[[str, Any], object]  # takes the name and the value of a setting; raises a ValueError
 
 
@@ -342,7 +344,7 @@ class EngineArguments(EngineOptions):
     """The arguments of `Engine(...)`. Only the signature of this class is used: see `takes_options`."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: Optimizers | None = None
 
 
 P = ParamSpec("P")
@@ -351,21 +353,17 @@ E = TypeVar("E")
 
 def takes_options(
     arguments: Callable[P, EngineArguments],
-) -> Callable[
-    [Callable[[E, nn.Module, torch.optim.Optimizer | None, EngineOptions], None]], Callable[Concatenate[E, P], None]
-]:
+) -> Callable[[Callable[[E, nn.Module, Optimizers | None, EngineOptions], None]], Callable[Concatenate[E, P], None]]:
     """Decorates an `__init__` that takes model, optimizer and options. Callers pass each setting as a keyword argument.
 
     Type checkers, editors and `inspect.signature` see the fields of `EngineArguments` as arguments.
     """
 
     def decorate(
-        init: Callable[[E, nn.Module, torch.optim.Optimizer | None, EngineOptions], None],
+        init: Callable[[E, nn.Module, Optimizers | None, EngineOptions], None],
     ) -> Callable[Concatenate[E, P], None]:
         @functools.wraps(init)
-        def construct(
-            self: E, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **settings: Any
-        ) -> None:
+        def construct(self: E, model: nn.Module, optimizer: Optimizers | None = None, **settings: Any) -> None:
             for name in settings:
                 if name not in SETTINGS:
                     raise TypeError(f"{type(self).__name__}() has no setting {name!r}{hint(name, SETTINGS)}")

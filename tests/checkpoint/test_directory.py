@@ -103,7 +103,7 @@ def test_what_is_not_there_is_said(tmp_path):
         with pytest.raises(ValueError, match=r"other is not a checkpoint: it has no ferryman/checkpoint.json"):
             run.engine.load(tmp_path / "other")
         with pytest.raises(ValueError, match="was saved without the object 'scheduler'"):
-            run.engine.load(tmp_path / "saved", objects={"scheduler": run.engine._optimizer_view.optimizer})
+            run.engine.load(tmp_path / "saved", objects={"scheduler": run.engine._optimizer_view.optimizers[0]})
 
 
 @pytest.mark.parametrize("how", ["damaged", "from tomorrow"])

@@ -41,7 +41,7 @@ def case(request, tmp_path_factory):
 def state(run):
     """All that a checkpoint may change."""
     found = everything(run.engine)
-    for number, group in enumerate(run.engine._optimizer_view.optimizer.param_groups):
+    for number, group in enumerate(run.engine._optimizer_view.groups.values()):
         found[f"members {number}"] = [id(parameter) for parameter in group["params"]]
     return {**found, "torch": torch.get_rng_state(), "python": random.getstate()}
 
@@ -136,7 +136,7 @@ def concerns(where, key):
 
 
 def restore(run, before, start):
-    for number, group in enumerate(run.engine._optimizer_view.optimizer.param_groups):
+    for number, group in enumerate(run.engine._optimizer_view.groups.values()):
         for key in group.keys() - start[f"group {number}"].keys() - {"params"}:
             del group[key]  # an option that was added; loading leaves what a checkpoint does not have
     run.engine.load(before, objects=run.objects)

@@ -13,6 +13,7 @@ from ferryman.engine import Engine
 from support.checkpoints import Run, assert_equal, everything, one_group
 from support.crafted import change_file, change_manifest, copy_of
 from support.models import CASES, build
+from support.own_steps import OWN_STEPS
 
 STATE = "ferryman/state.safetensors"
 
@@ -154,12 +155,12 @@ def test_what_is_not_known_is_not_ignored(run, crafted):
 
 
 def test_parameters_are_no_option(run, crafted):
-    parameters = run.engine._optimizer_view.optimizer.param_groups[0]["params"]
+    parameters = run.engine._optimizer_view.optimizers[0].param_groups[0]["params"]
     change_manifest(
         crafted, lambda manifest: manifest["optimizer"]["groups"][0]["options"]["dict"].append(["params", [1, 2]])
     )
     assert_refused(run, crafted, r"optimizer\.groups\[0\]\.options must be without 'params'")
-    assert run.engine._optimizer_view.optimizer.param_groups[0]["params"] is parameters
+    assert run.engine._optimizer_view.optimizers[0].param_groups[0]["params"] is parameters
 
 
 @pytest.mark.parametrize(
@@ -305,6 +306,43 @@ def test_state_of_torch_is_what_torch_keeps(tmp_path, what):
         assert_refused(run, crafted, r"optimizer\.torch\['.*'\].* must (have|be)")
 
 
+@pytest.mark.parametrize("key", ["row_var", "step"])
+def test_the_state_of_own_steps_has_the_shapes_that_they_give_it(tmp_path, key):
+    with Run(optimizer=OWN_STEPS["Adafactor"]) as run:
+        run.step(0, 1)
+        crafted = run.engine.save(tmp_path / "saved")
+
+        def edit(manifest):
+            state = manifest["optimizer"]["torch"]["blocks.1.up.weight"]["dict"]
+            pair = next(pair for pair in state if pair[0] == key)
+            pair[1] = {"tensor": next(pair for pair in state if pair[0] == "col_var")[1]["tensor"]}
+
+        change_manifest(crafted, edit)
+        shape = r"\(32, 1\)" if key == "row_var" else r"\(\)"
+        assert_refused(
+            run, crafted, rf"{key} must be a floating-point tensor of shape {shape}, but has shape \(1, 16\)"
+        )
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (["optimizer.x", [0, 2]], r"permuted\[1\] must be each number from 0 to 1 once"),
+        (["{name}", [1, 0]], "must have 2 dimensions, but has shape"),
+        (["nowhere", [0]], "refers to the tensor 'nowhere', which is in none"),
+        ("a name", "permuted must be a list of 2"),
+    ],
+)
+def test_a_permuted_tensor(run, crafted, value, words):
+    def edit(manifest):
+        name = next(value["tensor"] for key, value in manifest["random"]["dict"] if key == "torch")
+        permuted = [value[0].format(name=name), value[1]] if isinstance(value, list) else value
+        manifest["objects"]["more"] = {"permuted": permuted}
+
+    change_manifest(crafted, edit)
+    assert_refused(run, crafted, words)
+
+
 def test_the_state_of_an_object(run, crafted, saved):
     """Its own method may refuse it at last, and then the checkpoint and the object are named."""
 
@@ -428,6 +466,6 @@ def test_a_series_has_numbers(run, tmp_path):
 def test_references_are_all_tensors_of_a_value():
     tensors = {}
     value = encoding.encode({"a": [torch.ones(2), (torch.ones(1).numpy(), 1.5)], 2: float("nan")}, "x", tensors)
-    assert {name for _, name in encoding.references(value)} == set(tensors)
-    assert sorted(kind for kind, _ in encoding.references(value)) == ["array", "tensor"]
+    assert {reference.name for reference in encoding.references(value)} == set(tensors)
+    assert sorted(reference.kind for reference in encoding.references(value)) == ["array", "tensor"]
     schema.check(value, schema.encoded, Path("x"))

@@ -55,13 +55,13 @@ def test_every_format_loads_into_every_other(saved, kept, tmp_path):
         step(engine, 0, 3)
         engine.save(tmp_path / "saved")
         before = {name: p.detach().clone() for name, p in engine._model.named_parameters()}
-        state = engine._optimizer_view.optimizer.state
+        state = engine._optimizer_view.optimizers[0].state
         moments = [{key: value.clone() for key, value in one.items()} for one in state.values()]
     with engine_of(kept) as engine:
         engine.load(tmp_path / "saved")
         for name, parameter in engine._model.named_parameters():
             assert torch.equal(parameter, before[name])
-        for one, wanted in zip(engine._optimizer_view.optimizer.state.values(), moments, strict=True):
+        for one, wanted in zip(engine._optimizer_view.optimizers[0].state.values(), moments, strict=True):
             assert one["step"] == wanted["step"]
             for key, close in (("exp_avg", 1 / 16), ("exp_avg_sq", 1 / 8)):
                 lowest = wanted[key].abs().max().item() * 2.0**-14

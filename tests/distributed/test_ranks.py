@@ -98,8 +98,9 @@ def test_precisions(way, precision, two, accelerator):
             assert torch.allclose(theirs[2][name], value, atol=2e-3), name
 
 
-def test_optimizers_that_are_left_to_torch(two):
-    assert differences(two, "llama", "cpu", (1, 1), make=rank_jobs.rmsprop) == []
+@pytest.mark.parametrize("make", [rank_jobs.rmsprop, rank_jobs.several, rank_jobs.decays_all])
+def test_optimizers_that_step_by_themselves(make, two):
+    assert differences(two, "llama", "cpu", (1, 1), make=make) == []
 
 
 @pytest.mark.parametrize("about", ["model", "layers", "frozen", "lr", "max_grad_norm", "agree"])

@@ -280,8 +280,20 @@ def test_refuses_what_cannot_work(tmp_path, arguments, engine, told):
 
 
 def test_refuses_optimizers_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"optim='adafactor'.*'adamw_torch'.*'sgd'"):
-        trainer(FerrymanTrainer, "llama", tmp_path, optim="adafactor").train()
+    with pytest.raises(ValueError, match=r"optim='lion_8bit'.*'adamw_torch'.*'sgd'.*'adafactor'"):
+        trainer(FerrymanTrainer, "llama", tmp_path, optim="lion_8bit").train()
+
+
+def test_adafactor(device, tmp_path):
+    """That of transformers, by its own step."""
+    plain, made = (
+        trainer(Trainer, "llama", tmp_path, optim="adafactor"),
+        ferryman_trainer(device, "llama", tmp_path, optim="adafactor"),
+    )
+    plain.train()
+    made.train()
+    assert_same_logs(made, plain, 1e-5)
+    assert_near(weights(made), weights(plain), 1e-5)
 
 
 def test_an_error_gives_the_model_back(accelerator, tmp_path):

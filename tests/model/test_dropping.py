@@ -70,7 +70,7 @@ def exception(engine):
 
 def read_state(engine):
     engine.step(BATCH, 2)
-    dict(engine._optimizer_view.optimizer.state)
+    dict(engine._optimizer_view.optimizers[0].state)
 
 
 def loss_that_may_fail(model, batch):

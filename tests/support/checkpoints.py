@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ferryman.engine import Engine
 from support.models import CASES, build
@@ -73,11 +74,12 @@ def everything(engine: Engine) -> dict[str, Any]:
             state = contents.store.state(unit)
             found[item.name] = state.in_float32(item).detach().clone()
             found[f"{item.name}: steps"] = state.steps(item)
-            for key, value in {**state.tensors_of(item), **(state.torch_state(item) or {})}.items():
-                if key != "master":
-                    found[f"{item.name}: {key}"] = value.clone() if isinstance(value, torch.Tensor) else value
+            kept = {key: value for key, value in state.tensors_of(item).items() if key != "master"}
+            for path, value in pytree.tree_leaves_with_path([kept, state.own_state(item) or {}]):
+                where = f"{item.name}: {pytree.keystr(path)}"
+                found[where] = value.clone() if isinstance(value, torch.Tensor) else value
     if contents.optimizer_view is not None:
-        for number, group in enumerate(contents.optimizer_view.optimizer.param_groups):
+        for number, group in enumerate(contents.optimizer_view.groups.values()):
             found[f"group {number}"] = {key: value for key, value in group.items() if key != "params"}
     return found
 

@@ -20,6 +20,7 @@ from ferryman.training import preparation
 from support.commands import train as train_command
 from support.devices import chosen_accelerator, delay_copies, torch_virtual
 from support.models import CASES, build
+from support.own_steps import OWN_STEPS, ScheduleFree
 from support.trainers import ferryman_trainer, logs, trainer, weights
 from support.updates import adamw, slow_kernels
 
@@ -205,6 +206,19 @@ def rmsprop(model):
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
+def several(model):
+    """A step of the user's own for matrices, which counts in its group, and AdamW for the others, in the same units."""
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    first = ScheduleFree(wide, lr=1e-3)
+    return [first, torch.optim.AdamW(rest, lr=1e-3)], torch.optim.lr_scheduler.ExponentialLR(first, 0.9)
+
+
+def decays_all(model):
+    optimizer = OWN_STEPS["decays all"](model)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
 def train_and_save(device, steps, load=None, save=None, keep=None, adapt=None, **options):
     """Trains for some steps, from a checkpoint if `load` names one. Returns losses and weights."""
     model = build(CASES["llama"], seed=3)
@@ -388,7 +402,7 @@ def fit(model, directory, *, device=None, resume=None, **arguments):
 
 
 def rmsprop_again(directory):
-    """Saves, loads, trains and saves again with an optimizer that runs torch's own code. Returns the weights."""
+    """Saves, loads, trains and saves again with an optimizer that is updated by its own step. Returns the weights."""
     batches = [CASES["llama"].batch(2, seed=seed) for seed in range(8)]
     found = []
     for turn in range(3):

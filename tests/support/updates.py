@@ -57,6 +57,6 @@ OPTIMIZERS = {
     "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
 }
-# One of each form: with kernels of ours, with options that have none, and torch's own. The others take longer.
+# One of each form: with kernels of ours, with options that have none, and by their own step. The others take longer.
 _MAIN = ("AdamW", "AdamW, amsgrad", "SGD, momentum", "Adagrad", "Lion", "RMSprop", "NAdam")
 MAIN_AND_SLOW = [*_MAIN, *slow(*(name for name in OPTIMIZERS if name not in _MAIN))]

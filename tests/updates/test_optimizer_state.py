@@ -17,7 +17,7 @@ MAKERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "SGD, momentum": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
-    "Adam, amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),  # left to torch
+    "Adam, amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),  # by its own step
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +13,7 @@ from ferryman.checkpoint.contents import Contents, StateKey, parse_state_key, tr
 from ferryman.checkpoint.tensor_file import Entry
 from ferryman.model.units import BLOCK, Item, master_dtype
 from ferryman.server.moments import FORMATS, SCALE
-from ferryman.server.optimizer_view import OptimizerView
+from ferryman.server.optimizer_view import GroupKey, OptimizerView
 from ferryman.server.state import SCALES
 
 Refuse = Callable[[str], NoReturn]
@@ -109,13 +109,12 @@ def check_members(
     items: Mapping[str, Item], optimizer_view: OptimizerView, saved: Mapping[str, Any], path: Path
 ) -> None:
     """Compares the optimizer's class, its groups and their members with those that were saved."""
-    kind = type(optimizer_view.optimizer).__name__
+    kind, groups = optimizer_view.name, optimizer_view.groups
     if saved["kind"] != kind:
         raise ValueError(f"{path} has the state of {saved['kind']}, but the engine's optimizer is {kind}")
-    groups = optimizer_view.optimizer.param_groups
     if len(groups) != len(saved["groups"]):
         raise ValueError(f"{path} has {len(saved['groups'])} parameter groups, but the optimizer has {len(groups)}")
-    for number, (group, told) in enumerate(zip(groups, saved["groups"], strict=True)):
+    for number, (group, told) in enumerate(zip(groups.values(), saved["groups"], strict=True)):
         members = {name for name, item in items.items() if item.trains and optimizer_view.group(item) is group}
         if differences := _first_difference(members, told["parameters"]):
             raise ValueError(f"parameter group {number} differs from that of {path}: {differences}")
@@ -128,17 +127,19 @@ def check_members(
         raise ValueError(f"{path}: optimizer.torch has {_some(strange)}, which is not trained")
 
 
-def check_options(optimizer_view: OptimizerView, number: int, options: Mapping[str, Any], file: Path) -> None:
+def check_options(
+    optimizer_view: OptimizerView, key: GroupKey, number: int, options: Mapping[str, Any], file: Path
+) -> None:
     """Checks the saved options of a group. Options that the optimizer has too must be of the same kind."""
     place = f"{file}: optimizer.groups[{number}].options"
-    mine, known = optimizer_view.optimizer.param_groups[number], optimizer_view.optimizer.defaults
-    for key, value in options.items():
-        if mine.get(key) is None and key not in known:
+    mine, known = optimizer_view.groups[key], optimizer_view.defaults(key)
+    for name, value in options.items():
+        if mine.get(name) is None and name not in known:
             continue  # an entry of the user's own that is not set here
-        if not _is_alike(mine.get(key), value):
-            raise ValueError(f"{place}.{key} must be like the optimizer's {mine[key]!r}, but is {value!r}")
+        if not _is_alike(mine.get(name), value):
+            raise ValueError(f"{place}.{name} must be like the optimizer's {mine[name]!r}, but is {value!r}")
     try:
-        optimizer_view.try_options(number, options)
+        optimizer_view.try_options(key, options)
     except (ArithmeticError, TypeError, LookupError, ValueError, RuntimeError) as error:
         raise ValueError(f"{place}: the optimizer cannot use them: {error!r}") from error
 
@@ -161,29 +162,44 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's numbers, too
 
 
-def check_torch_state(name: str, item: Item, like: Mapping[str, Any], state: Mapping[str, Any], file: Path) -> None:
-    """Checks the state of an optimizer that torch runs itself.
+def check_own_state(
+    name: str, forms: Sequence[Mapping[str, Any]], state: Mapping[str, Any], file: Path, *, may_grow: bool
+) -> None:
+    """Checks the state that an optimizer's own step keeps for a parameter.
 
-    `like`: the state that this optimizer makes for a parameter of one element. In it, tensors of the parameter's shape
-    have one dimension.
+    `forms`: the forms that it takes; in one of them it must be. `may_grow`: there may be others, with more entries.
     """
-    place = f"{file}: optimizer.torch[{name!r}]"
-    if state.keys() != like.keys():
-        raise ValueError(f"{place} must have {sorted(like)}, but has {sorted(state)}")
-    shape = tuple(item.tensor.shape)
-    for key, mine in like.items():
-        value = state[key]
-        if not isinstance(mine, torch.Tensor):
-            if not (isinstance(value, torch.Tensor) or _is_alike(mine, value)):
-                raise ValueError(f"{place}.{key} must be like {mine!r}, but is {value!r}")
-            continue
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            if tuple(value.shape) == shape or (not mine.dim() and value.numel() == 1):
-                continue
+    found = [_misfit(f"{file}: optimizer.torch[{name!r}]", form, state, may_grow=may_grow) for form in forms]
+    if found and all(found):
+        raise ValueError(found[-1])
+
+
+def _misfit(place: str, mine: Any, value: Any, *, may_grow: bool) -> str:
+    """How a value differs from the form; empty if it does not."""
+    if isinstance(mine, torch.Tensor):
+        kind = "a floating-point tensor" if mine.is_floating_point() else f"a tensor of {mine.dtype}"
+        found = f"is {value.dtype if isinstance(value, torch.Tensor) else repr(value)}"
+        if isinstance(value, torch.Tensor) and (
+            value.dtype == mine.dtype or (value.is_floating_point() and mine.is_floating_point())
+        ):
+            if value.shape == mine.shape or value.numel() == mine.numel() == 1:
+                return ""
             found = f"has shape {tuple(value.shape)}"
-        else:
-            found = f"is {value.dtype if isinstance(value, torch.Tensor) else value!r}"
-        raise ValueError(f"{place}.{key} must be a floating-point tensor of shape {shape}, but {found}")
+        return f"{place} must be {kind} of shape {tuple(mine.shape)}, but {found}"
+    if isinstance(mine, Mapping) and isinstance(value, Mapping):
+        if mine.keys() - value.keys() or (value.keys() - mine.keys() and not may_grow):
+            return f"{place} must have {sorted(map(str, mine))}, but has {sorted(map(str, value))}"
+        inside = (_misfit(f"{place}.{key}", one, value[key], may_grow=may_grow) for key, one in mine.items())
+        return next(filter(None, inside), "")
+    if isinstance(mine, list | tuple) and isinstance(value, list | tuple):
+        if len(mine) != len(value):
+            return "" if may_grow else f"{place} must have {len(mine)} elements, but has {len(value)}"
+        parts = zip(mine, value, strict=True)
+        inside = (_misfit(f"{place}[{i}]", *both, may_grow=may_grow) for i, both in enumerate(parts))
+        return next(filter(None, inside), "")
+    if isinstance(value, torch.Tensor) or _is_alike(mine, value):
+        return ""
+    return f"{place} must be like {mine!r}, but is {value!r}"
 
 
 def check_random(states: Mapping[str, Any], contents: Contents, file: Path) -> None:

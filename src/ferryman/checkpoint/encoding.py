@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], level: int =
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
-        return {"tensor": _put(value.detach().cpu().contiguous(), path, tensors)}
+        return _encode_tensor(value.detach().cpu(), path, tensors)
     if isinstance(value, list):
         return [encode(one, f"{path}[{i}]", tensors, level + 1) for i, one in enumerate(value)]
     if isinstance(value, tuple):
@@ -54,6 +54,15 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], level: int =
     )
 
 
+def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Keeps the order of the tensor's sides in memory: sums, and so the last bits of products, depend on it."""
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    permuted = value.permute(order)
+    if value.is_contiguous() or not permuted.is_contiguous():
+        return {"tensor": _put(value.contiguous(), path, tensors)}
+    return {"permuted": [_put(permuted, path, tensors), order]}
+
+
 def _put(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:
     """Adds a tensor under a unique name. Paths may coincide, such as those of the keys 1 and "1"."""
     names = itertools.chain([path], (f"{path}#{number}" for number in itertools.count(2)))
@@ -70,15 +79,25 @@ def _key(key: Any, path: str) -> Any:
     return encoded
 
 
-def references(value: Any) -> Iterator[tuple[str, str]]:
-    """The kind ("tensor" or "array") and the name of each tensor that an encoded value has."""
+class Reference(NamedTuple):
+    """A tensor that an encoded value refers to."""
+
+    kind: str  # "tensor", "permuted" or "array"
+    name: str
+    dims: int | None = None  # how many it must have
+
+
+def references(value: Any) -> Iterator[Reference]:
+    """All tensors that an encoded value refers to."""
     if isinstance(value, list):
         for one in value:
             yield from references(one)
     elif isinstance(value, dict):
         ((kind, content),) = value.items()
         if kind in ("tensor", "array"):
-            yield kind, content
+            yield Reference(kind, content)
+        elif kind == "permuted":
+            yield Reference(kind, content[0], len(content[1]))
         elif kind != "float":
             yield from references(content)
 
@@ -99,6 +118,9 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return _FLOATS[content]
         case "tensor":
             return tensors[content]
+        case "permuted":
+            name, order = content
+            return tensors[name].permute([order.index(side) for side in range(len(order))])
         case "array":
             return tensors[content].numpy()
         case "tuple":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,10 +72,8 @@ class Checkpoint:
         """Loads everything. Until this returns, the engine is in an inconsistent state."""
         rest = self.load_training()
         if self._contents.optimizer_view is not None:
-            groups = zip(
-                self._contents.optimizer_view.optimizer.param_groups, self.manifest["optimizer"]["groups"], strict=True
-            )
-            for group, there in groups:
+            groups = self._contents.optimizer_view.groups.values()
+            for group, there in zip(groups, self.manifest["optimizer"]["groups"], strict=True):
                 group.update(encoding.decode(there["options"], rest))
         self._contents.server.scale.restore(self.manifest["loss_scale"])
         self._contents.server.restart(self.manifest["step"])
@@ -102,7 +100,7 @@ class Checkpoint:
 
     def load_training(self) -> dict[str, torch.Tensor]:
         """Loads weights and optimizer state; returns the tensors of everything else."""
-        self._forget_torch()
+        self._forget_own_states()
         rest: dict[str, torch.Tensor] = {}
         self._read("rest", lambda entry: rest.setdefault(entry.name, _new(entry)))
         self._load_weights()
@@ -190,7 +188,7 @@ class Checkpoint:
         for (name, key), some in pieces.items():
             item, view = self._names[name], self._contents.optimizer_view
             state, rule = self._contents.store.state(self._units[item]), None if view is None else view.rule(item)
-            assert rule is not None, "torch's own optimizers have no format"
+            assert rule is not None, "own steps have no format"
             values = torch.zeros(state.part(item).stop - state.part(item).start, dtype=torch.float32, device="cpu")
             for state_key in some:
                 codes = tensor_file.read_tensor(*self._state[str(state_key)])
@@ -213,8 +211,8 @@ class Checkpoint:
         """Whether the tensor was saved in another precision."""
         return self._weights[name][1].dtype != self._names[name].dtype
 
-    def _forget_torch(self) -> None:
-        """Frees the state kept by torch's optimizers, so that it is not in memory twice."""
+    def _forget_own_states(self) -> None:
+        """Frees the state of own steps, so that it is not in memory twice."""
         for item in self._trained():
             self._contents.store.state(self._units[item]).restore(item, 0, None)
 
@@ -288,12 +286,14 @@ class Checkpoint:
         ranks = [self.manifest, *self.manifest.get("others", [])]
         values = [group["options"] for group in optimizer["groups"]] + list(optimizer["torch"].values())
         values += [value for rank in ranks for value in (rank["random"], *rank["objects"].values())]
-        for kind, name in itertools.chain.from_iterable(map(encoding.references, values)):
+        for kind, name, dims in itertools.chain.from_iterable(map(encoding.references, values)):
             if name not in self._rest:
                 self._refuse(f"{file} refers to the tensor {name!r}, which is in none of its files")
             entry = self._rest[name][1]
             if kind == "array" and not encoding.is_array_dtype(entry.dtype):
                 self._refuse(f"{file}: {name!r} must have a dtype of numpy, but is {entry.dtype}")
+            if dims not in (None, len(entry.shape)):
+                self._refuse(f"{file}: {name!r} must have {dims} dimensions, but has shape {tuple(entry.shape)}")
 
     def _refuse(self, why: str) -> NoReturn:
         """Raises an error about a mismatch, or about a damaged file if that is the cause."""
@@ -323,29 +323,31 @@ class Checkpoint:
                 )
             if master_dtype(self._weights[name][1].dtype) is not None and "master" not in there:
                 self._refuse(f"{self.path} has no '{name}/master', which {name!r} needs, since it is not in float32")
-        for number, group in enumerate(saved["groups"]):
+        for number, (key, group) in enumerate(zip(optimizer_view.groups, saved["groups"], strict=True)):
             options = self._decode_now(group["options"])
-            compatibility.check_options(optimizer_view, number, options, file)
-            by_torch = any(optimizer_view.rule(self._names[name]) is None for name in group["parameters"])
-            like = optimizer_view.torch_state_like(number, options) if by_torch else {}
+            compatibility.check_options(optimizer_view, key, number, options, file)
             for name in group["parameters"]:
                 item, has = self._names[name], name in saved["torch"]
                 if has and optimizer_view.rule(item) is not None:
                     raise ValueError(f"{file}: optimizer.torch must not have {name!r}, which ferryman updates")
+                if optimizer_view.rule(item) is not None:
+                    continue
+                probe = optimizer_view.probe(key)
+                forms = probe.states_like(key.number, item.tensor)
                 if has:
-                    self._check_torch_state(name, like, file)
-                elif like and saved["steps"][name] and item.tensor.numel():
+                    self._check_own_state(name, forms, file, may_grow=not probe.is_of_torch)
+                elif forms and all(forms) and saved["steps"][name] and item.tensor.numel():
                     raise ValueError(f"{file}: optimizer.torch must have {name!r}, which was updated, but does not")
 
-    def _check_torch_state(self, name: str, like: Mapping[str, Any], file: Path) -> None:
+    def _check_own_state(self, name: str, forms: Sequence[Mapping[str, Any]], file: Path, *, may_grow: bool) -> None:
         """Checks state by the headers of its tensors only, since the tensors themselves may need much memory."""
         value = self.manifest["optimizer"]["torch"][name]
-        known = {name: _on_meta(self._rest[name][1]) for _, name in encoding.references(value)}
-        compatibility.check_torch_state(name, self._names[name], like, encoding.decode(value, known), file)
+        known = {name: _on_meta(self._rest[name][1]) for _, name, _ in encoding.references(value)}
+        compatibility.check_own_state(name, forms, encoding.decode(value, known), file, may_grow=may_grow)
 
     def _decode_now(self, value: Any) -> Any:
         """Decodes a value whose tensors are small."""
-        tensors = {name: tensor_file.read_tensor(*self._rest[name]) for _, name in encoding.references(value)}
+        tensors = {name: tensor_file.read_tensor(*self._rest[name]) for _, name, _ in encoding.references(value)}
         return encoding.decode(value, tensors)
 
 

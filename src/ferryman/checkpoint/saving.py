@@ -208,16 +208,16 @@ def _describe_optimizer(
         state = contents.store.state(unit)
         for item in unit.trained:
             steps[names[item]] = state.steps(item)
-            if state.owns(item) and (kept := state.torch_state(item)):
+            if state.owns(item) and (kept := state.own_state(item)):
                 theirs[names[item]] = encoding.encode(kept, f"{names[item]}/torch", tensors)
     groups = []
-    for number, group in enumerate(optimizer_view.optimizer.param_groups):
+    for number, group in enumerate(optimizer_view.groups.values()):
         options = {key: value for key, value in group.items() if key != "params"}
         members = [name for item, name in names.items() if item.trains and optimizer_view.group(item) is group]
         groups.append(
             {"parameters": sorted(members), "options": encoding.encode(options, f"optimizer.groups[{number}]", tensors)}
         )
-    return {"kind": type(optimizer_view.optimizer).__name__, "groups": groups, "steps": steps, "torch": theirs}
+    return {"kind": optimizer_view.name, "groups": groups, "steps": steps, "torch": theirs}
 
 
 def _write_shards(directory: Path, stem: str, tensors: Tensors, sums: dict[str, FileChecksum]) -> list[str]:

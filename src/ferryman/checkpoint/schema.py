@@ -176,9 +176,19 @@ def _encoded_key(value: Any, place: str) -> None:
         raise _MismatchError(place, "a number, a string or a tuple of these", value)
 
 
+def _permuted(value: Any, place: str) -> None:
+    """The name of a tensor, and for each of its sides which side it is of the value."""
+    list_of(anything, length=2)(value, place)
+    text(value[0], f"{place}[0]")
+    list_of(integer(), at_most=32)(value[1], f"{place}[1]")
+    if sorted(value[1]) != list(range(len(value[1]))):
+        raise _MismatchError(f"{place}[1]", f"each number from 0 to {len(value[1]) - 1} once", value[1])
+
+
 _ENCODED: dict[str, Check] = {
     "float": one_of(("inf", "-inf", "nan")),
     "tensor": text,
+    "permuted": _permuted,
     "array": text,
     "tuple": list_of(encoded),
     "dict": list_of(_encoded_pair),

@@ -20,9 +20,9 @@ from ferryman.plan.plan import Need, PlanTooLargeError
 
 
 def compare(
-    ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Mapping[str, Any]
+    ranks: Ranks, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], settings: Mapping[str, Any]
 ) -> None:
-    """Raises if model, settings or optimizer differ between ranks.
+    """Raises if model, settings or optimizers differ between ranks.
 
     The model is compared first: if it differs, so does the optimizer.
     """
@@ -32,18 +32,20 @@ def compare(
         tensors[f"the model's {name!r}"] = f"{tuple(tensor.shape)} in {tensor.dtype}{trains}"
     ranks.agree(tensors)
     others = {f"{name}=": repr(value) for name, value in settings.items()}
-    if optimizer is not None:
-        others["the optimizer"] = type(optimizer).__name__
-        others["the number of parameter groups"] = str(len(optimizer.param_groups))
-        for number, (group, options) in enumerate(zip(optimizer.param_groups, _groups(optimizer), strict=True)):
+    if optimizers:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        others["the optimizer"] = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        others["the number of parameter groups"] = str(len(groups))
+        for number, (group, options) in enumerate(zip(groups, _groups(optimizers), strict=True)):
             others[f"the number of tensors in the optimizer's group {number}"] = str(len(group["params"]))
             others |= {f"{name!r} of the optimizer's group {number}": value for name, value in options.items()}
     ranks.agree(others)
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
-    """The options of each parameter group."""
-    return [{name: repr(value) for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
+def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, str]]:
+    """The options of each parameter group, one optimizer after the other."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [{name: repr(value) for name, value in group.items() if name != "params"} for group in groups]
 
 
 class RankStatus(NamedTuple):
@@ -64,7 +66,7 @@ def status_of(
     ranks: Ranks,
     parts: Sequence[Part],
     seed: int,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     reduction: str,
     *,
     first: bool,
@@ -78,7 +80,7 @@ def status_of(
         samples=_count_samples(parts),
         seed=seed,
         digest=_digest(parts) if first else None,
-        groups=[] if optimizer is None else _groups(optimizer),
+        groups=_groups(optimizers),
         items=_count_items(parts) if reduction == "sum" else None,
         used=used,
     )

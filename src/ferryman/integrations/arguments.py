@@ -41,6 +41,7 @@ _OPTIMIZERS = (
     OptimizerNames.SGD,
     OptimizerNames.ADAGRAD,
     OptimizerNames.RMSPROP,
+    OptimizerNames.ADAFACTOR,
 )
 
 
@@ -56,8 +57,8 @@ def check_optimizer(args: TrainingArguments) -> None:
         known = ", ".join(repr(name.value) for name in _OPTIMIZERS)
         raise ValueError(
             f"TrainingArguments(optim={OptimizerNames(args.optim).value!r}) cannot be used with FerrymanTrainer, whose "
-            f"engine updates parameters piece by piece on the host; choose {known}, or pass another optimizer of "
-            "torch.optim as optimizers=(optimizer, None)"
+            f"engine updates parameters piece by piece; choose {known}, or pass another torch.optim.Optimizer as "
+            "optimizers=(optimizer, None)"
         )
 
 

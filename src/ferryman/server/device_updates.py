@@ -300,7 +300,7 @@ class DeviceUpdates:
         of_items = {item: args for args in requested.args for item in args.items}
         for item, (own, theirs) in _parts_in(subgroup, of_items).items():
             args, size = of_items[item], item.dtype.itemsize
-            assert args.rule is not None, "tensors that torch's own optimizers update are updated on the host"
+            assert args.rule is not None, "own steps are made on the host"
             at, offset = theirs.start * width, item.offset + own.start * size
             nbytes = (own.stop - own.start) * size
             master = None

@@ -1,113 +1,111 @@
-"""The user's torch optimizer, as the server sees it.
+"""The user's torch optimizers, as the server sees them: usually one; or several, each with some of the parameters.
 
-Its parameter groups are read in every step. The server keeps its state, and fills `optimizer.state` when it is read.
+Their parameter groups are read in every step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import optimizer as optimizer_module
-from torch.utils.hooks import RemovableHandle
 
 from ferryman.model.members import Parameters
 from ferryman.model.units import SMALL, Item
-from ferryman.server import rules
+from ferryman.options import Optimizers
 from ferryman.server.moments import FORMATS
+from ferryman.server.own_step import OwnSettings, OwnStep
+from ferryman.server.probe import Probe
 from ferryman.server.rules import Group, Numbers, Rule
-from ferryman.server.served_state import ServedState, State
+from ferryman.server.served_state import State
+from ferryman.server.torch_optimizer import TorchOptimizer
 
-# Elementwise optimizers without a compiled kernel: torch's own class makes their updates, on the host.
-_LEFT_TO_TORCH = (
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-)
 
-_REFUSED = {
-    "Adafactor": "it keeps moments of whole rows and columns",
-    "LBFGS": "it needs the gradients of all parameters at once, several times a step",
-    "Muon": "it orthogonalizes whole matrices",
-    "SparseAdam": "it takes sparse gradients, which the engine does not make",
-}
+class GroupKey(NamedTuple):
+    """Names a parameter group."""
+
+    optimizer: int
+    number: int  # in the optimizer
 
 
 class OptimizerView:
     """The group and the update rule of each parameter."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, state: str = "fp32") -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(f"the optimizer must be a torch.optim.Optimizer; this is a {type(optimizer).__name__}")
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizers, model: nn.Module, state: str = "fp32") -> None:
+        several: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        if not several:
+            raise ValueError("the list of optimizers is empty; without an optimizer, use Engine(model)")
+        self._members = [TorchOptimizer(one, state) for one in several]
         self._parameters = Parameters(model)
-        self._groups: dict[int, int] = {}  # by parameter, as of the last `check_groups`
-        self._numbers: dict[tuple[int, int], tuple[Numbers, Group]] = {}  # by group and step
-        self._hook: RemovableHandle | None = None
-        self._served: ServedState | None = None  # while an engine uses the optimizer
+        self._keys: dict[int, GroupKey] = {}  # by parameter, as of the last `check_groups`
         self._state = state
-        self._rules = [self._allowed_rule(group) for group in optimizer.param_groups]
         self.check_groups()
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [member.optimizer for member in self._members]
+
+    @property
+    def name(self) -> str:
+        """The class of the optimizer; of several, all of them."""
+        return ", ".join(member.name for member in self._members)
+
+    @property
+    def groups(self) -> dict[GroupKey, dict[str, Any]]:
+        """All parameter groups, one optimizer after the other."""
+        return {
+            GroupKey(place, number): group
+            for place, member in enumerate(self._members)
+            for number, group in enumerate(member.groups)
+        }
 
     def check_groups(self) -> None:
         """Reads the group of each parameter, and refuses changes that the engine cannot follow."""
-        optimizer = self.optimizer
-        self._numbers.clear()
-        self._refuse_hooks()
-        found: dict[int, int] = {}
-        for number, group in enumerate(optimizer.param_groups):
+        found: dict[int, GroupKey] = {}
+        groups = self.groups
+        for key, group in groups.items():
             for parameter in group["params"]:
                 if id(parameter) in found:
                     raise ValueError(
                         f"the optimizer has a parameter twice, of shape {tuple(parameter.shape)}, in its groups "
-                        f"{found[id(parameter)]} and {number}; it would be updated twice a step"
+                        f"{self._describe(found[id(parameter)])} and {self._describe(key)}; it would be updated twice "
+                        "a step"
                     )
-                found[id(parameter)] = number
-        if len(optimizer.param_groups) < len(self._rules):
-            raise ValueError(
-                f"the optimizer had {len(self._rules)} parameter groups and has {len(optimizer.param_groups)} now; "
-                "change their values (lr, weight_decay), but do not remove groups"
-            )
-        for group in optimizer.param_groups[len(self._rules) :]:  # for blocks that were inserted
-            self._rules.append(self._allowed_rule(group))
-        for number, group in enumerate(optimizer.param_groups):
-            if _rule_of(optimizer, group) is not self._rules[number]:
-                raise ValueError(
-                    f"group {number} of the optimizer has other options now, which need other state "
-                    "(momentum, amsgrad, maximize); set them before the engine is made"
-                )
+                found[id(parameter)] = key
+        for member in self._members:
+            member.check()
         named = self._parameters.named()
         missing = [name for name, p in named if p.requires_grad and id(p) not in found]
         if missing:
             raise ValueError(
                 f"the optimizer does not have {missing[0]!r}"
                 f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}, which trains. Add it "
-                "(optimizer.add_param_group), or freeze it (requires_grad_(False)). If it has come into the model "
-                "since the engine was made (a new head, load_state_dict(assign=True)), close the engine and make a new "
-                "one"
+                "(optimizer.add_param_group; Engine(model, [muon, adamw]) takes several optimizers), or freeze it "
+                "(requires_grad_(False)). If it has come into the model since the engine was made (a new head, "
+                "load_state_dict(assign=True)), close the engine and make a new one"
             )
-        moved = [key for key, number in self._groups.items() if found.get(key, number) != number]
+        moved = [one for one, key in self._keys.items() if found.get(one, key) != key]
         if moved:
             name = next((n for n, p in named if id(p) == moved[0]), "a parameter")
             raise ValueError(f"{name!r} has moved to another group of the optimizer since the engine was made")
         mine = {id(p) for _, p in named}
-        strange = [key for key in found if key not in mine and key not in self._groups]
+        strange = [one for one in found if one not in mine and one not in self._keys]
         if strange:
-            shape = next(tuple(p.shape) for g in optimizer.param_groups for p in g["params"] if id(p) == strange[0])
+            key = found[strange[0]]
+            shape = next(tuple(p.shape) for p in groups[key]["params"] if id(p) == strange[0])
             raise ValueError(
-                f"the optimizer has a parameter of shape {shape}, in group {found[strange[0]]}, that is not in the "
+                f"the optimizer has a parameter of shape {shape}, in group {self._describe(key)}, that is not in the "
                 "model; make it from this model's parameters: torch.optim.AdamW(model.parameters())"
             )
-        self._groups.update(found)
+        self._keys.update(found)
+
+    def _describe(self, key: GroupKey) -> str:
+        """The number of a group, for an error."""
+        return str(key.number) + (f" of {self._members[key.optimizer].name}" if len(self._members) > 1 else "")
+
+    # Formats.
 
     @property
     def is_compact(self) -> bool:
@@ -123,181 +121,122 @@ class OptimizerView:
         """The format in which the states of a tensor are kept."""
         return FORMATS["fp32"] if item.tensor.numel() < SMALL else self.format
 
-    def _allowed_rule(self, group: Group) -> Rule | None:
-        """The rule of a group, if the format of the state allows it."""
-        rule = _rule_of(self.optimizer, group)
-        if self.is_compact and (rule is None or not rule.fades):
-            name = type(self.optimizer).__name__
-            if group.get("amsgrad"):
-                name, why = f"{name}(amsgrad=True)", "a maximum that is rounded again and again only grows"
-            elif rule is not None:
-                why = "its sum only grows, and what is added would be lost in rounding"
-            else:
-                why = "with these options its updates are left to torch, which keeps state in float32"
-            raise ValueError(
-                f"state={self._state!r} is not possible with {name}: {why}. Use state='fp32'; or AdamW, Adam, "
-                "ferryman.Lion or SGD, without amsgrad and maximize"
-            )
-        return rule
+    # Groups.
 
-    def _refuse_hooks(self) -> None:
-        """Updates run piece by piece beside the next step: there is no moment before or after all of them."""
-        own = self._hook.id if self._hook is not None else None
-        hooks: list[tuple[str, Mapping[int, Any]]] = [
-            ("register_step_pre_hook", self.optimizer._optimizer_step_pre_hooks),
-            ("register_step_post_hook", self.optimizer._optimizer_step_post_hooks),
-            ("register_optimizer_step_pre_hook", optimizer_module._global_optimizer_pre_hooks),
-            ("register_optimizer_step_post_hook", optimizer_module._global_optimizer_post_hooks),
-        ]
-        for way, registered in hooks:
-            if any(key != own for key in registered):
-                raise ValueError(
-                    f"the optimizer has a step hook ({way}), which would never run: the engine updates the weights "
-                    "itself, piece by piece. Remove the hook, and call its code in the training loop: what it does to "
-                    "gradients between engine.forward_backward() and engine.update(), the rest after engine.step()"
-                )
-
-    def group_number(self, item: Item) -> int:
-        return self._groups[id(item.tensor)]
+    def group_key(self, item: Item) -> GroupKey:
+        return self._keys[id(item.tensor)]
 
     def group(self, item: Item) -> Group:
-        group: Mapping[str, Any] = self.optimizer.param_groups[self.group_number(item)]
+        key = self.group_key(item)
+        group: Mapping[str, Any] = self._members[key.optimizer].groups[key.number]
         return group
 
+    def defaults(self, key: GroupKey) -> Mapping[str, Any]:
+        """The options of the group's optimizer that a group without its own has."""
+        return self._members[key.optimizer].optimizer.defaults
+
     def rule(self, item: Item) -> Rule | None:
-        """The rule that updates a tensor; None: torch's own optimizer does."""
-        return self._rules[self.group_number(item)]
+        """The rule that updates a tensor; None: the optimizer's own step does."""
+        return self.rule_of(self.group_key(item))
 
-    def rule_of(self, number: int) -> Rule | None:
+    def rule_of(self, key: GroupKey) -> Rule | None:
         """The rule of a group."""
-        return self._rules[number]
+        return self._members[key.optimizer].rule(key.number)
 
-    def numbers(self, number: int, step: int) -> tuple[Numbers, Group]:
-        """The rule's numbers for a step of a group's tensors, and the group's options. They are read once after each
-        `check_groups`."""
-        if (number, step) not in self._numbers:
-            group, rule = self.optimizer.param_groups[number], self._rules[number]
-            options = {name: value for name, value in group.items() if name != "params"}
-            self._numbers[number, step] = () if rule is None else rule.numbers(group, step), options
-        return self._numbers[number, step]
+    def numbers(self, key: GroupKey, step: int) -> Numbers:
+        """The rule's numbers for a step of a group's tensors. They are read once after each `check_groups`."""
+        return self._members[key.optimizer].numbers(key.number, step)
 
-    def try_options(self, number: int, options: Mapping[str, Any]) -> None:
+    def settings(self, key: GroupKey) -> OwnSettings:
+        """What the optimizer's own step reads. It is read once after each `check_groups`."""
+        return self._members[key.optimizer].settings(key.number)
+
+    def own_step(self, item: Item, values: torch.Tensor, state: State | None) -> OwnStep:
+        """The optimizer's own step for a tensor with these values in float32. Without a state it begins anew."""
+        key = self.group_key(item)
+        return self._members[key.optimizer].own_step(key.number, item.tensor, values, state)
+
+    def probe(self, key: GroupKey) -> Probe:
+        """What is known of the own step that updates a group."""
+        return self._members[key.optimizer].probe
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether updates must wait until it is known that no tensor lacks a gradient."""
+        return any(member.needs_all_gradients for member in self._members)
+
+    def needs_gradient(self, item: Item) -> bool:
+        """Whether the optimizer would change a tensor without a gradient, so that it must have one in every step."""
+        is_own = self.rule(item) is None and item.tensor.numel() > 0
+        return is_own and self._member(item.tensor).needs_all_gradients
+
+    def own_state_bytes(self, item: Item) -> int:
+        """Bytes of the state that the optimizer's own step keeps for a tensor; 0 if a rule updates it."""
+        key = self.group_key(item)
+        return 0 if self.rule_of(key) is not None else self.probe(key).nbytes(key.number, item.tensor)
+
+    def try_options(self, key: GroupKey, options: Mapping[str, Any]) -> None:
         """Raises if a group could not take these options: a ValueError, or any error that a wrong type causes."""
-        group = {**self.optimizer.param_groups[number], **options}
-        rule = _rule_of(self.optimizer, group)
-        if rule is not self._rules[number]:
-            raise ValueError("they need other state (momentum, amsgrad, maximize)")
-        if rule is None:
-            self.torch_state_like(number, options)
-        else:
-            rule.numbers(group, 1)
+        self._members[key.optimizer].try_options(key.number, options)
 
-    def torch_state_like(self, number: int, options: Mapping[str, Any]) -> State:
-        """What torch's own optimizer keeps for a tensor of one element, in a group with these options."""
-        kind: Any = type(self.optimizer)
-        group = {**self.optimizer.param_groups[number], **options}
-        parameter = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
-        optimizer = kind([parameter], **for_constructor(group, kind))
-        parameter.grad = torch.zeros(1, dtype=torch.float32, device="cpu")
-        optimizer.step()
-        found: State = optimizer.state[parameter]
-        return found
+    def end_step(self) -> None:
+        """Called when a step's updates were requested: sets options that the optimizers' own steps change."""
+        for member in self._members:
+            member.end_step()
+
+    # While an engine has the optimizers.
 
     def watch(self, show: Callable[[], None]) -> None:
-        """From now on an engine uses the optimizer. `show` fills `optimizer.state`, by `give_state`."""
-        self._hook = self.optimizer.register_step_pre_hook(_refuse_step)
-        self._served = ServedState(show)
-        self.hide_states()
+        """From now on an engine uses the optimizers. `show` fills `state` of all of them, by `give_state`."""
+
+        def show_all() -> None:
+            show()
+            for member in self._members:
+                member.has_shown_states()
+
+        for member in self._members:
+            member.watch(show_all)
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """Context of a step: refuses `optimizer.zero_grad()` in the user's code, which would not find the gradients."""
-        self.optimizer.zero_grad = _refuse_zero_grad  # type: ignore[method-assign]
+        for member in self._members:
+            member.forbid_zero_grad()
         try:
             yield
         finally:
-            del self.optimizer.zero_grad
+            for member in self._members:
+                member.allow_zero_grad()
 
     @property
     def shows_states(self) -> bool:
-        """Whether the user has read `optimizer.state`, or replaced it as `load_state_dict` does."""
-        return self._served is not None and (self._served.is_shown or self.optimizer.state is not self._served)
+        """Whether the user has read `state` of an optimizer, or replaced it as `load_state_dict` does."""
+        return any(member.shows_states for member in self._members)
+
+    def shows_state(self, item: Item) -> bool:
+        """Whether the optimizer that updates a tensor shows its state."""
+        return self._member(item.tensor).shows_states
 
     def hide_states(self) -> None:
-        """Called when the server has taken over the state. Entries that it does not know (frozen tensors) stay."""
-        assert self._served is not None
-        if self.optimizer.state is not self._served:
-            left = dict(self.optimizer.state)
-            dict.clear(self._served)
-            dict.update(self._served, left)
-            self.optimizer.state = self._served
-        self._served.is_shown = False
-
-    # These bypass `ServedState`, which would fill itself first.
+        """Called when the server has taken over the state."""
+        for member in self._members:
+            member.hide_states()
 
     def take_state(self, parameter: torch.Tensor) -> State | None:
         """Removes a parameter's entry from `optimizer.state` and returns it; None if there is none."""
-        found: State | None = dict.pop(self.optimizer.state, parameter, None)
-        return found
+        return self._member(parameter).take_state(parameter)
 
     def give_state(self, parameter: torch.Tensor, state: State) -> None:
-        dict.__setitem__(self.optimizer.state, parameter, state)
+        self._member(parameter).give_state(parameter, state)
+
+    def _member(self, parameter: torch.Tensor) -> TorchOptimizer:
+        return self._members[self._keys[id(parameter)].optimizer]
 
     def release(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-        if self._served is not None and self.optimizer.state is self._served:
-            self._served.is_shown = True  # it must not be filled any more
-            self.optimizer.state = defaultdict(dict, self._served)
-        self._served = None
+        for member in self._members:
+            member.release()
 
     def stepped(self) -> None:
         """Counts a step for torch's schedulers, which would warn of a wrong order otherwise."""
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def for_constructor(group: Group, kind: type) -> dict[str, Any]:
-    """The options that the constructor accepts. Groups also hold what schedulers and the class itself put there."""
-    known = inspect.signature(kind).parameters
-    return {name: value for name, value in group.items() if name in known and name != "params"}
-
-
-def _refuse_zero_grad(*args: Any, **kwargs: Any) -> None:
-    raise ValueError(
-        "optimizer.zero_grad() is called while the model or the loss runs, where it would clear nothing: gradients are "
-        "accumulated by the engine. Use torch.autograd.grad(value, inputs) instead of backward() and zero_grad() in a "
-        "loss; clear gradients between steps with engine.zero_grad()"
-    )
-
-
-def _refuse_step(*_: Any) -> None:
-    raise ValueError(
-        "optimizer.step() was called while an engine has the optimizer, and would update the weights a second time. "
-        "Call engine.step() or engine.update() instead"
-    )
-
-
-def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule | None:
-    kind = type(optimizer)
-    for option in ("capturable", "differentiable"):
-        if group.get(option):
-            raise ValueError(f"{kind.__name__}({option}=True) is not supported: updates run outside of graphs")
-    plain = not (group.get("amsgrad") or group.get("maximize"))
-    if kind in (torch.optim.AdamW, torch.optim.Adam):
-        return rules.ADAM if plain else None
-    if kind is torch.optim.SGD:
-        return (rules.MOMENTUM if group["momentum"] else rules.DESCENT) if plain else None
-    if kind is torch.optim.Adagrad:
-        return rules.ADAGRAD if plain else None
-    if kind.__name__ == "Lion" and {"lr", "betas", "weight_decay"} <= set(group):
-        known = ("params", "lr", "betas", "weight_decay", "initial_lr")
-        if strange := [name for name, value in group.items() if name not in known and value]:
-            raise ValueError(f"{kind.__module__}.Lion({strange[0]}=...) is not supported; use ferryman.Lion")
-        return rules.LION
-    if kind in _LEFT_TO_TORCH:
-        return None
-    reason = _REFUSED.get(kind.__name__, "it is not known to treat each element by itself")
-    raise ValueError(
-        f"{kind.__name__} cannot be used: {reason}, and the engine updates parameters piece by piece. Use AdamW, Adam, "
-        "SGD, Adagrad, ferryman.Lion, or one of " + ", ".join(kind.__name__ for kind in _LEFT_TO_TORCH)
-    )
+        for member in self._members:
+            member.stepped()

@@ -256,6 +256,8 @@ class Server:
         self._norm = math.sqrt(math.fsum(norm * norm for _, norm in reports))
         if not is_finite and not self.scale.is_dynamic and self._options.on_nonfinite == "raise":
             raise nonfinite_error(nonfinite, self.describe_changes(), agreed=True)
+        if is_finite:
+            self._refuse_missing_gradients()
         self.scale.update(finite=is_finite)
         if is_finite:
             self._log.observe()
@@ -267,8 +269,25 @@ class Server:
                     self._exchange.share(unit)
             requested = {unit: step.requested.args[unit] for unit in step.waiting}
             self._last_requested = RequestedUpdates(requested, step.requested.begun)
+            assert self._optimizer_view is not None, "gradients are used by an optimizer"
+            self._optimizer_view.end_step()
         self._log.end_step()
         checks.forget()
+
+    def _refuse_missing_gradients(self) -> None:
+        """Raises on all ranks if an optimizer would change a tensor that has no gradient on any of them."""
+        view, waiting = self._optimizer_view, self._log.step.waiting
+        if view is None or not view.needs_all_gradients:
+            return
+        owned = [item for unit in self._units if self._exchange.owned(self.subgroups(unit)) for item in unit.trained]
+        given = {item for gradients in waiting.values() for item in gradients.items}
+        lacking = [item.name for item in owned if view.needs_gradient(item) and item not in given]
+        if found := [name for names in self._ranks.all_gather_object("checking gradients", lacking) for name in names]:
+            raise ValueError(
+                f"{found[0]!r} has no gradient in this step, and {view.name} would change it all the same. No weight "
+                "was changed. Let the optimizer's step skip such tensors (`if p.grad is None: continue`), or freeze "
+                "them and leave them out of the optimizer"
+            )
 
     def _release_losses(self) -> None:
         """Frees the device memory of losses. It is memory of `compute`, which comes after the last copy from it."""

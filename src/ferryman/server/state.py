@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from ferryman.distributed.ranks import Share
 from ferryman.model.spans import Span
@@ -27,8 +26,9 @@ from ferryman.model.units import (
 from ferryman.runtime.pinned import PinnedMemory
 from ferryman.server import kernels, moments
 from ferryman.server.kernels import PieceTarget, Table
-from ferryman.server.optimizer_view import OptimizerView, for_constructor
-from ferryman.server.rules import STATE, Group, Numbers, Rule
+from ferryman.server.optimizer_view import GroupKey, OptimizerView
+from ferryman.server.own_step import OwnSettings, OwnStep, has_no_values, in_dtype
+from ferryman.server.rules import STATE, Numbers, Rule
 from ferryman.server.state_codec import blocks_of, decoded, encode
 from ferryman.server.state_layout import StateLayout
 
@@ -41,9 +41,9 @@ class UpdateArgs:
     """How some tensors are updated. Read when the update is requested: later changes of their group do not matter."""
 
     items: tuple[Item, ...]  # of one group, and with the same number of steps
-    rule: Rule | None  # None: torch's own optimizer makes the update
-    numbers: Numbers
-    group: Group
+    rule: Rule | None  # None: the optimizer's own step makes the update
+    numbers: Numbers  # of the rule
+    settings: OwnSettings | None  # of the own step
     step: int  # counted from 1
 
 
@@ -71,12 +71,14 @@ def part_elements(unit: Unit, optimizer_view: OptimizerView, share: Share) -> in
 
 
 def state_bytes(unit: Unit, optimizer_view: OptimizerView, share: Share) -> int:
-    """Bytes of a rank's part of the optimizer state, without the state of torch's own optimizers."""
-    return StateLayout(unit, optimizer_view).nbytes(*part(unit, optimizer_view, share))
+    """Bytes of a rank's part of the optimizer state."""
+    low, high = part(unit, optimizer_view, share)
+    own = sum(map(optimizer_view.own_state_bytes, unit.trained)) if high > low else 0  # a rank has all of them, or none
+    return StateLayout(unit, optimizer_view).nbytes(low, high) + own
 
 
 def state_itemsize(unit: Unit, optimizer_view: OptimizerView) -> float:
-    """Bytes of optimizer state per element of the unit's large tensors, without the state of torch's own optimizers."""
+    """Bytes of optimizer state per element of the unit's large tensors, each of which a rule updates."""
     return _most_states(unit, optimizer_view) * moments.itemsize(optimizer_view.format)
 
 
@@ -93,7 +95,7 @@ def _most_states(unit: Unit, optimizer_view: OptimizerView) -> int:
 
 
 def is_whole(unit: Unit, optimizer_view: OptimizerView) -> bool:
-    """Whether tensors must not be cut, and be updated on the host: torch's own optimizers count steps by tensor."""
+    """Whether tensors must not be cut, and be updated on the host: the optimizer's own step takes whole tensors."""
     return any(optimizer_view.rule(item) is None for item in unit.trained)
 
 
@@ -148,8 +150,8 @@ class UnitState:
         self._steps = dict.fromkeys(unit.trained, 0)
         self._not_updated: set[Item] = set()  # tensors of the last `request` that turned out to have no gradient
         self._versions: dict[Item, int] = {}
-        self._torch: dict[Item, torch.optim.Optimizer] = {}  # for tensors that torch's own optimizers update
-        self._theirs: dict[Item, dict[str, Any]] = {}  # what torch's optimizer had of a tensor when it was taken
+        self._own: dict[Item, OwnStep] = {}  # of tensors that no rule updates
+        self._theirs: dict[Item, dict[str, Any]] = {}  # what the optimizer had of a tensor when it was taken
         # By the begin of each range, and the place in what is requested. They stay valid, because the engine refuses
         # parameters whose memory was exchanged.
         self._tables: dict[tuple[int, int], _KnownTable] = {}
@@ -169,16 +171,18 @@ class UnitState:
         starts from nothing.
         """
         for item in self._steps:
+            if shown and not self._optimizer_view.shows_state(item):
+                continue  # another optimizer's state was put there, this one's was not
             theirs = self._optimizer_view.take_state(item.tensor)
-            if not theirs:
+            if not theirs or has_no_values(theirs):
                 if shown:
                     self._start(item)
                 continue
             rule = self._optimizer_view.rule(item)
-            if rule is None and theirs is self.torch_state(item):
-                continue  # the state that torch's optimizer uses already
-            self._theirs[item] = theirs
-            self._torch.pop(item, None)  # another one is made, with this state
+            if rule is None and theirs is self.own_state(item):
+                continue  # the state that the optimizer's own step uses already
+            self._theirs[item] = theirs if rule is not None else in_dtype(theirs, STATE)
+            self._own.pop(item, None)  # another one is made, with this state
             if rule is None:
                 continue
             if all(isinstance(theirs.get(name), torch.Tensor) for name in rule.states):
@@ -192,7 +196,7 @@ class UnitState:
     def _start(self, item: Item) -> None:
         """Sets a tensor's state to what it is before the first step."""
         self._steps[item] = 0
-        self._torch.pop(item, None)
+        self._own.pop(item, None)
         self._theirs.pop(item, None)
         if (rule := self._optimizer_view.rule(item)) is not None:
             for state in (*self._states_of(item, rule), *self._scales_of(item, rule)):
@@ -218,7 +222,9 @@ class UnitState:
         for item, steps in self._steps.items():
             rule, theirs = self._optimizer_view.rule(item), self._theirs.get(item)
             if rule is None:
-                theirs = self.torch_state(item)
+                theirs = self.own_state(item)
+                if theirs is not None and not in_place:
+                    theirs = in_dtype(theirs, item.tensor.dtype)
             elif steps:
                 shape, dtype = item.tensor.shape, STATE if in_place else item.tensor.dtype
                 states = [self.state_in_float32(item, rule, number) for number in range(len(rule.states))]
@@ -246,7 +252,7 @@ class UnitState:
     def put_state(self, item: Item, name: str, values: torch.Tensor) -> None:
         """Stores a state of this rank's part, given in any dtype."""
         rule = self._optimizer_view.rule(item)
-        assert rule is not None, "torch's own optimizers keep their state themselves"
+        assert rule is not None, "own steps keep their state themselves"
         self._put_state(item, rule, rule.states.index(name), values)
 
     def _put_state(self, item: Item, rule: Rule, number: int, values: torch.Tensor) -> None:
@@ -259,19 +265,19 @@ class UnitState:
             return
         encode(values, codes, scales[number] if scales else None, root)
 
-    def torch_state(self, item: Item) -> dict[str, Any] | None:
-        """The state of a tensor that torch's own optimizer updates, not a copy; some optimizers keep none."""
-        if item in self._torch:
-            return next(iter(self._torch[item].state.values()), {})
+    def own_state(self, item: Item) -> dict[str, Any] | None:
+        """The state of a tensor that the optimizer's own step updates, not a copy; some optimizers keep none."""
+        if item in self._own:
+            return self._own[item].state
         return self._theirs.get(item) if self._optimizer_view.rule(item) is None else None
 
     def steps(self, item: Item) -> int:
         return self._steps[item]
 
     def restore(self, item: Item, steps: int, theirs: dict[str, Any] | None) -> None:
-        """Sets the step count and the state of torch's own optimizer. `tensors_of` was filled before."""
+        """Sets the step count and the state of the optimizer's own step. `tensors_of` was filled before."""
         self._steps[item] = steps
-        self._torch.pop(item, None)
+        self._own.pop(item, None)
         self._theirs.pop(item, None)
         if theirs is not None:
             self._theirs[item] = theirs
@@ -320,14 +326,17 @@ class UnitState:
     def request(self, items: Collection[Item]) -> list[UpdateArgs]:
         """Arguments for one step of these tensors: counts the step, and reads the groups as they are now."""
         view, self._not_updated = self._optimizer_view, set()
-        together: dict[tuple[int, int], list[Item]] = {}  # by group and step
+        together: dict[tuple[GroupKey, int], list[Item]] = {}  # by group and step
         for item in items:
             self._steps[item] = step = self._steps[item] + 1
-            together.setdefault((view.group_number(item), step), []).append(item)
-        return [
-            UpdateArgs(tuple(found), view.rule_of(number), *view.numbers(number, step), step)
-            for (number, step), found in together.items()
-        ]
+            together.setdefault((view.group_key(item), step), []).append(item)
+        requested = []
+        for (key, step), found in together.items():
+            if (rule := view.rule_of(key)) is None:
+                requested.append(UpdateArgs(tuple(found), None, (), view.settings(key), step))
+            else:
+                requested.append(UpdateArgs(tuple(found), rule, view.numbers(key, step), None, step))
+        return requested
 
     def memory_of(self, subgroup: Subgroup, weights: torch.Tensor) -> SubgroupMemory:
         """The host memory of a subgroup that this rank owns; `weights` is the unit's flat memory."""
@@ -396,11 +405,13 @@ class UnitState:
         with torch._C.DisableTorchFunctionSubclass():  # others' reads of the weights wait for this (see reads.py)
             for place, args in enumerate(requested):
                 items = args.items if only is None else self._updated(args.items, only)
-                if args.rule is None:
+                if args.settings is not None:
                     for item in items:
                         if (both := overlap(item, self._offsets[item], start, gradients.numel())) is not None:
-                            self._update_by_torch(args, item, gradients[both[1]], factor)
-                elif (table := self._table(place, items, args.rule, start, gradients)) is not None:
+                            self._make_own_step(item, args.settings, gradients[both[1]], factor)
+                    continue
+                assert args.rule is not None, "there are settings if there is no rule"
+                if (table := self._table(place, items, args.rule, start, gradients)) is not None:
                     numbers, keys = (factor, *args.numbers[1:]), moments.noise_keys(args.step)
                     kernels.update(args.rule, table.pieces(gradients, numbers, keys), threads=threads)
 
@@ -457,23 +468,12 @@ class UnitState:
         scales = self._states[layout.count : layout.count + len(rule.states)]
         return [scale[at : at + nbytes].view(moments.SCALE) for scale in scales]
 
-    def _update_by_torch(self, args: UpdateArgs, item: Item, gradient: torch.Tensor, factor: float) -> None:
-        """Lets torch's own optimizer make the step, in float32, with the state that it keeps for the tensor."""
-        optimizer = self._torch.get(item)
+    def _make_own_step(self, item: Item, settings: OwnSettings, gradient: torch.Tensor, factor: float) -> None:
+        """Lets the user's optimizer make the step, in float32, with the state that it keeps for the tensor."""
         values = self.in_float32(item).view(item.tensor.shape)
-        if optimizer is None:
-            kind: Any = type(self._optimizer_view.optimizer)
-            parameter = nn.Parameter(values)
-            optimizer = self._torch[item] = kind([parameter], **for_constructor(args.group, kind))
-            if item in self._theirs:
-                optimizer.state[parameter] = self._theirs[item]
-        (group,) = optimizer.param_groups
-        group.update(args.group)
-        (parameter,) = group["params"]
-        parameter.data = values
-        parameter.grad = gradient.to(torch.float32).view(values.shape) * factor
-        optimizer.step()
-        parameter.grad = None
+        if item not in self._own:
+            self._own[item] = self._optimizer_view.own_step(item, values, self._theirs.get(item))
+        self._own[item].update(settings, values, gradient.to(torch.float32).view(values.shape) * factor)
         if item.dtype != torch.float32:
             self.take(item, values, item.tensor.data)
 

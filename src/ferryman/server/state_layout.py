@@ -33,8 +33,9 @@ class StateLayout:
             length = -(-item.tensor.numel() // grain) * grain
             self._begins.append(begin)
             self._lengths.append(length)
-            self._widths.append(dtype.itemsize)
-            self._codes.append(self._codes[-1] + length * dtype.itemsize)
+            width = 0 if optimizer_view.rule(item) is None else dtype.itemsize  # an own step keeps its state elsewhere
+            self._widths.append(width)
+            self._codes.append(self._codes[-1] + length * width)
             self._scales.append(self._scales[-1] + (length // BLOCK * SCALE.itemsize if is_coded else 0))
 
     def codes_at(self, element: int) -> int:

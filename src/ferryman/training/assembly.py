@@ -316,7 +316,8 @@ class Assembly:
         self.reads.wait()
         self.server.copy_state_to_host()
         self.store.show_states()
-        for state in dict.values(self._optimizer_view.optimizer.state):
+        states = [state for one in self._optimizer_view.optimizers for state in dict.values(one.state)]
+        for state in states:
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     self.reads.remember(value)  # it changes with every update, as in plain PyTorch

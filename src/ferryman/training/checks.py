@@ -16,7 +16,7 @@ from ferryman.model.overlaps import refuse_overlaps
 from ferryman.model.patching import is_taken
 from ferryman.model.precision import PRECISIONS
 from ferryman.model.units import DtypeOf, Unit
-from ferryman.options import SETTINGS, EngineOptions, PlainOptions
+from ferryman.options import SETTINGS, EngineOptions, Optimizers, PlainOptions
 from ferryman.runtime.sizes import show_bytes
 
 
@@ -65,7 +65,7 @@ def _modules(model: nn.Module) -> None:
 
 def arguments(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers | None,
     options: EngineOptions,
     device: torch.device,
     dtype_of: DtypeOf,

@@ -189,14 +189,16 @@ class Planner:
             if policy.kind != "auto" and self.optimizer_view is not None:
                 raise ValueError(
                     f"updates={str(policy)!r}: no unit can be updated on a device. Either the optimizer "
-                    f"({type(self.optimizer_view.optimizer).__name__}), with these options, is left to torch on the "
-                    "host, or units train bfloat16 and float16 side by side. Use updates='host'"
+                    f"({self.optimizer_view.name}), with these options, updates tensors by its own step, on "
+                    "the host, or units train bfloat16 and float16 side by side. Use updates='host'"
                 )
             policy = _HOST
         most = min(largest_subgroup(every), subgroup_on(self.link, self._crossing(every, policy), self.share.size))
         if policy.kind == "auto" and (subgroup or most) < MIN_DEVICE_SUBGROUP:
             policy = _HOST
-        deferred = self.optimizer_view is not None and (options.needs_whole_gradient or self.scale().is_dynamic)
+        deferred = self.optimizer_view is not None and (
+            options.needs_whole_gradient or self.scale().is_dynamic or self.optimizer_view.needs_all_gradients
+        )
         for_ranks = self.share.size > 1 and policy.kind != "host" and self.optimizer_view is not None and not deferred
         deferred = deferred or for_ranks  # a device can update a subgroup only when all ranks' gradients have arrived
         grain = self._grain

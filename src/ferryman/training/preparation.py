@@ -108,10 +108,10 @@ class Preparation:
 
     def agree(self, choice: Choice, parts: list[Part]) -> PreparedStep:
         """Exchanges status with all ranks and returns this rank's part of the step. Errors: see `exchange_status`."""
-        optimizer = None if self._optimizer_view is None else self._optimizer_view.optimizer
+        optimizers = [] if self._optimizer_view is None else self._optimizer_view.optimizers
         reduction, rank = self._options.reduction, self._ranks.rank
         first, used = not self._has_begun, self._assembly.reads.were_used
-        mine = status_of(self._ranks, parts, _draw_seed(), optimizer, reduction, first=first, used=used)
+        mine = status_of(self._ranks, parts, _draw_seed(), optimizers, reduction, first=first, used=used)
         statuses = exchange_status(self._ranks, mine)
         if any(status.used for status in statuses):
             self._assembly.relay.drop_ahead()

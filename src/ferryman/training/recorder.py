@@ -53,7 +53,7 @@ class Recorder:
                     "virtual": device.type == "virtual",
                     "budget": budget,
                     "model": type(model).__name__,
-                    "optimizer": None if optimizer_view is None else type(optimizer_view.optimizer).__name__,
+                    "optimizer": None if optimizer_view is None else optimizer_view.name,
                     "parameters": sum(p.numel() for p in parameters.values()),
                     "trained": sum(p.numel() for p in parameters.values() if p.requires_grad),
                     "precision": sorted({str(dtype_of(name, p))[6:] for name, p in parameters.items()}),
