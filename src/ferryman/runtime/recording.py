@@ -106,8 +106,8 @@ class OnStream:
 
     def __enter__(self) -> None:
         device = torch.accelerator.current_device_index()
-        stream = torch.accelerator.current_stream(self._stream.device)
-        if stream != self._stream or device != self._stream.device.index:
+        stream = torch.accelerator.current_stream(self._stream.device_index)
+        if stream != self._stream or device != self._stream.device_index:
             self._before = stream, device
             torch.accelerator.set_stream(self._stream)
 

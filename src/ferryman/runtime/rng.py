@@ -20,9 +20,15 @@ class State(NamedTuple):
     device: torch.Tensor | None
 
     def same_as(self, other: State) -> bool:
-        if not torch.equal(self.cpu, other.cpu):
+        if not _are_same(self.cpu, other.cpu):
             return False
-        return self.device is None or other.device is None or torch.equal(self.device, other.device)
+        return self.device is None or other.device is None or _are_same(self.device, other.device)
+
+
+def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two states, which are bytes on the CPU, are equal. `torch.equal` takes twice as long for 5 KB (2.5 us),
+    and each forward asks."""
+    return bool(a.numpy().tobytes() == b.numpy().tobytes())
 
 
 class Randomness:
