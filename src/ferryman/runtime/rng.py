@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,22 +31,44 @@ def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(a.numpy().tobytes() == b.numpy().tobytes())
 
 
+class _ThroughModule(NamedTuple):
+    """A device's generator, for modules that do not show it: they look it up in each call."""
+
+    module: Any
+    device: torch.device
+
+    def get_state(self) -> torch.Tensor:
+        state: torch.Tensor = self.module.get_rng_state(self.device)
+        return state
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self.module.set_rng_state(state, self.device)
+
+
 class Randomness:
     """The generators that a step uses."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._found: torch.Generator | _ThroughModule | None = None
+
+    @property
+    def _generator(self) -> torch.Generator | _ThroughModule:
+        """The device's own. Each call reads and sets its state, for which `get_rng_state` takes three times as long."""
+        if self._found is None:
+            generators = getattr(self._module, "default_generators", ())  # empty until the device is first used
+            self._found = generators[self._device.index] if generators else _ThroughModule(self._module, self._device)
+        return self._found
 
     def state(self) -> State:
-        return State(
-            torch.default_generator.get_state(), self._module.get_rng_state(self._device) if self._module else None
-        )
+        of_device = None if self._module is None else self._generator.get_state()
+        return State(torch.default_generator.get_state(), of_device)
 
     def restore(self, state: State) -> None:
         torch.default_generator.set_state(state.cpu)
-        if self._module is not None:
-            self._module.set_rng_state(state.device, self._device)
+        if state.device is not None:
+            self._generator.set_state(state.device)
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
