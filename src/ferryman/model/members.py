@@ -19,15 +19,15 @@ class Parameters:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._named: list[tuple[str, nn.Parameter]] = []
-        self._modules: list[nn.Module] = []  # at the last walk
+        self.modules: list[nn.Module] = []  # of the model, at the last call of `named`
         self._members: list[Any] = []  # of these modules, at the last walk
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        now = _members_of(self._modules)
-        if not self._modules or len(now) != len(self._members) or not all(map(operator.is_, now, self._members)):
+        now = _members_of(self.modules)
+        if not self.modules or len(now) != len(self._members) or not all(map(operator.is_, now, self._members)):
             self._named = list(self._model.named_parameters())
-            self._modules = list(self._model.modules())
-            self._members = _members_of(self._modules)
+            self.modules = list(self._model.modules())
+            self._members = _members_of(self.modules)
         return self._named
 
 

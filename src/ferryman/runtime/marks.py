@@ -128,6 +128,14 @@ class Mark:
         self._group._witness.learn(self._instant)
         return True
 
+    def seconds(self) -> float:
+        """How long the work took. It must have passed, be timed, and not have failed."""
+        assert self._span is not None, "the work is timed"
+        begin, end = self._span
+        if isinstance(begin, float):
+            return end - begin  # type: ignore[operator]
+        return begin.elapsed_time(end) / 1e3
+
     def issued(self) -> bool:
         """Whether the work is over or, on a stream, has been launched."""
         return self._settled.is_set()

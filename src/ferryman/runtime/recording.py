@@ -114,5 +114,6 @@ class OnStream:
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             stream, device = self._before
-            torch.accelerator.set_stream(stream)
-            torch.accelerator.set_device_index(device)
+            torch.accelerator.set_stream(stream)  # and its device
+            if device != stream.device_index:
+                torch.accelerator.set_device_index(device)
