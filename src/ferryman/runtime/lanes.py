@@ -7,7 +7,8 @@ thread. Either kind of lane can wait for either kind of mark. Submitting work ne
 Note [Who issues]
 An accelerator cannot wait for a thread. So the submitting thread issues work to a stream at once if all marks that the
 work must wait for have passed or are already issued to a stream. Otherwise the lane's own thread issues it, after it
-has waited for the host's marks. In both cases the stream waits for other streams by events.
+has waited for the host's marks. In both cases the stream waits for other streams by events. A lane on the host runs its
+work in its own thread, except for small copies that need not wait: to wake that thread would take longer.
 
 Note [Failures]
 Work that raises an exception fails its lane. Work that depends on it, by the lane's order or by a mark, does not run:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 Work = Callable[[], object]
 
 _URGENT = -1  # a stream's priority: the lower the number, the more urgent
+_QUICK = 1 << 16  # bytes; to copy as many takes about 10 us, and to wake a thread takes longer
 
 
 class _NoWitness:
@@ -83,6 +85,7 @@ class _Job:
     writes: Sequence[torch.Tensor]
     epoch: int  # the group's epoch when the work was submitted
     instant: Any  # the race detector's clock when the work was submitted
+    quick: bool
 
 
 def _nothing() -> None:
@@ -115,11 +118,13 @@ class Lane:
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
         timed: bool = False,
+        quick: bool = False,
     ) -> Mark:
         """Queues `work` behind everything that was submitted to this lane before, and behind the marks in `after`.
 
         Returns at once. `label` and `nbytes` are for the trace. `reads` and `writes` are the pinned tensors that work
         on the host uses, for the race detector. `timed`: `busy_seconds` can measure the work on a device.
+        `quick`: a lane on the host may run the work at once, on the calling thread.
         """
         self._group.origin.check()
         marks = tuple(after)
@@ -133,7 +138,7 @@ class Lane:
             if self._closed:
                 raise LaneError(f"lane {self.name!r} is closed, it takes no more work ({label!r})")
             group = self._group
-            job = _Job(work, marks, mark, nbytes, reads, writes, group._epoch, group._witness.now())
+            job = _Job(work, marks, mark, nbytes, reads, writes, group._epoch, group._witness.now(), quick)
             inline = not self._busy and not self._queue and self._can_issue_now(job)
             if inline:
                 self._busy = True
@@ -159,7 +164,7 @@ class Lane:
                 target.copy_(source, non_blocking=True)
 
         nbytes = sum(target.nbytes for target, _ in copies)
-        return self.submit(work, after=after, label=label, nbytes=nbytes, timed=True)
+        return self.submit(work, after=after, label=label, nbytes=nbytes, timed=True, quick=nbytes <= _QUICK)
 
     def wait(self) -> None:
         """Blocks until all work submitted so far is over. Raises a failure that has not been raised yet."""
@@ -313,10 +318,11 @@ class _Occupation:
 
 
 class HostLane(Lane):
-    """A lane for work on the host or the disk: a thread."""
+    """A lane for work on the host or the disk: a thread. See also Note [Who issues]."""
 
     def _can_issue_now(self, job: _Job) -> bool:
-        return False  # the lane's thread runs all work
+        """Whether the calling thread runs the work. With a prelude, which may take long, the lane's thread does."""
+        return job.quick and self.prelude is _nothing and all(mark.passed() for mark in job.after)
 
     def _come_after(self, mark: Mark) -> None:
         mark._block()
