@@ -38,7 +38,7 @@ import torch
 from ferryman.runtime import shutdown
 from ferryman.runtime.caller import Origin
 from ferryman.runtime.marks import Failure, LaneError, Mark
-from ferryman.runtime.recording import DeviceRecording, HostRecording, OnStream, Recording
+from ferryman.runtime.running import DeviceRun, HostRun, OnStream, Run
 
 if TYPE_CHECKING:
     from ferryman.observe.trace import Trace
@@ -212,7 +212,7 @@ class Lane:
         """Makes the lane wait for a settled mark."""
         raise NotImplementedError
 
-    def _recording(self, mark: Mark, nbytes: int) -> Recording:
+    def _running(self, mark: Mark, nbytes: int) -> Run:
         """Context in which the lane's work runs."""
         raise NotImplementedError
 
@@ -224,7 +224,7 @@ class Lane:
             witness.host_reads(tensor, label)
         for tensor in job.writes:
             witness.host_writes(tensor, label)
-        with self._recording(job.mark, job.nbytes):
+        with self._running(job.mark, job.nbytes):
             self.prelude()
             job.work()
 
@@ -278,7 +278,7 @@ class _Occupation:
 
     def __init__(self, lane: Lane, mark: Mark, after: Iterable[Mark]) -> None:
         self._lane, self._mark, self._after = lane, mark, after
-        self._recording: Recording | None = None  # while the caller's work runs
+        self._run: Run | None = None  # while the caller's work runs
 
     def __enter__(self) -> Mark:
         lane, mark = self._lane, self._mark
@@ -289,9 +289,9 @@ class _Occupation:
             lane._last = mark
         try:
             lane.follow(*self._after)
-            recording = lane._recording(mark, 0)
-            recording.__enter__()
-            self._recording = recording
+            run = lane._running(mark, 0)
+            run.__enter__()
+            self._run = run
             lane.prelude()
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
@@ -302,10 +302,10 @@ class _Occupation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         lane, mark = self._lane, self._mark
-        recording, self._recording = self._recording, None
+        run, self._run = self._run, None
         try:
-            if recording is not None:
-                recording.__exit__(kind, error, traceback)
+            if run is not None:
+                run.__exit__(kind, error, traceback)
         finally:
             if error is not None:
                 mark._failure = Failure(error, lane.name, mark.label)
@@ -327,8 +327,8 @@ class HostLane(Lane):
     def _come_after(self, mark: Mark) -> None:
         mark._block()
 
-    def _recording(self, mark: Mark, nbytes: int) -> Recording:
-        return HostRecording(self, mark, nbytes)
+    def _running(self, mark: Mark, nbytes: int) -> Run:
+        return HostRun(self, mark, nbytes)
 
 
 class DeviceLane(Lane):
@@ -365,8 +365,8 @@ class DeviceLane(Lane):
         else:
             mark._event.wait(self.stream)
 
-    def _recording(self, mark: Mark, nbytes: int) -> Recording:
-        return DeviceRecording(self, mark, nbytes)
+    def _running(self, mark: Mark, nbytes: int) -> Run:
+        return DeviceRun(self, mark, nbytes)
 
 
 class Lanes:

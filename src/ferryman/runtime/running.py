@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ferryman.runtime.lanes import DeviceLane, Lane
 
 
-class Recording:
+class Run:
     """Context in which a lane's work runs: records its start and end in the mark and in the trace."""
 
     def __init__(self, lane: Lane, mark: Mark, nbytes: int) -> None:
@@ -42,7 +42,7 @@ class Recording:
             self._range.__exit__(kind, error, traceback)
 
 
-class HostRecording(Recording):
+class HostRun(Run):
     _start = 0.0
 
     def __enter__(self) -> None:
@@ -60,7 +60,7 @@ class HostRecording(Recording):
         super().__exit__(kind, error, traceback)
 
 
-class DeviceRecording(Recording):
+class DeviceRun(Run):
     """The work is launched on the lane's stream."""
 
     def __init__(self, lane: DeviceLane, mark: Mark, nbytes: int) -> None:
