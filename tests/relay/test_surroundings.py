@@ -2,10 +2,12 @@
 what is left behind when the engine is gone."""
 
 import contextlib
+import ctypes
 import gc
 import sqlite3
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,6 +65,29 @@ def test_a_function_mode_around_a_step_holds_in_the_step(device):
         expected = train_plainly(plain, loss, device, 3)
         losses = train(model, loss, device, 3)
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+MKL = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
+@pytest.mark.skipif(not hasattr(MKL, "mkl_get_max_threads"), reason="this build of torch multiplies without MKL")
+def test_a_loss_multiplies_on_as_many_threads_as_its_caller():
+    found = []
+
+    def noting(model, batch):
+        found.append(MKL.mkl_get_max_threads())  # of the calling thread; torch.get_num_threads would change it
+        return loss(model, batch)
+
+    before, model = torch.get_num_threads(), made(Model, None)
+    torch.set_num_threads(before + 1)
+    try:
+        with Engine(
+            model, torch.optim.SGD(model.parameters()), device="cpu", loss=noting, recompute="always"
+        ) as engine:
+            engine.step(next(batches(1)), micro_batches=2)
+    finally:
+        torch.set_num_threads(before)
+    assert set(found) == {before + 1}
 
 
 @pytest.mark.parametrize("where", ["a thread-local variable", "a closure"])

@@ -48,6 +48,32 @@ def test_submitting_does_not_block_whatever_the_work_waits_for(lanes):
     assert device_after_host.passed()
 
 
+def test_small_copies_on_the_host_wake_no_thread():
+    with Lanes("cpu") as lanes:
+        at_once, waiting, large, delayed = (lanes.device(name) for name in ("at once", "waiting", "large", "delayed"))
+
+        def copy(lane, elements, after=()):
+            target = torch.zeros(elements)
+            return target, lane.copy([(target, torch.ones(elements))], after=after, label="copy")
+
+        target, mark = copy(at_once, 4)
+        assert mark.passed()
+        assert target.sum() == 4
+        assert at_once._thread is None
+
+        gate = threading.Event()
+        target, mark = copy(waiting, 4, after=[lanes.host("gate").submit(gate.wait)])
+        assert not mark.passed()
+        gate.set()
+        mark.wait()
+        assert target.sum() == 4
+
+        delayed.prelude = sleep(DELAY)
+        assert not copy(delayed, 4)[1].passed()
+        copy(large, 1 << 16)[1].wait()
+        assert large._thread is not None
+
+
 def test_host_lanes_overlap(lanes):
     meet = threading.Barrier(2, timeout=30)  # passes only if both are there at the same time
     marks = [lanes.host(name).submit(meet.wait) for name in ("host", "disk")]

@@ -86,6 +86,15 @@ def test_a_state_can_be_taken_and_put_back(same):
         torch_virtual.set_rng_state(torch.zeros(3, dtype=torch.uint8))
 
 
+def test_generators_are_those_of_the_devices(same):
+    assert len(torch_virtual.default_generators) == torch_virtual.device_count()
+    state = torch_virtual.default_generators[1].get_state()
+    assert torch.equal(state, torch_virtual.get_rng_state("virtual:1"))
+    first = torch.randn(7, device="virtual:1")
+    torch_virtual.default_generators[1].set_state(state)
+    same(torch.randn(7, device="virtual:1"), first)
+
+
 def test_fork_rng_puts_the_state_back(same):
     with torch.random.fork_rng(devices=[0, 1], device_type="virtual"):
         inside = torch.rand(5, device="virtual")

@@ -73,6 +73,7 @@ from torch_virtual._races import (
 )
 from torch_virtual._random import (
     _is_in_bad_fork,  # noqa: F401 - torch.manual_seed asks
+    default_generators,
     get_rng_state,
     get_rng_state_all,
     initial_seed,
@@ -111,6 +112,7 @@ __all__ = [
     "counters",
     "current_device",
     "current_stream",
+    "default_generators",
     "default_stream",
     "device",
     "device_count",

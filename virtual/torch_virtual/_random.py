@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from torch_virtual import _C
 from torch_virtual._device import Device, device_count, index_of
+
+
+class _Generators(Sequence[torch.Generator]):
+    """As `torch.cuda.default_generators`; devices may be added later."""
+
+    def __getitem__(self, index: int) -> torch.Generator:  # type: ignore[override]
+        return _C.generator(index)
+
+    def __len__(self) -> int:
+        return device_count()
+
+
+default_generators = _Generators()
 
 
 def get_rng_state(device: Device = None) -> torch.Tensor:

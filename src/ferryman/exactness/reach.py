@@ -36,6 +36,8 @@ def context_variables(begun_with: contextvars.Context) -> Variable:
 
     def get() -> tuple[Any, ...]:
         now = contextvars.copy_context()
+        if not now:
+            return ()  # the common case
         return tuple([(key, value) for key, value in now.items() if begun_with.get(key, MISSING) is not value])
 
     return Variable("context variables", contextvars.ContextVar, get, set_context)

@@ -176,14 +176,17 @@ class Snapshot:
     def _take(self, value: Any, depth: int) -> _Node:
         if isinstance(value, torch.Tensor):  # most values are tensors, and an atom has many types
             return self._take_tensor(value)
-        if type(value) is tuple and not value:  # most calls have no keyword arguments
-            return _EMPTY
-        if isinstance(value, ATOMS):
+        if type(value) is tuple:  # the arguments of every call
+            if not value:  # most calls have no keyword arguments
+                return _EMPTY
+            if depth > _DEPTH:
+                return _Node("leaf", value)
+        elif isinstance(value, ATOMS):
             return _Node("leaf", value)
-        if isinstance(value, ARRAYS) and id(value) in self._edited:
+        elif isinstance(value, ARRAYS) and id(value) in self._edited:
             self.mutables.append(value)
             return _Node("array", value, copy.copy(value))
-        if depth > _DEPTH or isinstance(value, _OPAQUE) or is_closed(value):
+        elif depth > _DEPTH or isinstance(value, _OPAQUE) or is_closed(value):
             if isinstance(value, FUNCTIONS):
                 self.functions.append(value)
             return _Node("leaf", value)
@@ -206,9 +209,11 @@ class Snapshot:
     def _take_contents(self, node: _Node, value: Any, depth: int) -> None:
         if isinstance(value, tuple):
             contents = [self._take(member, depth + 1) for member in value]
-            if any(member.kind != "leaf" for member in contents):
-                # The tuple is made anew when it is restored: a reference to it would keep its tensors alive.
-                node.kind, node.value, node.contents = "tuple", type(value), contents
+            for member in contents:
+                if member.kind != "leaf":
+                    # The tuple is made anew when it is restored: a reference to it would keep its tensors alive.
+                    node.kind, node.value, node.contents = "tuple", type(value), contents
+                    break
             return
         state = generator_state(value)
         if state is not None:

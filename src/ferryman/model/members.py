@@ -19,23 +19,26 @@ class Parameters:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._named: list[tuple[str, nn.Parameter]] = []
-        self._seen: list[tuple[nn.Module, list[Any], list[Any]]] = []  # each module's parameters and children
+        self.modules: list[nn.Module] = []  # of the model, at the last call of `named`
+        self._members: list[Any] = []  # of these modules, at the last walk
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        if not self._seen or not all(
-            _are_same(module._parameters, parameters) and _are_same(module._modules, children)
-            for module, parameters, children in self._seen
-        ):
+        now = _members_of(self.modules)
+        if not self.modules or len(now) != len(self._members) or not all(map(operator.is_, now, self._members)):
             self._named = list(self._model.named_parameters())
-            self._seen = [
-                (module, list(module._parameters.values()), list(module._modules.values()))
-                for module in self._model.modules()
-            ]
+            self.modules = list(self._model.modules())
+            self._members = _members_of(self.modules)
         return self._named
 
 
-def _are_same(now: dict[str, Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now.values(), before))
+def _members_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Each module's parameters and children. Their dictionaries are included, so that a member that has moved from one
+    to the next is noticed."""
+    found = []
+    for module in modules:
+        for members in (module._parameters, module._modules):
+            found += [members, *members.values()]
+    return found
 
 
 def no_hooks(name: str, parameter: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ferryman.plan.keep import CallCounts
+from ferryman.runtime.device_memory import usage
 from ferryman.runtime.files import replacing_file
 from ferryman.runtime.marks import Event, covered, new_event
 
@@ -341,15 +342,9 @@ class Trace:
             self._every *= 2
 
     def _memory(self) -> tuple[int, int]:
-        """Bytes allocated now, and their peak since the statistics were reset.
-
-        `torch.accelerator.memory_stats` returns the same, but spends most of its time sorting the result.
-        """
-        now = peak = 0
-        for device in self._anchors:
-            stats = torch._C._accelerator_getDeviceStats(device.index or 0)["allocated_bytes"]["all"]
-            now, peak = now + stats["current"], peak + stats["peak"]
-        return now, peak
+        """Bytes allocated now, and their peak since the statistics were reset."""
+        found = [usage(device, "allocated") for device in self._anchors]
+        return sum(each.now for each in found), sum(each.peak for each in found)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the trace to a file, atomically."""

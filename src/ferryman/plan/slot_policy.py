@@ -56,22 +56,21 @@ class SlotPolicy(Generic[T]):
     def _place(
         self, unit: T, loaded: Sequence[T | None], staying: Collection[int], upcoming: Sequence[T]
     ) -> Fetch[T] | None:
+        def next_use(other: T | None) -> int:
+            return upcoming.index(other) if other in upcoming else len(upcoming)
+
         nbytes = self._size(unit)
-        next_use: dict[T | None, int] = {}
-        for at, other in enumerate(upcoming):
-            next_use.setdefault(other, at)
-        never = len(upcoming)
         best: Fetch[T] | None = None
         best_rank = (-1, 0, 0)
         for slot, room, end in self._slots:
             if nbytes > room or slot in staying:
                 continue
-            needed = next_use.get(loaded[slot], never)
+            needed = next_use(loaded[slot])
             overwrites: tuple[int, ...] = (slot,)
             if end is not None and (beside := loaded[end]) is not None and nbytes + self._size(beside) > room:
                 if end in staying:
                     continue
-                needed, overwrites = min(needed, next_use.get(beside, never)), (slot, end)
+                needed, overwrites = min(needed, next_use(beside)), (slot, end)
             if (rank := (needed, -len(overwrites), -room)) > best_rank:
                 best, best_rank = Fetch(unit, slot, overwrites), rank
         return best

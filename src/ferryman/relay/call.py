@@ -57,6 +57,8 @@ _NEEDS_GRAPH = (
     "element 0 of tensors does not require grad and does not have a grad_fn",
 )
 
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # may be entered many times
+
 # Errors of torch where an input, which is a leaf in the unit's graph, is edited in place.
 _EDITS_LEAF = ("a leaf Variable that requires grad", "a view of a leaf Variable that requires grad")
 
@@ -86,7 +88,7 @@ class Call:
         kwargs: dict[str, Any],
     ) -> None:
         self.unit = unit
-        self._relay = relay
+        self._relay, self._step = relay, relay.step
         self.batch = batch
         self.module = module
         self._forward = forward
@@ -109,7 +111,7 @@ class Call:
         self._buffers: Copies | None = None  # the unit's buffers at the forward's start, if its code edits them
         self.graph: KeptGraph | None = None  # of the forward, from then to the backward
         self.wants: Sequence[bool] = ()
-        self.outputs = HookedOutputs(unit.name, ())
+        self.outputs: HookedOutputs  # once the call has become a node
         self._autocast = tuple(
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in relay.autocast_devices
         )
@@ -142,8 +144,8 @@ class Call:
         versions = [version_of(t) for t in tensors]
         with mode, self._modes.on(), self._relay.bound(self.unit, adopt=True):
             result = self._call(args, values)
-        self._relay.step.stash.edited(edited_since(tensors, versions))
-        self._relay.step.stash.track(self.batch, Snapshot([result]).tensors)
+        self._step.stash.edited(edited_since(tensors, versions))
+        self._step.stash.track(self.batch, Snapshot([result]).tensors)
         return result
 
     def _run_as_node(self, tensors: list[torch.Tensor], *, trains: bool) -> Any:
@@ -152,7 +154,7 @@ class Call:
         # Tensors from before the micro-batch have a graph that was freed.
         given = [t.detach() if self._is_inherited(t) else t for t in tensors] if self._private else tensors
         handle = Handle(self)
-        self._relay.step.handles.append(weakref.ref(handle))
+        self._step.handles.append(weakref.ref(handle))
         try:
             # With the anchor, the call is a node of the graph even if no input requires a gradient.
             made = CallNode.apply(handle, self._relay.anchor if trains else None, *given)  # type: ignore[no-untyped-call]
@@ -160,7 +162,7 @@ class Call:
             handle.end_saving()
         run, self._first = self._first, None  # from here on, only the user's code refers to its tensors
         assert run is not None
-        self._relay.step.stash.track(self.batch, made)
+        self._step.stash.track(self.batch, made)
         move_hooks(run.inputs, tensors)
         self.outputs = HookedOutputs(self.unit.name, made, run.outputs if self._relay.escapes.traced else ())
         outer = {id(inner): t for inner, t in zip(run.outputs, made, strict=True)}
@@ -193,7 +195,7 @@ class Call:
         self._buffers = relay.buffers.copy()
         if self._shared:
             self._shared_before = relay.state.snapshot([v.get() for v in self._shared])
-        step = relay.step
+        step = self._step
         # A graph may need the values that buffers have now.
         can_keep = not (self._saves_through_hooks or relay.escapes.traced) and self._buffers is None
         lasts = can_keep and not self._sees_edits() and relay.keeps(self)
@@ -213,7 +215,7 @@ class Call:
         if relay.escapes.traced:
             relay.escapes.inputs = list(zip(inputs, tensors, strict=True))
         try:
-            hooks = DROPPING if drops_graph else saving or contextlib.nullcontext()
+            hooks = DROPPING if drops_graph else saving or _NOTHING
             with torch.set_grad_enabled(has_graph), self._modes.on(), hooks:
                 run = self._first = self._execute(inputs, relay.bound(self.unit, adopt=True))
             if has_graph and not needs_graph and are_hooked(leaves):
@@ -281,6 +283,10 @@ class Call:
                 f"the backward of the unit {self.unit.name!r} runs a second time, but its inputs were freed after the "
                 "first. Specify retain_graph=True in the first backward"
             )
+        running = self._relay.running
+        if running is not self.batch:
+            raise Handle(self).used("outside of its step" if running is None else f"by micro-batch {running.number}")
+        self._step.refuse_other_threads(self.unit)  # a forward is refused where the unit is called
         needs = [g for g in gradients if g is not None]
         recalls = stash.inputs if self.graph is None else ()
         return self._park(
@@ -292,7 +298,7 @@ class Call:
     ) -> list[torch.Tensor | None]:
         self._relay.goes_backward(self, accumulate=accumulate)
         results = self._input_gradients(stash, gradients, accumulate=accumulate)
-        self._relay.step.stash.track(self.batch, [g for g in results if g is not None])
+        self._step.stash.track(self.batch, [g for g in results if g is not None])
         return results
 
     def _input_gradients(
@@ -305,13 +311,13 @@ class Call:
         if kept is not None and kept.lasts and self._is_edited(stash, kept):
             kept = None  # the stash may have the values from before the edit
         inputs = self._detached(self._recall(stash)) if kept is None else kept.inputs
-        self._relay.step.count(kept)
-        modes = self._modes.on() if kept is None else contextlib.nullcontext()
+        self._step.count(kept)
+        modes = self._modes.on() if kept is None else _NOTHING
         # Weights stay bound: the backward runs user code too (hooks, custom autograd functions, and checkpointing,
         # which runs parts of the unit once more).
         with torch.enable_grad(), modes, self._relay.bound(self.unit, adopt=False):
             if kept is None:
-                outputs = self._relay.step.run_again(self, inputs, lambda: self._replay(inputs))
+                outputs = self._step.run_again(self, inputs, lambda: self._replay(inputs))
                 drop_hooks(self.unit.name, inputs, moved=self.unit in self._relay.graph_needed)
             else:
                 outputs = kept.outputs
@@ -363,11 +369,7 @@ class Call:
         recalls: Sequence[Stashed] = (),
     ) -> T:
         """Hands the computation to the driver, and returns its result once the unit is on the device."""
-        running = self._relay.running
-        if running is not self.batch:
-            raise Handle(self).used("outside of its step" if running is None else f"by micro-batch {running.number}")
-        self._relay.step.refuse_other_threads(self.unit)
-        if (straight := self._relay.step.straight) is not None:
+        if (straight := self._step.straight) is not None:
             return straight.compute(self, compute)
         # Escapes are found by the sequence numbers of autograd's nodes, which are counted per thread.
         own = self._relay.escapes.traced or self._relay.computes_in_own_threads
@@ -382,14 +384,16 @@ class Call:
         return saved or (kept.hold is not None and kept.hold.is_edited())
 
     def _recall(self, stash: SavedInputs) -> list[torch.Tensor]:
-        tensors = [stashed.recall() for stashed in stash.inputs]
-        if any(tensor is None for tensor in tensors):
-            raise ValueError(
-                f"an input of the unit {self.unit.name!r} was edited in place after the unit had used it, but the "
-                "unit's backward needs the original value. Use an operation that returns a new tensor (x = x + y, not "
-                "x += y)"
-            )
-        return [tensor for tensor in tensors if tensor is not None]
+        tensors = []
+        for stashed in stash.inputs:
+            if (tensor := stashed.recall()) is None:
+                raise ValueError(
+                    f"an input of the unit {self.unit.name!r} was edited in place after the unit had used it, but the "
+                    "unit's backward needs the original value. Use an operation that returns a new tensor (x = x + y, "
+                    "not x += y)"
+                )
+            tensors.append(tensor)
+        return tensors
 
     def _detached(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [t.detach().requires_grad_(wanted) for t, wanted in zip(tensors, self.wants, strict=True)]
@@ -423,12 +427,13 @@ class Call:
         versions = [version_of(tensor) for tensor in shared]
         if self._shared_before is not None:
             for tensor in shared:
-                self._relay.step.stash.use(self.batch, tensor)
+                self._step.stash.use(self.batch, tensor)
             constants = [(t.detach(), t) for t in shared]
             put_all(self._shared, self._shared_before.restore([detached for detached, _ in constants]))
         with bound:
             result = Snapshot([self._call(args, values)])
-        self._relay.step.stash.edited(edited_since(shared, versions))
+        if shared:
+            self._step.stash.edited(edited_since(shared, versions))
         after, outputs = None, {id(t): t for t in result.tensors}
         changing = [*self._private, *self._shared]
         if self.batch.context not in changing and self.batch.context.get():
@@ -451,7 +456,7 @@ class Call:
         try:
             with self._unchanged():
                 # Use a copy of the first run's context, so that context variables set here are dropped.
-                outputs = self._context.copy().run(self._execute, inputs, contextlib.nullcontext()).outputs
+                outputs = self._context.copy().run(self._execute, inputs, _NOTHING).outputs
         finally:
             if now is not None:
                 relay.randomness.restore(now)
@@ -461,7 +466,7 @@ class Call:
     def _unchanged(self) -> contextlib.AbstractContextManager[None]:
         """Context in which arguments and variables may change. On exit, the changes are undone."""
         mutables, variables = self._before.mutables, (*self._private, *self._shared)
-        return self._undone(mutables, variables) if mutables or variables else contextlib.nullcontext()
+        return self._undone(mutables, variables) if mutables or variables else _NOTHING
 
     @contextlib.contextmanager
     def _undone(self, mutables: Sequence[Any], variables: Sequence[Variable]) -> Iterator[None]:

@@ -235,10 +235,10 @@ class CallHost:
                     gradient = changed
         step.has_gradient(batch, item, gradient)
         visit = None if unit is self._residents else step.visit
-        self.gradients.add(unit, item, gradient, last=visit is not None and visit.is_last_backward)
+        total = self.gradients.add(unit, item, gradient, last=visit is not None and visit.is_last_backward)
         if visit is None or visit.sums is None or hooks or self.lanes.trace is not None or not step.takes_effect:
             return  # something must see each gradient
-        if (total := self.gradients.plain_sum(unit, item)) is not None:
+        if total is not None:
             visit.sums.lend(item, parameter, total)
 
     def own_leaves(self) -> Iterator[torch.Tensor]:

@@ -73,6 +73,7 @@ class Relay(CallHost):
         self._training = {unit for unit in units if any(p.requires_grad for m in unit.modules for p in m.parameters())}
         self.has_unit_buffers = any(item.is_buffer for unit in units for item in unit.items)
         self.inside = {unit: list(dict.fromkeys(m for top in unit.modules for m in top.modules())) for unit in units}
+        self._all_inside = [module for inside in self.inside.values() for module in inside]
         # A first guess at the order of visits. The first step replaces it by the real order.
         self.order = [*units, *reversed(units)]
         self.evaluation.expect(units)
@@ -369,8 +370,7 @@ class Relay(CallHost):
         """Runs one micro-batch in its own thread."""
         step = self.step
         batch.context = context_variables(contextvars.copy_context())
-        modules = (module for inside in self.inside.values() for module in inside)
-        batch.inherited = tensors_in(beyond(modules, self.state.owners))
+        batch.inherited = tensors_in(beyond(self._all_inside, self.state.owners))
         with step.stash.watch(batch), step.watch_user_code():
             loss = step.loss_runs[batch.number]()
             value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
@@ -420,7 +420,9 @@ class Relay(CallHost):
             backward = step.has_turned()
             with self.compute.occupy(f"visit {unit.name}", after=on_device.ready) as mark:
                 self._sample_memory()
-                step.visit = Visit(unit, on_device.of_unit, self.bound_model.outside(unit))
+                step.visit = Visit(
+                    unit, on_device.of_unit, step.bindings(unit, on_device.of_unit, self.bound_model.outside)
+                )
                 sums = step.visit.sums = AutogradSums()
                 self.buffers.visit(unit, self.bound_model.buffers_of(unit, on_device.tensors))
                 edits = WeightEdits(on_device.tensors, by_bytes=self.escapes.traced, can_undo=self._edits_host(step))
@@ -448,10 +450,12 @@ class Relay(CallHost):
             stash.restore(batch)
             if following is not None:
                 stash.restore(following)  # overlaps with the compute of this one
-            while batch.requests(unit):
-                stash.restore(batch)  # a second call may need tensors that have been stowed since the first
+            while True:
                 stash.follow(batch)
                 self._resume(batch)
+                if not batch.requests(unit):
+                    break
+                stash.restore(batch)  # a second call may need tensors that have been stowed since the first
             stash.stow(batch)
 
     def _add_up_losses(self, step: StepState) -> torch.Tensor:

@@ -137,22 +137,25 @@ class GradientSlots:
                 slot.free = [self._h2d.copy([(target, source)], after=after, label=label)]
         return slot.free
 
-    def add(self, unit: Unit, item: Item, gradient: torch.Tensor, *, last: bool) -> None:
+    def add(self, unit: Unit, item: Item, gradient: torch.Tensor, *, last: bool) -> torch.Tensor | None:
         """Adds one call's gradient in float32. As in AccumulateGrad, the first is copied and the others are added.
 
         The `last` one in a step that ends with an update is written directly to the memory that will be sent.
+
+        Returns the sum in float32 to which further gradients in this visit are added as they are; None if they are
+        scaled, or if the last one goes elsewhere.
         """
         slot = self._slot_of(unit)
         assert slot is not None, "a call enters the unit's slot before its backward"
         into, first = slot.sums.wide_views[item], item not in self._added
         self._added.add(item)
-        scale = self._server.loss_scale
+        scale, sends = self._server.loss_scale, self._sends(unit)
         if scale != 1:
             if first:
                 into.copy_(gradient).mul_(1 / scale)
             else:
                 into.add_(gradient, alpha=1 / scale)
-        elif last and self._sends(unit):
+        elif last and sends:
             narrow = slot.sums.narrow_views[item]
             if first:
                 narrow.copy_(gradient)
@@ -163,14 +166,7 @@ class GradientSlots:
             into.copy_(gradient)
         else:
             into.add_(gradient)
-
-    def plain_sum(self, unit: Unit, item: Item) -> torch.Tensor | None:
-        """The sum in float32 to which further gradients in this visit are added as they are. None if they are scaled,
-        or if the last one goes elsewhere."""
-        slot = self._slot_of(unit)
-        if slot is None or self._server.loss_scale != 1 or self._sends(unit):
-            return None
-        return slot.sums.wide_views[item]
+        return None if scale != 1 or sends else into
 
     def complete(self, unit: Unit) -> None:
         """At the end of the unit's backward: converts the remaining sums to the dtype in which they are sent.

@@ -25,7 +25,7 @@ class Modes(NamedTuple):
 
     @staticmethod
     def here() -> Modes:
-        for mode in _get_current_dispatch_mode_stack():
+        for mode in _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ():
             kind = type(mode)
             if not kind.__module__.startswith(_KNOWN):
                 raise ValueError(

@@ -54,15 +54,21 @@ class OpenCalls:
         return self._counts[unit]
 
 
+class Bindings(NamedTuple):
+    """What a unit's modules have while its code runs (`inside`), and while it does not."""
+
+    inside: Binding
+    outside: Binding
+
+
 class Visit:
     """A visit to a unit: the unit's tensors on the device, and the state of the current call."""
 
-    def __init__(self, unit: Unit, of_unit: UnitTensors, outside: Sequence[tuple[Item, torch.Tensor]]) -> None:
+    def __init__(self, unit: Unit, of_unit: UnitTensors, bindings: Bindings) -> None:
         self.unit = unit
         self.of_unit = of_unit
         self.tensors = of_unit.pairs
-        self.inside = Binding(of_unit.pairs)  # while the unit's code runs
-        self.outside = Binding(outside)
+        self.inside, self.outside = bindings
         self.runs_code = False  # the unit's weights are bound, for its forward or its backward
         self.has_gradient_slot = False
         self.sums: AutogradSums | None = None  # where gradients stay in their slot for the whole visit
@@ -110,6 +116,7 @@ class StepState:
         self.visited: list[Unit] = []  # the order of visits so far
         self.visit: Visit | None = None  # the current visit
         self.straight: Straight | None = None  # computes calls at once, if the step is straight
+        self._bindings: dict[Unit, Bindings] = {}
         self.open_calls = OpenCalls()
         self.turning_modules: set[nn.Module] = set()  # modules whose backward followed their forward at once
         self.hooked: set[tuple[MicroBatch, Item]] = set()  # parameters whose gradient hooks have run
@@ -166,6 +173,14 @@ class StepState:
     def groups(self) -> list[list[MicroBatch]]:
         """Groups of micro-batches, in the order in which they run. The micro-batches of a group run interleaved."""
         return [self.micro_batches] if self.interleaved else [[batch] for batch in self.micro_batches]
+
+    def bindings(
+        self, unit: Unit, of_unit: UnitTensors, outside: Callable[[Unit], Sequence[tuple[Item, torch.Tensor]]]
+    ) -> Bindings:
+        """The unit's bindings. Their places in the user's modules are looked up once a step."""
+        if unit not in self._bindings:
+            self._bindings[unit] = Bindings(Binding(of_unit.pairs), Binding(outside(unit)))
+        return self._bindings[unit]
 
     def upcoming(self) -> Sequence[Unit]:
         """The visits that are expected after the current one."""
@@ -264,6 +279,7 @@ class StepState:
                 handle.end()
         self.loss_runs, self.micro_batches, self.running, self.visit, self.straight = (), [], None, None, None
         self.losses = {}
+        self._bindings.clear()
         self.hooked.clear()
         self.leaves.forget()
         self.batch_edits.forget()

@@ -102,7 +102,7 @@ class Straight:
         host.compute.follow(*on_device.ready)
         edits = WeightEdits(on_device.tensors, by_bytes=False)
         buffers = self._model.buffers_of(unit, on_device.tensors)
-        visit = Visit(unit, on_device.of_unit, self._model.outside(unit))
+        visit = Visit(unit, on_device.of_unit, step.bindings(unit, on_device.of_unit, self._model.outside))
         stay = self._stays[unit] = _Stay(on_device, visit, buffers, edits)
         return stay
 

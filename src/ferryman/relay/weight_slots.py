@@ -34,7 +34,7 @@ from ferryman.relay.slot import Slot, memories_of, overlap
 from ferryman.relay.unit_tensors import Collect, SlotViews, UnitTensors, views_in
 from ferryman.runtime.device_memory import carve
 from ferryman.runtime.lanes import Lane
-from ferryman.runtime.marks import Mark, busy_seconds
+from ferryman.runtime.marks import Mark
 
 _PIECE_SECONDS = 2e-3  # for which a piece occupies the link; see Note [Pieces]
 _SMALLEST_PIECE = 1 << 14  # bytes; less takes longer to launch than to copy
@@ -60,7 +60,7 @@ class LinkRate:
             last, last_bytes = self._measured
             if not last.passed():
                 return
-            if not last.failed() and (seconds := busy_seconds([last])) > 0 and last_bytes:
+            if last_bytes and not last.failed() and (seconds := last.seconds()) > 0:
                 self.rate = last_bytes / seconds
         self._measured = fetch, nbytes
 

@@ -32,7 +32,7 @@ class Origin:
         return self._forks == shutdown.forks()
 
     def check(self) -> None:
-        if not self.is_here:
+        if self._forks != shutdown.forks():  # `is_here`; this is called several times in each visit
             raise ValueError(
                 f"an engine of the process {self._process} is used in the process {os.getpid()}, which was forked from "
                 "it and has none of its threads. Use the engine, its model and its optimizer only in the process that "

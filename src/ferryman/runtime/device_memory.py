@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -44,6 +45,25 @@ def usual_budget(device: torch.device) -> int | None:
         return None
     cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
     return int(_USUAL_SHARE * (free + cached))
+
+
+class Usage(NamedTuple):
+    """Bytes of a device: now, and their peak since the statistics were reset."""
+
+    now: int
+    peak: int
+
+
+def usage(device: torch.device, kind: str) -> Usage:
+    """The bytes of a device that are "allocated" or "reserved" in this process.
+
+    `torch.accelerator.memory_allocated` returns the same, but flattens and sorts all statistics of the device: 70 us in
+    place of 15, seven times a step.
+    """
+    if not torch._C._accelerator_isAllocatorInitialized():
+        return Usage(0, 0)
+    found = torch._C._accelerator_getDeviceStats(device.index or 0)[f"{kind}_bytes"]["all"]
+    return Usage(found["current"], found["peak"])
 
 
 class DeviceMemory:
@@ -131,10 +151,10 @@ class DeviceMemory:
             module.set_per_process_memory_fraction(before, self._device)
 
     def _allocated(self) -> int:
-        return torch.accelerator.memory_allocated(self._device) if self._counts else 0
+        return usage(self._device, "allocated").now if self._counts else 0
 
     def _reserved(self) -> int:
-        return torch.accelerator.memory_reserved(self._device) if self._counts else 0
+        return usage(self._device, "reserved").now if self._counts else 0
 
 
 def _whole(module: object, device: torch.device) -> int:

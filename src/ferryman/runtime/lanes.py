@@ -7,7 +7,8 @@ thread. Either kind of lane can wait for either kind of mark. Submitting work ne
 Note [Who issues]
 An accelerator cannot wait for a thread. So the submitting thread issues work to a stream at once if all marks that the
 work must wait for have passed or are already issued to a stream. Otherwise the lane's own thread issues it, after it
-has waited for the host's marks. In both cases the stream waits for other streams by events.
+has waited for the host's marks. In both cases the stream waits for other streams by events. A lane on the host runs its
+work in its own thread, except for small copies that need not wait: to wake that thread would take longer.
 
 Note [Failures]
 Work that raises an exception fails its lane. Work that depends on it, by the lane's order or by a mark, does not run:
@@ -20,19 +21,12 @@ Note [Witness]
 A device may have a race detector that tracks for which work the host waits (`torch_virtual` has one). Its module then
 has the functions `own_clock`, `now`, `learn`, `host_reads` and `host_writes`, and lanes report the order that marks
 establish. Without a detector, these calls do nothing.
-
-Note [Profiler ranges]
-While a profiler is active, work runs inside a `torch.profiler.record_function` range that has the work's label, so that
-PyTorch's profiler and Nsight show the same names as our trace. A range is recorded on the thread that runs or issues
-the work. By default PyTorch's profiler records only the thread that started it:
-`experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)` adds the lanes' threads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,11 +34,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import profiler
 
 from ferryman.runtime import shutdown
 from ferryman.runtime.caller import Origin
-from ferryman.runtime.marks import Failure, LaneError, Mark, new_event
+from ferryman.runtime.marks import Failure, LaneError, Mark
+from ferryman.runtime.running import DeviceRun, HostRun, OnStream, Run
 
 if TYPE_CHECKING:
     from ferryman.observe.trace import Trace
@@ -52,6 +46,7 @@ if TYPE_CHECKING:
 Work = Callable[[], object]
 
 _URGENT = -1  # a stream's priority: the lower the number, the more urgent
+_QUICK = 1 << 16  # bytes; to copy as many takes about 10 us, and to wake a thread takes longer
 
 
 class _NoWitness:
@@ -90,15 +85,11 @@ class _Job:
     writes: Sequence[torch.Tensor]
     epoch: int  # the group's epoch when the work was submitted
     instant: Any  # the race detector's clock when the work was submitted
+    quick: bool
 
 
 def _nothing() -> None:
     pass
-
-
-def _profiler_range(label: str) -> contextlib.AbstractContextManager[Any]:
-    """See Note [Profiler ranges]. Costs less than a microsecond if no profiler is active."""
-    return profiler.record_function(label) if profiler._is_profiler_enabled else contextlib.nullcontext()
 
 
 class Lane:
@@ -107,7 +98,8 @@ class Lane:
     def __init__(self, group: Lanes, name: str) -> None:
         self.name = name
         self._group = group
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self._queue: deque[_Job] = deque()
         self._busy = False  # a job is being run or issued
         self._closed = False
@@ -126,24 +118,27 @@ class Lane:
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
         timed: bool = False,
+        quick: bool = False,
     ) -> Mark:
         """Queues `work` behind everything that was submitted to this lane before, and behind the marks in `after`.
 
         Returns at once. `label` and `nbytes` are for the trace. `reads` and `writes` are the pinned tensors that work
         on the host uses, for the race detector. `timed`: `busy_seconds` can measure the work on a device.
+        `quick`: a lane on the host may run the work at once, on the calling thread.
         """
         self._group.origin.check()
         marks = tuple(after)
-        if not all(isinstance(mark, Mark) for mark in marks):
-            raise ValueError(f"after=: a list of marks is required, found {list(marks)!r}")
+        for each in marks:
+            if not isinstance(each, Mark):
+                raise ValueError(f"after=: a list of marks is required, found {list(marks)!r}")
         if label is None:
             label = getattr(work, "__name__", "work")
         mark = Mark(self._group, self.name, label, timed=timed)
-        with self._condition:
+        with self._lock:
             if self._closed:
                 raise LaneError(f"lane {self.name!r} is closed, it takes no more work ({label!r})")
             group = self._group
-            job = _Job(work, marks, mark, nbytes, reads, writes, group._epoch, group._witness.now())
+            job = _Job(work, marks, mark, nbytes, reads, writes, group._epoch, group._witness.now(), quick)
             inline = not self._busy and not self._queue and self._can_issue_now(job)
             if inline:
                 self._busy = True
@@ -169,7 +164,7 @@ class Lane:
                 target.copy_(source, non_blocking=True)
 
         nbytes = sum(target.nbytes for target, _ in copies)
-        return self.submit(work, after=after, label=label, nbytes=nbytes, timed=True)
+        return self.submit(work, after=after, label=label, nbytes=nbytes, timed=True, quick=nbytes <= _QUICK)
 
     def wait(self) -> None:
         """Blocks until all work submitted so far is over. Raises a failure that has not been raised yet."""
@@ -178,35 +173,14 @@ class Lane:
             self._last._block()
         self._group._raise_failure()
 
-    @contextlib.contextmanager
-    def occupy(self, label: str, *, after: Iterable[Mark] = ()) -> Iterator[Mark]:
+    def occupy(self, label: str, *, after: Iterable[Mark] = ()) -> contextlib.AbstractContextManager[Mark]:
         """Context in which the caller itself does the lane's work. Yields the mark of its end.
 
         For work that cannot be submitted as a function, such as a model's own code. It runs on the calling thread, or
         on one that the calling thread waits for. On a device, the lane's stream must be current there. Raises if a mark
         in `after` was cancelled.
         """
-        self._group.origin.check()
-        mark = Mark(self._group, self.name, label)
-        with self._condition:
-            self._condition.wait_for(lambda: not self._busy and not self._queue)
-            self._busy = True
-            self._last = mark
-        try:
-            self.follow(*after)
-            with _profiler_range(label), self._recorded(mark, 0):
-                self.prelude()
-                yield mark
-        except BaseException as error:
-            mark._failure = Failure(error, self.name, label)
-            mark._failure.take_error(self._group._epoch)  # raised here, not by a later wait
-            raise
-        finally:
-            mark._instant = self._group._witness.now()
-            mark._settled.set()
-            with self._condition:
-                self._busy = False
-                self._condition.notify_all()
+        return _Occupation(self, Mark(self._group, self.name, label), after)
 
     def here(self) -> Mark:
         """A mark after all work that the caller has done on the lane so far."""
@@ -238,8 +212,8 @@ class Lane:
         """Makes the lane wait for a settled mark."""
         raise NotImplementedError
 
-    def _recorded(self, mark: Mark, nbytes: int) -> contextlib.AbstractContextManager[None]:
-        """Context in which the lane's work runs: records its start and end in the mark and in the trace."""
+    def _running(self, mark: Mark, nbytes: int) -> Run:
+        """Context in which the lane's work runs."""
         raise NotImplementedError
 
     def _run(self, job: _Job) -> None:
@@ -250,14 +224,14 @@ class Lane:
             witness.host_reads(tensor, label)
         for tensor in job.writes:
             witness.host_writes(tensor, label)
-        with _profiler_range(label), self._recorded(job.mark, job.nbytes):
+        with self._running(job.mark, job.nbytes):
             self.prelude()
             job.work()
 
     def _serve(self) -> None:
         with self._group._witness.own_clock(f"lane {self.name!r}"):
             while True:
-                with self._condition:
+                with self._lock:
                     self._condition.wait_for(lambda: not self._busy and (self._queue or self._closed))
                     if not self._queue:
                         return
@@ -285,12 +259,12 @@ class Lane:
             job.work, job.reads, job.writes = _nothing, (), ()
             mark._instant = self._group._witness.now()
             mark._settled.set()
-            with self._condition:
+            with self._lock:
                 self._busy = False
                 self._condition.notify_all()
 
     def _close(self) -> None:
-        with self._condition:
+        with self._lock:
             self._closed = True
             self._condition.notify_all()
         if self._thread is not None:
@@ -299,22 +273,62 @@ class Lane:
             self._last._block()
 
 
+class _Occupation:
+    """See `Lane.occupy`. A class, since a generator takes several times as long."""
+
+    def __init__(self, lane: Lane, mark: Mark, after: Iterable[Mark]) -> None:
+        self._lane, self._mark, self._after = lane, mark, after
+        self._run: Run | None = None  # while the caller's work runs
+
+    def __enter__(self) -> Mark:
+        lane, mark = self._lane, self._mark
+        lane._group.origin.check()
+        with lane._lock:
+            lane._condition.wait_for(lambda: not lane._busy and not lane._queue)
+            lane._busy = True
+            lane._last = mark
+        try:
+            lane.follow(*self._after)
+            run = lane._running(mark, 0)
+            run.__enter__()
+            self._run = run
+            lane.prelude()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return mark
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        lane, mark = self._lane, self._mark
+        run, self._run = self._run, None
+        try:
+            if run is not None:
+                run.__exit__(kind, error, traceback)
+        finally:
+            if error is not None:
+                mark._failure = Failure(error, lane.name, mark.label)
+                mark._failure.take_error(lane._group._epoch)  # raised here, not by a later wait
+            mark._instant = lane._group._witness.now()
+            mark._settled.set()
+            with lane._lock:
+                lane._busy = False
+                lane._condition.notify_all()
+
+
 class HostLane(Lane):
-    """A lane for work on the host or the disk: a thread."""
+    """A lane for work on the host or the disk: a thread. See also Note [Who issues]."""
 
     def _can_issue_now(self, job: _Job) -> bool:
-        return False  # the lane's thread runs all work
+        """Whether the calling thread runs the work. With a prelude, which may take long, the lane's thread does."""
+        return job.quick and self.prelude is _nothing and all(mark.passed() for mark in job.after)
 
     def _come_after(self, mark: Mark) -> None:
         mark._block()
 
-    @contextlib.contextmanager
-    def _recorded(self, mark: Mark, nbytes: int) -> Iterator[None]:
-        trace, start = self._group.trace, time.perf_counter()
-        yield
-        mark._span = start, time.perf_counter()
-        if trace is not None:
-            trace.add_host_span(self.name, mark.label, *mark._span, nbytes)
+    def _running(self, mark: Mark, nbytes: int) -> Run:
+        return HostRun(self, mark, nbytes)
 
 
 class DeviceLane(Lane):
@@ -337,18 +351,8 @@ class DeviceLane(Lane):
         group.streams[name] = self.stream
         self._apart = apart
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        # Not `with self.stream:`, which saves the previous stream on the stream object: if two threads enter the same
-        # object, each restores the previous stream of the other.
-        device = torch.accelerator.current_device_index()
-        stream = torch.accelerator.current_stream(self.stream.device)
-        torch.accelerator.set_stream(self.stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(stream)
-            torch.accelerator.set_device_index(device)
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        return OnStream(self.stream)
 
     def _can_issue_now(self, job: _Job) -> bool:
         return not self._apart and all(mark._settled.is_set() for mark in job.after)
@@ -362,23 +366,8 @@ class DeviceLane(Lane):
         else:
             mark._event.wait(self.stream)
 
-    @contextlib.contextmanager
-    def _recorded(self, mark: Mark, nbytes: int) -> Iterator[None]:
-        trace = self._group.trace
-        timed = mark._timed or trace is not None
-        begin = new_event(self.stream.device, timed=True) if timed else None
-        end = new_event(self.stream.device, timed=timed)
-        with self.current():
-            if begin is not None:
-                begin.record(self.stream)
-            try:
-                yield
-            finally:
-                end.record(self.stream)
-                mark._event = end  # also set if the work failed: kernels that it launched must be waited for
-        mark._span = None if begin is None else (begin, end)
-        if trace is not None and begin is not None:
-            trace.add_device_span(self.name, mark.label, begin, end, nbytes)
+    def _running(self, mark: Mark, nbytes: int) -> Run:
+        return DeviceRun(self, mark, nbytes)
 
 
 class Lanes:

@@ -217,11 +217,13 @@ def _no_settings_of_updates(options: EngineOptions) -> None:
             raise ValueError(f"{name}= is about updates, so the engine needs the optimizer: Engine(model, optimizer)")
 
 
-def can_step(model: nn.Module) -> None:
+def can_step(model: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """`modules`: all modules of the model."""
     if not torch.is_grad_enabled():
         raise ValueError("a step needs gradients, and they are switched off here (torch.no_grad or inference_mode)")
-    for name, module in model.named_modules():
+    for module in modules:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            name = next(name for name, other in model.named_modules() if other is module)
             raise ValueError(
                 f"the module {name!r} is a {type(module).__name__} in training mode: its output for a sample depends "
                 "on the other samples of its micro-batch, and its statistics would be updated twice, since units run "

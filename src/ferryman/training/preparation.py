@@ -188,7 +188,7 @@ class Preparation:
         for unit in self._assembly.all_units:
             unchanged(unit, store.weights(unit), store.trained)
         none_added(self._parameters, self._assembly.all_units)
-        checks.can_step(self._model)
+        checks.can_step(self._model, self._parameters.modules)
 
     def _with_graphs(self, choice: Choice, parts: list[Part]) -> Choice:
         """Adds to the choice the graphs that are kept without a budget, which a trial may have to measure."""
