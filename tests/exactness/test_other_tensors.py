@@ -64,6 +64,30 @@ def test_where_only_some_units_have_other_weights_micro_batches_do_not_take_turn
         assert_equal_to_plain(Model, with_one_weight_replaced, None, 4, device)
 
 
+@pytest.mark.filterwarnings("ignore:.* is used outside its unit")
+@pytest.mark.filterwarnings("ignore:micro-batches give other results")
+@pytest.mark.parametrize("replaced", ["blocks.1.", "blocks."])
+def test_where_memory_is_measured_some_units_may_have_other_weights_too(replaced, virtual):
+    """The trial that measures memory fails where micro-batches take turns: one leaves its weights to another."""
+    model, plain = made(Model, None), made(Model, None)
+    scales = [torch.tensor(0.5, device=virtual, requires_grad=True) for _ in range(2)]
+
+    def scaled(scale):
+        def function(model, batch):
+            other = other_weights(model, batch[0].device)
+            weights = {name: scale * weight for name, weight in other.items() if name.startswith(replaced)}
+            return loss(model, batch) + functional_call(model, weights, (batch[0],)).square().mean()
+
+        return function
+
+    torch.manual_seed(2)
+    expected = train_plainly(plain, scaled(scales[0]), virtual, 4)
+    torch.manual_seed(2)
+    losses = train(model, scaled(scales[1]), virtual, 4, memory="1MiB", slots=2, held=False)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(scales[1].grad, scales[0].grad)
+
+
 def test_evaluation_with_other_weights(device):
     model = made(Model, None)
     batch = next(batches(1))

@@ -55,11 +55,28 @@ def measure(
                 check=False,
             )
         )
-    for _ in range(2):  # the second run knows where the turn is, and keeps the graph there
+
+    def run(*, interleaved: bool) -> _Memory:
         relay.host_stash.reset_peak()
         memory = _Memory(measured, roots)
-        on_host, staying = choice.stash_on_host, choice.staying
-        run_trial(relay, loss_runs, 0, memory, stash_on_host=on_host, staying=staying, keep=choice.keep, check=False)
+        on_host, staying, keep = choice.stash_on_host, choice.staying, choice.keep
+        run_trial(
+            relay, loss_runs, 0, memory,
+            stash_on_host=on_host, staying=staying, keep=keep, interleaved=interleaved, check=False,
+        )  # fmt: skip
+        return memory
+
+    interleaved = True
+    for _ in range(2):  # the second run knows where the turn is, and keeps the graph there
+        try:
+            memory = run(interleaved=interleaved)
+        except (TooLargeError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # code whose micro-batches cannot take turns: the check of the step will find that out, too
+            relay.lanes.drain()
+            relay.recover()
+            interleaved = False
+            memory = run(interleaved=False)
         if relay.order == known:
             break
         known = relay.order

@@ -168,18 +168,20 @@ class AveragedData(Feature):
 
 
 class OtherWeights(Feature):
-    """The loss runs the model with other weights, which are computed from a leaf."""
+    """The loss runs the model with other weights, all or those of one block, which are computed from a leaf."""
 
     cause = "functional_call|replaced|outside"
 
     def __init__(self, rng: random.Random, sizes: Sizes) -> None:
         super().__init__(rng, sizes)
+        self.variant = rng.choice(["all", "all", "one block"])
         self.weights: dict[str, torch.Tensor] = {}
         self.scale = torch.ones(())
 
     def set_up(self, net: Net, device: torch.device) -> None:
+        chosen = "" if self.variant == "all" else "blocks.1."
         tensors = [*net.named_parameters(), *net.named_buffers()]
-        self.weights = {name: 0.7 * t.detach().to(device) for name, t in tensors}
+        self.weights = {name: 0.7 * t.detach().to(device) for name, t in tensors if name.startswith(chosen)}
         self.scale = torch.tensor(0.5, device=device, requires_grad=True)
 
     def loss(self, net, batch, output, value):
