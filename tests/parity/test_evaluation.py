@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ferryman.engine import Engine
 from support.devices import delay_copies
@@ -106,9 +107,25 @@ class Following(nn.Module):
         return self.blocks(x - self.mean)
 
 
-def test_buffers_that_evaluation_assigns(device):
+class Normalized(nn.Module):
+    """Edits buffers by functional batch norm, which gives them no new version: its own, and those of its blocks."""
+
+    def __init__(self, blocks=2):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Normalized(0) for _ in range(blocks)))
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+
+    def forward(self, x):
+        x = self.linear(self.blocks(x))
+        return functional.batch_norm(x, self.mean, self.var, training=self.training)
+
+
+@pytest.mark.parametrize("kind", [Following, Normalized])
+def test_buffers_that_evaluation_changes(kind, device):
     torch.manual_seed(0)
-    model, x = Following(), torch.randn(6, 8)
+    model, x = kind(), torch.randn(6, 8)
     plain = on(device, model)
     with Engine(model, device=device, loss=lambda model, x: model(x).square().mean()) as engine, torch.no_grad():
         for _ in range(2):

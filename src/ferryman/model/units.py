@@ -80,6 +80,11 @@ class Item:
         """Whether a module of a recurrent network has it, which refers to its weights in a second way."""
         return any(isinstance(place.module, nn.RNNBase) for place in self.places)
 
+    @property
+    def is_in_training(self) -> bool:
+        """Whether a module that it belongs to is in training mode."""
+        return any(place.module.training for place in self.places)
+
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """This tensor's part of a unit's flat memory."""
         part = flat[self.offset : self.offset + self.nbytes]

@@ -44,6 +44,8 @@ class Evaluation:
                 compute.here().precede_caller()
                 try:
                     yield
+                    residents = self._model.resident_tensors.items()
+                    self._model.were_edited([tensor for item, tensor in residents if item.is_in_training])
                     self._model.adopt_assigned_residents()
                 finally:
                     compute.follow(self._streams.lanes.here())
@@ -66,7 +68,9 @@ class Evaluation:
             result = forward()
             for item, tensor in buffers:
                 adopt_assigned(item, tensor)
-            edited = [pair for pair, version in zip(buffers, versions, strict=True) if pair[1]._version != version]
+            changed = (tensor._version != version for (_, tensor), version in zip(buffers, versions, strict=True))
+            # Functional batch norm edits running statistics without a new version.
+            edited = [pair for pair, is_new in zip(buffers, changed, strict=True) if is_new or pair[0].is_in_training]
             self._model.write_back(edited, lanes.here())
             return result
         finally:
