@@ -200,6 +200,26 @@ def test_a_straight_step_that_is_made_again_has_one_effect(make, accelerator):
     torch.testing.assert_close(found, expected)
 
 
+class Trailing(Momentum):
+    """Reads, before the first unit, what the micro-batch before it has moved after its last one."""
+
+    def __call__(self, model, batch):
+        output = model(batch[0] + 10 * self.teacher.weight.mean())
+        for mine, theirs in zip(self.teacher.parameters(), model.head.parameters(), strict=True):
+            mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+        return F.cross_entropy(output, batch[1])
+
+
+def test_a_step_one_by_one_that_is_made_again_has_one_effect(device):
+    """Of several micro-batches that cannot take turns."""
+    expected = plainly(made(Model, None), Late(Trailing(device), 12), device, 3, steps=6)
+    with pytest.warns(UserWarning, match="micro-batches give other results when they take turns"):
+        found = by_engine(
+            made(Model, None), Late(Trailing(device), 12), device, 3, steps=6, resident=["head.*"], recompute="always"
+        )
+    torch.testing.assert_close(found, expected)
+
+
 def test_gradients_behind_a_batch_in_a_step_that_is_made_again(device):
     x, y = next(batches(1))
     found = []

@@ -87,6 +87,7 @@ class UserState:
         self._bases: dict[int, list[_Saved]] = {}  # the values with which each micro-batch began
         self._outside: list[_Saved] = []
         self._originals: list[torch.Tensor] = []  # the tensors of `_edited` before the step
+        self._copies: list[torch.Tensor] = []  # their values then, if micro-batches edit the tensors themselves
         self._renews = False
         self._current: int | None = None
         self._inherited: dict[int, dict[int, torch.Tensor]] = {}  # tensors in variables when each micro-batch began
@@ -200,6 +201,7 @@ class UserState:
             self._outside = self._take()
             self.snapshot([v.get() for v in self._variables.values()])
         self._originals = [v.get() for v in self._edited]
+        self._copies = [] if exchange else [original.detach().clone() for original in self._originals]
         self._renews = exchange
 
     def enter(self, number: int, bring: Bring) -> None:
@@ -230,6 +232,9 @@ class UserState:
         if self._apart:
             self._leave()
             self._put(self._outside if undo else [self._left_behind(at) for at in range(len(self._apart))])
+        if undo:
+            for original, copy in zip(self._originals, self._copies, strict=False):
+                original.data.copy_(copy)  # edits through `.data` have no version by which the guard finds them
         for variable, original in zip(self._edited, self._originals, strict=True):
             if variable.place is not None and (left := variable.get()) is not original:
                 if not undo and isinstance(left, torch.Tensor):
@@ -238,7 +243,7 @@ class UserState:
                         original.copy_(left.detach())
                 variable.place.put(original)
         self._views, self._bases, self._inherited, self._outside, self._apart = {}, {}, {}, [], []
-        self._current = None
+        self._current, self._copies = None, []
         self._prefixes.clear()
 
     def is_inherited(self, tensor: torch.Tensor) -> bool:
