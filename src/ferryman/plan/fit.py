@@ -314,15 +314,15 @@ class Fit:
 
     def ran_out(self) -> bool:
         """Called when a step of the last choice has run out of memory, though trials had found room: other samples may
-        need more, and an allocator leaves other gaps. Refuses any boundaries that stay from now on; if there were none,
-        also micro-batches of more than half the samples. Returns whether there was a choice."""
+        need more, and an allocator leaves other gaps. From now on, no boundaries stay; if none did, micro-batches have at
+        most half the samples. Returns whether there was a choice."""
         if self._chosen is None:
             return False
         needs, chosen = self._chosen
-        some, samples = min(chosen.choice.staying, 1), chosen.samples
+        some = min(chosen.choice.staying, 1)
         choice = chosen.choice._replace(staying=some, keep=NOTHING)
-        fewer = samples if some else samples // 2 + 1
-        needs.checks.append(chosen._replace(choice=choice, samples=fewer, reserved=sys.maxsize))
+        samples = 1 if some else chosen.samples // 2 + 1
+        needs.checks.append(chosen._replace(choice=choice, samples=samples, reserved=sys.maxsize))
         return True
 
     def whole_need(self, batch: Any, size: int) -> Need:

@@ -33,7 +33,12 @@ _STEPS = 12
 _RATE = 1e-2  # in place of learning rates: a schedule may begin at zero
 
 # What torch itself notes in an optimizer while it steps.
-_NOTES_OF_TORCH = {"_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"}
+_NOTES_OF_TORCH = {
+    "_opt_called",
+    "_step_count",
+    "_warned_capturable_if_run_uncaptured",
+    "_need_device_dtype_check_for_fused",
+}
 
 
 class _Try(NamedTuple):
