@@ -314,8 +314,8 @@ class Fit:
 
     def ran_out(self) -> bool:
         """Called when a step of the last choice has run out of memory, though trials had found room: other samples may
-        need more, and an allocator leaves other gaps. From now on, no boundaries stay; if none did, micro-batches have at
-        most half the samples. Returns whether there was a choice."""
+        need more, and an allocator leaves other gaps. From now on no boundaries stay or, if none did, micro-batches
+        have at most half the samples. Returns whether there was a choice."""
         if self._chosen is None:
             return False
         needs, chosen = self._chosen
