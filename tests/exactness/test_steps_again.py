@@ -51,9 +51,9 @@ def test_a_step_that_runs_out_of_memory_runs_again_in_smaller_parts(virtual):
     model = nn.Sequential(*(Greedy() for _ in range(4)))
     plain = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain)]
-    with Engine(model, optimizers[0], device=virtual, memory="96KiB", loss=mean_square, deferred=True) as engine:
+    with Engine(model, optimizers[0], device=virtual, memory="512KiB", loss=mean_square, deferred=True) as engine:
         counts = []
-        for seed, size in enumerate([2, 4500, 4500]):
+        for seed, size in enumerate([2, 6000, 6000]):
             batch = batch_of(size, seed)
             engine.step(batch)
             counts.append(engine.choice.micro_batches)

@@ -111,13 +111,14 @@ class TooLargeError(Exception):
         self.advice = advice
 
 
-@dataclass(frozen=True)
+@dataclass
 class Needs:
     """The device memory that running micro-batches of one shape need, as a function of their number of samples."""
 
     one: Trial
     two: Trial
     checks: list[_Check] = field(default_factory=list)  # what other sizes have reserved
+    must_move: bool = False  # whether all that a parked micro-batch has must leave the device
 
     def peak(self, samples: int) -> int:
         return self.most(samples).peak
@@ -305,7 +306,7 @@ class Fit:
         try:
             if needs.one is _NO_TRIAL:
                 trial = self._measure([part] * TRIAL_MICRO_BATCHES, room, _TRIAL)
-                needs = Needs(trial, trial, needs.checks)
+                needs = Needs(trial, trial, needs.checks, needs.must_move)
                 self._measured[kinds] = nbytes, needs
         except TooLargeError:
             return choice
@@ -314,15 +315,17 @@ class Fit:
 
     def ran_out(self) -> bool:
         """Called when a step of the last choice has run out of memory, though trials had found room: other samples may
-        need more, and an allocator leaves other gaps. From now on no boundaries stay or, if none did, micro-batches
-        have at most half the samples. Returns whether there was a choice."""
+        need more, and an allocator leaves other gaps. The first time, nothing of a parked micro-batch stays on the
+        device from now on; after that, micro-batches have at most half the samples. Returns whether there was a choice.
+        """
         if self._chosen is None:
             return False
         needs, chosen = self._chosen
-        some = min(chosen.choice.staying, 1)
-        choice = chosen.choice._replace(staying=some, keep=NOTHING)
-        samples = 1 if some else chosen.samples // 2 + 1
-        needs.checks.append(chosen._replace(choice=choice, samples=samples, reserved=sys.maxsize))
+        if not _moves(chosen.choice) and self._stash != "device":
+            needs.must_move = True
+        else:
+            choice, samples = chosen.choice._replace(keep=NOTHING), chosen.samples // 2 + 1
+            needs.checks.append(chosen._replace(choice=choice, samples=samples, reserved=sys.maxsize))
         return True
 
     def whole_need(self, batch: Any, size: int) -> Need:
@@ -389,7 +392,7 @@ class Fit:
 
     def _fits(self, needs: Needs, batch: Any, samples: int | None, choice: Choice, stashed: int, room: int) -> bool:
         """Whether micro-batches of this size fit, with `stashed` bytes. See Note [What is reserved]."""
-        if _padded(needs.peak(samples or 1) + stashed) > room:
+        if _padded(needs.peak(samples or 1) + stashed) > room or (needs.must_move and not _moves(choice)):
             return False
         wanted = _Check(shape_of(batch), samples or 1, choice, 0, 0)
         if any(check.reserved > room and wanted.covers(check) for check in needs.checks):
