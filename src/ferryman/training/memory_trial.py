@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -72,7 +73,11 @@ def measure(
             memory = run(interleaved=interleaved)
         except (TooLargeError, torch.OutOfMemoryError):
             raise
-        except Exception:  # code whose micro-batches cannot take turns: the check of the step will find that out, too
+        except Exception as error:
+            if len(loss_runs) == 1 or not interleaved:
+                raise
+            # Micro-batches of this code may be unable to take turns. The check of the step will find that out, too.
+            traceback.clear_frames(error.__traceback__)  # they keep the trial's tensors on the device
             relay.lanes.drain()
             relay.recover()
             interleaved = False
