@@ -360,7 +360,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """Runs forward and backward of a batch; returns its loss.
 
         A step is undone and repeated if a variable of the user's code changes that no check has seen, or if it runs out
-        of memory although trials have found room. Then it is cut into smaller micro-batches.
+        of memory although trials have found room. Then less stays on the device, or micro-batches are smaller.
         """
         generator = torch.get_rng_state()
         refusal: Exception | None = None

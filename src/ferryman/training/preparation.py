@@ -99,7 +99,7 @@ class Preparation:
 
     def can_repeat(self, error: StepAgainError) -> bool:
         """Called when a step was undone. Returns whether it will run in another way: after another trial of the user's
-        code, or in smaller micro-batches, or with fewer graphs."""
+        code, with less that stays on the device, or in smaller micro-batches."""
         if isinstance(error, OutOfRoomError):
             self._assembly.memory.trim()
             return self._micro_batching.ran_out()
