@@ -54,7 +54,7 @@ def measure(
                 interleaved=False,
                 forward_only=True,
                 check=False,
-            )  # fmt: skip
+            )
         )
 
     def run(*, interleaved: bool) -> _Memory:
